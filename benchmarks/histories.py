@@ -16,10 +16,10 @@ from random import Random
 import msgspec
 
 from kvproxy.kvcache.overlap.last_served import LastServed, RequestNames
+from kvproxy.replay.compare import PolicySpec, play_policy
 from kvproxy.replay.pooled import measure_bound
 from kvproxy.replay.results import summarize_outcomes
 from kvproxy.replay.router import LiveRequest, Placement, VirtualRouter
-from kvproxy.replay.scenario import PolicySpec, play_policy
 from kvproxy.replay.settings import ReplayFleet
 from kvproxy.replay.trace import read_trace
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts
@@ -54,7 +54,7 @@ class Remembering(VirtualRouter):
 
     def finished(self, placement: Placement, now: float) -> None:
         request, turn = placement.request, placement.request.turn
-        self._last_served().note(
+        self._last_served().note_served(
             RequestNames(session=request.session + 1),
             response_id="",
             endpoint=placement.endpoint.id,

@@ -32,8 +32,8 @@ from kvproxy.listener.server import Server
 from kvproxy.request.parse import parse_body
 from kvproxy.simulator.engine_io import EngineSettings
 from kvproxy.simulator.fleet import Fleet, FleetSettings, clone_engines
+from kvproxy.simulator.lmcache_chunks import WorkerSettings
 from kvproxy.simulator.lmcache_controller import ControllerSettings, create_controller_app
-from kvproxy.simulator.lmcache_worker import WorkerSettings
 from kvproxy.simulator.vllm_settings import VllmSettings
 from kvproxy.types import InferenceRequest, RequestKind
 
@@ -155,7 +155,7 @@ def _remember(proxies: list[Proxy], bodies: dict[str, list[bytes]], controller: 
         for proxy in proxies:
             overlap = kvcache_of(proxy).overlap
             (local,) = overlap.indexes.values()
-            overlap.tokens.memory.remember(local.hashes(request, "bench")[1], tokens)
+            overlap.tokens.memory.remember(local.hash_prompt(request, "bench")[1], tokens)
         controller.controller.workers["a"].admit(tokens)
 
 

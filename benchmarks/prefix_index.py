@@ -27,8 +27,7 @@ import msgspec
 
 from benchmarks import prefix_data as data
 from benchmarks.prefix_steady import steady
-from kvproxy.clients.kv_events.codec import decode_batch
-from kvproxy.clients.kv_events.events import Skipped
+from kvproxy.clients.kv_events.events import Skipped, decode_batch
 from kvproxy.prefix.approximate.index import ApproximateIndex
 from kvproxy.prefix.hashing import root_seed, token_blocks
 from kvproxy.prefix.precise.index import PreciseIndex, precise_root

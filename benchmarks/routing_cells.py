@@ -14,13 +14,13 @@ from typing import Any
 from benchmarks.known_speeds import knowing
 from kvproxy.config.cluster_schema import ClusterSettings, KvAwareSettings, PolicyParameters
 from kvproxy.replay.catalogue import SCENARIOS
+from kvproxy.replay.compare import PolicySpec, play_policy
 from kvproxy.replay.pooled import Bound, measure_bound, play_on_pool
 from kvproxy.replay.results import summarize_outcomes
-from kvproxy.replay.scenario import PolicySpec, play_policy
 from kvproxy.replay.settings import IndexMode, ReplayFleet
 from kvproxy.replay.trace import Half, Trace, read_trace
 from kvproxy.routing.policy import Policy
-from kvproxy.simulator.engine_io import TokenGaps
+from kvproxy.simulator.timing import TokenGaps
 
 ROOT = Path(__file__).parents[1]
 TRACES = ("conv_dev", "msyn_dev", "toolagent_like_dev", "cc_dev", "agent_dev")

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from kvproxy.admin.app import build_admin_app
 from kvproxy.admin.history import History
 from kvproxy.admin.operated import AdviceRuns, ConfigReloader, OperatorFinding, Reloaded
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.routes import Routes
-from kvproxy.cluster.status import show_learned
+from kvproxy.cluster.routes import Routes, show_learned
 from kvproxy.config.schema import Config
 from kvproxy.filters.chain import FilterType, WallClock
 from kvproxy.kvcache.service import KvCache
@@ -23,11 +22,8 @@ from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.present import LoopLag
 from kvproxy.receipts.recorder import make_recorder
 from kvproxy.request.body import HeldBodies
-from kvproxy.request.observer import RequestObserver
-from kvproxy.request.recent import RecentDecisions
-from kvproxy.runtime.generation import Generation, Shared, needs_restart
-from kvproxy.runtime.reload import Reloader
-from kvproxy.runtime.state import StateStore
+from kvproxy.request.observer import RecentDecisions, RequestObserver
+from kvproxy.runtime.generation import Generation, Reloader, Shared, StateStore
 from kvproxy.types import Clock
 from kvproxy.upstream.pool import UpstreamPool
 
@@ -51,6 +47,7 @@ class Proxy:
         wall_clock: WallClock = _utc_now,
         rng: random.Random | None = None,
         extra_filters: Mapping[str, FilterType] | None = None,
+        receipts_key: bytes | None = None,
     ) -> None:
         self.metrics = Metrics() if metrics is None else metrics
         self.draining = False
@@ -71,7 +68,7 @@ class Proxy:
             metrics=self.metrics,
         )
         self._probes = UpstreamPool(max_connections=4, max_idle=0, clock=clock)  # a full pool must not starve probes
-        self._recorder = make_recorder(self, config.receipts)
+        self._recorder = make_recorder(self, config.receipts, key=receipts_key)
         self._shared = Shared(
             self.metrics,
             clock,
@@ -88,7 +85,7 @@ class Proxy:
         self._reloader = Reloader(clock=clock, patience_s=config.shutdown.drain)
         show_learned(self.metrics, lambda: self.clusters.values(), clock=clock)
         self._history = History(self)
-        self.admin: ASGIApp = build_admin_app(self, self._history)
+        self.admin = build_admin_app(self, self._history)
         self._running = AsyncExitStack()
 
     def _observers(self, config: Config) -> Iterator[RequestObserver]:
@@ -144,12 +141,24 @@ class Proxy:
         connections, rate limits. Raises ConfigError, and whatever a new part raises when it is started; then nothing
         has changed.
         """
-        before, after = self._generation, Generation(config, self._shared, self._states)
+        return self.adopt(await self.prepare(config))
+
+    async def prepare(self, config: Config) -> Generation:
+        """The first half of a reload: everything that may fail. `adopt` or `discard` what it gives."""
+        after = Generation(config, self._shared, self._states)
         await self._reloader.begin(after)
-        lost = after.serve()
+        return after
+
+    def adopt(self, after: Generation) -> Reloaded:
+        """The second half: serve by it from now on."""
+        before, lost = self._generation, after.serve()
         self._generation = after
         self._reloader.retire(before)
-        return Reloaded(after_restart=tuple(needs_restart(before.config, config)), lost=lost)
+        return Reloaded(after_restart=tuple(_needs_restart(before.config, after.config)), lost=lost)
+
+    def discard(self, after: Generation) -> None:
+        """Instead of the second half: nothing has changed."""
+        self._reloader.retire(after)
 
     async def __aenter__(self) -> Proxy:
         await self._running.enter_async_context(LoopLag(self.metrics.process.loop_lag, clock=self.clock))
@@ -189,3 +198,9 @@ class Proxy:
 def build(config: Config) -> Proxy:
     """The ASGI app for a configuration. Raises ConfigError with every problem found."""
     return Proxy(config)
+
+
+def _needs_restart(old: Config, new: Config) -> list[str]:
+    """Settings whose change takes effect only at the next start of the process, by path."""
+    names = ("listen", "admin", "picker", "workers", "limits", "pool", "shutdown", "log", "receipts")
+    return [name for name in names if getattr(old, name) != getattr(new, name)]

@@ -125,6 +125,7 @@ def _add_serve(commands: _Commands[argparse.ArgumentParser]) -> None:
     serve.add_argument("--port", type=int, help="its port (without a file: 8888); 0 takes a free one")
     serve.add_argument("--endpoint", action="append", default=[], metavar="ID=URL", help="an engine; repeat for more")
     serve.add_argument("--policy", help="balancing policy (with --endpoint)")
+    serve.add_argument("--workers", type=_workers, metavar="N", help="processes behind the one socket, or `auto`")
     serve.add_argument("--no-admin", action="store_true", help="no admin listener (with --endpoint)")
     serve.set_defaults(run="commands.serve:main")
 
@@ -142,6 +143,14 @@ def _add_picker(commands: _Commands[argparse.ArgumentParser]) -> None:
     picker.add_argument("--endpoint", action="append", default=[], metavar="ID=URL", help="an engine; repeat for more")
     picker.add_argument("--policy", help="balancing policy (with --endpoint)")
     picker.set_defaults(run="commands.picker:main")
+
+
+def _workers(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:3]) <= 64:
+        raise argparse.ArgumentTypeError(f"must be `auto` or a whole number from 1 to 64, not {text!r}")
+    return int(text)
 
 
 def _add_check(commands: _Commands[argparse.ArgumentParser]) -> None:

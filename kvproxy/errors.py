@@ -6,6 +6,7 @@
       UpstreamError        an attempt on an endpoint failed: may be tried elsewhere before the first byte
         ConnectError (ConnectTimeout), PoolFull (NoDescriptors), FirstByteTimeout, IdleTimeout, EndpointUnhealthy,
         UpstreamDisconnected, UpstreamProtocolError, EngineReportedError
+      QueueFull            no place to wait is left: answered with 429
       UnsafeRequest        the request cannot be framed: answered with 400, no endpoint is to blame
       BreakerOpen          a breaker refused the call
       ClientError          a call to a helper API failed: costs a fact or an action, never a request
@@ -128,6 +129,14 @@ class UpstreamProtocolError(UpstreamError):
     """The engine sent something that is not HTTP, or breaks its framing."""
 
     reason = "protocol_error"
+
+
+class QueueFull(KvproxyError):
+    """No place is left to wait; come back in `retry_after_s` seconds."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__("the router queue is full")
+        self.retry_after_s = retry_after_s
 
 
 class UnsafeRequest(KvproxyError):

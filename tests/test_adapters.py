@@ -14,7 +14,7 @@ import httpx
 import pytest
 from starlette.types import Send
 
-from kvproxy.admin.cluster_findings import find_lost_adapters
+from kvproxy.admin.findings import find_lost_adapters
 from kvproxy.cluster.adapters import AdapterState
 from kvproxy.kvcache.service import KvCache
 from kvproxy.simulator.fleet import Fleet, FleetSettings
@@ -155,7 +155,7 @@ async def test_placement_spares_loading() -> None:
         for number in range(12):
             for model in ("x", "y"):
                 assert (await ask(proxy.client, model, f"{number}", stream=True)).status_code == 200
-            await kvcache.scraper.round()
+            await kvcache.scraper.scrape_all()
         served = served_by(made)
         assert sorted(max(one.values()) for one in served.values()) == [12, 12]
         assert all(len(one) == 1 for one in served.values())
@@ -172,7 +172,7 @@ async def test_adapters_in_use_are_read_from_the_engines_metrics() -> None:
             assert (await ask(stranger, "y")).status_code == 200
         kvcache = proxy.proxy.kvcache
         assert kvcache is not None
-        await kvcache.scraper.round()
+        await kvcache.scraper.scrape_all()
         (engine,) = proxy.proxy.clusters["default"].engines
         assert engine.adapters.state("y") is AdapterState.RUNNING  # vLLM goes on naming it
         assert engine.adapters.state("x") is AdapterState.ROOM

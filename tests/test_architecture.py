@@ -22,6 +22,7 @@ ROWS: tuple[dict[str, str], ...] = (
     {"__main__": "`python -m kvproxy`"},
     {"cli": "argument parsing"},
     {"commands": "what each command of `kvproxy` does"},
+    {"workers": "processes behind one listening socket, under one supervisor with one admin listener"},
     {"app": "the one composition root: a configuration becomes a running proxy"},
     {"runtime": "what a configuration is built into, and what outlives a reload"},
     {"advise": "which settings would help the traffic that was recorded"},

@@ -6,7 +6,7 @@ import asyncio
 
 from starlette.types import Send
 
-from kvproxy.commands.serve import _show_process
+from kvproxy.commands.serving import _show_process
 from kvproxy.listener.server import Server
 from kvproxy.metrics.catalog import Metrics
 from tests.support.asgi import Inner

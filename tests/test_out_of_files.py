@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvproxy.cluster.prober import ProbeOutcome
-from kvproxy.commands.serve import fit_connections
+from kvproxy.cluster.verdicts import ProbeOutcome
+from kvproxy.commands.serving import fit_connections
 from kvproxy.listener.server import serve
 from tests.support.fake_engine import FakeEngine
 from tests.support.proxy import chat, running_proxy

@@ -10,24 +10,23 @@ import contextlib
 import hmac
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pydantic import SecretStr
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvproxy.admin.cache import CacheRoutes
-from kvproxy.admin.decisions import DecisionRoutes
-from kvproxy.admin.endpoints import EndpointRoutes
+from kvproxy.admin.clusters import EndpointRoutes, RoutingRoutes
 from kvproxy.admin.history import History
 from kvproxy.admin.live import FILES, LiveView, PageFiles
 from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.pick import PickRoutes
 from kvproxy.admin.process import AdviceRoutes, HealthRoutes, SettingsRoutes
-from kvproxy.admin.replies import Audit, RequestRefused, error, on_http_error, on_refused
-from kvproxy.admin.routing import RoutingRoutes
+from kvproxy.admin.replies import Audit, RequestRefused, on_http_error, on_refused, reply_error
+from kvproxy.admin.views import CacheRoutes, DecisionRoutes
 from kvproxy.config.addresses import is_loopback
 from kvproxy.errors import Problem
 
@@ -61,13 +60,13 @@ class AccessControl:
     """
 
     def __init__(self, app: ASGIApp, *, token: Callable[[], SecretStr | None]) -> None:
-        self._app = app
+        self.app = app
         self._token = token
         self._turn = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
 
         async def marked(message: Message) -> None:
@@ -81,11 +80,11 @@ class AccessControl:
                 async with self._turn:
                     await asyncio.sleep(0)
             with contextlib.suppress(ClientDisconnect):  # it left in its upload: no answer can reach it
-                await self._app(scope, receive, marked)
+                await self.app(scope, receive, marked)
             return
         status, problem = refusal
         headers = {"www-authenticate": "Bearer"} if status == 401 else None
-        await error(status, [problem], headers=headers)(scope, receive, marked)
+        await reply_error(status, [problem], headers=headers)(scope, receive, marked)
 
     def _refusal(self, scope: Scope) -> tuple[int, Problem] | None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -128,13 +127,14 @@ def _foreign(method: str, headers: dict[bytes, bytes]) -> tuple[int, Problem] | 
     return None
 
 
-def _set_root_level(level: str) -> None:
+def set_root_level(level: str) -> None:
+    """As Python's logging spells it."""
     logging.getLogger().setLevel(level)
 
 
 def build_admin_app(
-    operated: AdminTarget, history: History, *, set_level: Callable[[str], None] = _set_root_level
-) -> ASGIApp:
+    operated: AdminTarget, history: History, *, set_level: Callable[[str], None] = set_root_level
+) -> AccessControl:
     """The ASGI app, behind the configuration's token when there is one. `history` is entered by its maker."""
     audit = Audit()
     parts = (
@@ -149,9 +149,12 @@ def build_admin_app(
         AdviceRoutes(operated, audit),
         SettingsRoutes(operated, audit, set_level=set_level),
     )
-    app = Starlette(
-        routes=[route for part in parts for route in part.routes()],
-        exception_handlers={RequestRefused: on_refused, HTTPException: on_http_error},
-    )
+    routes = [route for part in parts for route in part.list_routes()]
+    return guard_routes(routes, token=lambda: operated.config.admin.token)
+
+
+def guard_routes(routes: Sequence[Route], *, token: Callable[[], SecretStr | None]) -> AccessControl:
+    """An app of these routes that answers errors as this listener does, behind access control."""
+    app = Starlette(routes=routes, exception_handlers={RequestRefused: on_refused, HTTPException: on_http_error})
     app.router.redirect_slashes = False
-    return AccessControl(app, token=lambda: operated.config.admin.token)
+    return AccessControl(app, token=token)

@@ -14,7 +14,7 @@ from typing import Protocol
 from kvproxy.background_task import BackgroundTask
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.collectors import Counter
-from kvproxy.request.recent import RecentDecisions, Tally
+from kvproxy.request.observer import RecentDecisions, Tally
 from kvproxy.types import Clock, Sleep
 
 log = logging.getLogger(__name__)

@@ -11,14 +11,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvproxy import __version__
-from kvproxy.admin.decisions import list_decisions
-from kvproxy.admin.endpoints import describe_endpoint
+from kvproxy.admin.clusters import describe_endpoint, describe_routing
+from kvproxy.admin.findings import DOWN
 from kvproxy.admin.history import History, HistorySample, add_tallies
 from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.process import check_readiness
 from kvproxy.admin.replies import RequestRefused
-from kvproxy.admin.routing import describe_routing
-from kvproxy.admin.trouble import DOWN
 from kvproxy.admin.troubles import (
     FAILED_LEAST,
     FAILED_MOST,
@@ -27,13 +25,14 @@ from kvproxy.admin.troubles import (
     count_by_cluster,
     count_by_endpoint,
 )
+from kvproxy.admin.views import list_decisions
 from kvproxy.cluster.endpoint import Condition
 from kvproxy.config.schema import ListenerSettings
 from kvproxy.errors import Problem
 from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.status import hot_prefixes, leases, prefix_breaks, running_jobs
 from kvproxy.request.exchange import FAILED
-from kvproxy.request.recent import Tally
+from kvproxy.request.observer import Tally
 
 _SCRIPTS = ("page", "parts", "table", "charts", "endpoints", "decisions", "breaks", "advice")
 FILES = {
@@ -56,7 +55,7 @@ class PageFiles:
         folder = files("kvproxy.admin") / "static"
         self._files = {path: ((folder / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
 
-    def routes(self) -> list[Route]:
+    def list_routes(self) -> list[Route]:
         """Their paths."""
         return [Route(path, self._file, methods=["GET"]) for path in self._files]
 
@@ -78,7 +77,7 @@ class LiveView:
         self._hot_at = -HOT_AGAIN_S
         history.on_sample.append(lambda now: self._troubles.update_findings(now, self._minute(now)))
 
-    def routes(self) -> list[Route]:
+    def list_routes(self) -> list[Route]:
         """Its path."""
         return [Route("/live", self._live, methods=["GET"])]
 

@@ -13,7 +13,7 @@ from kvproxy.config.schema import Config
 from kvproxy.errors import Problem
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.request.recent import RecentDecisions
+from kvproxy.request.observer import RecentDecisions
 from kvproxy.types import Clock
 
 
@@ -59,20 +59,29 @@ class Reloaded:
 class AdviceRuns(Protocol):
     """The adviser, in a process of its own."""
 
-    def start(self, budget_s: float) -> bool:
+    def start_run(self, budget_s: float) -> bool:
         """Whether a run was begun; not while one goes on."""
         ...
 
-    def describe(self) -> Mapping[str, object]:
+    def describe_run(self) -> Mapping[str, object]:
         """How it stands, with the latest advice."""
         ...
 
 
-class AdminTarget(Protocol):
-    """Asked again for every request: a reload may have replaced any part."""
+class OperatedProcess(Protocol):
+    """What is the operator's to change about the process, be it the proxy's own or that of several."""
 
     @property
     def config(self) -> Config: ...
+    @property
+    def reloader(self) -> ConfigReloader | None: ...
+    @property
+    def adviser(self) -> AdviceRuns | None: ...
+
+
+class AdminTarget(OperatedProcess, Protocol):
+    """Asked again for every request: a reload may have replaced any part."""
+
     @property
     def clusters(self) -> Mapping[str, Cluster]: ...
     @property
@@ -89,10 +98,6 @@ class AdminTarget(Protocol):
     def draining(self) -> bool: ...
     @property
     def clock(self) -> Clock: ...
-    @property
-    def reloader(self) -> ConfigReloader | None: ...
-    @property
-    def adviser(self) -> AdviceRuns | None: ...
     @property
     def public_url(self) -> str:
         """Where clients connect; "" while no listener said so."""

@@ -8,15 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from kvproxy.advise.advice import Advice, NotGiven, Setting
+from kvproxy.advise.advice import DOES_NOT_FIT, Advice, Fit, NotGiven, Setting, why_not_given
 from kvproxy.advise.candidates import list_candidates
 from kvproxy.advise.engines import EngineSettingsSeen, engines_of
-from kvproxy.advise.gains import DOES_NOT_FIT, Fit, why_not_given
 from kvproxy.advise.known import Known, advise_from_facts, much_waits, name_engines
-from kvproxy.advise.occupancy import measure_occupancy
 from kvproxy.advise.simulate import MIN_REQUESTS, MIN_SPAN_S, Expectation, Simulation
 from kvproxy.advise.today import NoModel, Today, model_today
-from kvproxy.advise.traffic import Traffic, read_traffic
+from kvproxy.advise.traffic import Traffic, measure_occupancy, read_traffic
 from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.config.cluster_schema import ClusterSettings, EnginePriorityMode
 from kvproxy.config.schema import Config
@@ -138,10 +136,12 @@ class Adviser:
         follows = kvcache is not None and kvcache.kv_events
         today = model_today(traffic, engines, occupancy, cluster, follows_events=follows)
         simulation = Simulation(traffic, today, budget_s=budget_s, err=self.err, clock=self.clock)
-        fit = simulation.fit(len(list_candidates(today, engines, occupancy, kvcache=kvcache)))
+        fit = simulation.fit_today(len(list_candidates(today, engines, occupancy, kvcache=kvcache)))
         expected: list[Expectation] = []
         if fit is not None and fit.good:
-            expected = simulation.expect(list_candidates(simulation.today, engines, occupancy, kvcache=kvcache), fit)
+            expected = simulation.expect_gains(
+                list_candidates(simulation.today, engines, occupancy, kvcache=kvcache), fit
+            )
         elif fit is not None:
             notes.append(
                 f"the model does not fit this fleet: it is {abs(fit.error):.0%} off, more than {DOES_NOT_FIT:.0%}; "

@@ -11,8 +11,7 @@ from kvproxy.clients.engine_metrics import EngineKind, EngineMetrics, parse_engi
 from kvproxy.clients.sglang import SglangInfo
 from kvproxy.config.schema import Config
 from kvproxy.doctor.deployment import survey_deployment
-from kvproxy.doctor.engine import EngineFacts
-from kvproxy.doctor.exposition import sum_samples
+from kvproxy.doctor.engine import EngineFacts, sum_samples
 from kvproxy.doctor.tools import Tools
 from kvproxy.errors import ClientError, NotSupported
 from kvproxy.types import EndpointId, RequestKind
@@ -106,7 +105,7 @@ async def _events(engine: EngineFacts) -> tuple[bool | None, bool | None]:
 
 async def _renders(engine: EngineFacts) -> bool | None:
     try:
-        await engine.vllm.render(RequestKind.CHAT, (await engine.choose_model()).id, _PROBE)
+        await engine.vllm.render_prompt(RequestKind.CHAT, (await engine.choose_model()).id, _PROBE)
     except NotSupported:
         return False
     except ClientError:

@@ -9,10 +9,9 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from kvproxy.advise.advice import Advice, Gain, Ratio
+from kvproxy.advise.advice import Advice, Fit, Gain, Ratio
 from kvproxy.advise.adviser import PoolAdvice
 from kvproxy.advise.engines import EngineSettingsSeen
-from kvproxy.advise.gains import Fit
 from kvproxy.advise.traffic import Traffic
 
 _MARGIN = "    "

@@ -15,18 +15,16 @@ from random import Random
 from statistics import fmean
 from typing import TextIO
 
-from kvproxy.advise.advice import Gain
+from kvproxy.advise.advice import Figures, Fit, Gain, compute_gain, is_promising, summarize_half
 from kvproxy.advise.candidates import Candidate
-from kvproxy.advise.gains import Figures, Fit, compute_gain, is_promising, summarize_half
-from kvproxy.advise.recording import make_trace
-from kvproxy.advise.today import Today
+from kvproxy.advise.today import Today, make_trace
 from kvproxy.advise.traffic import RecordedRequest, Traffic
-from kvproxy.replay.compare import ProgressBar
+from kvproxy.replay.compare import play_policy
+from kvproxy.replay.report import ProgressBar
 from kvproxy.replay.results import ReplayOutcome, percentile
-from kvproxy.replay.scenario import play_policy
 from kvproxy.replay.settings import Pace
 from kvproxy.replay.trace import Trace
-from kvproxy.simulator.engine_io import TokenGaps
+from kvproxy.simulator.timing import TokenGaps
 from kvproxy.types import Clock
 
 #: Fewer requests, or less time, say nothing about what a setting is worth.
@@ -81,7 +79,7 @@ class Simulation:
         self.ended_early = False  # the budget was spent, or Ctrl-C was pressed
         self.interrupted = False
 
-    def fit(self, runs: int) -> Fit | None:
+    def fit_today(self, runs: int) -> Fit | None:
         """Fits what nothing tells (how long a decode step takes, and a prefill beside it) to the first half of the
         recording and says how well today's settings then agree with the second. `runs` are still to come: a recording
         that would take too long is cut to its latest part. None when time ran out."""
@@ -100,7 +98,7 @@ class Simulation:
             self._stop(error)
             return None
 
-    def expect(self, candidates: Sequence[Candidate], fit: Fit) -> list[Expectation]:
+    def expect_gains(self, candidates: Sequence[Candidate], fit: Fit) -> list[Expectation]:
         """Every candidate's gain, seed by seed as long as there is time."""
         ratios: dict[int, list[tuple[Figures, Figures]]] = {index: [] for index in range(len(candidates))}
         self._bar = ProgressBar(len(self._requests) * len(candidates) * MAX_SEEDS, out=self._err)

@@ -1,26 +1,88 @@
-"""The fleet as it is, as far as engines, configuration and receipts tell, in the replay's terms."""
+"""What was recorded and the fleet as it is, as far as engines, configuration and receipts tell, in the replay's terms.
+
+The trace has sessions, and blocks that are equal where prompts were. A receipt names some of its prompt's prefixes by
+hashes. Going through the requests in order of arrival, a prompt's blocks are those of the deepest prefix that an
+earlier prompt named too, and new ones from there on.
+"""
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from statistics import fmean, median
 
 from kvproxy.advise.engines import EngineSettingsSeen
 from kvproxy.advise.known import usual_capacity
-from kvproxy.advise.occupancy import Occupancy
-from kvproxy.advise.recording import BLOCK_TOKENS
-from kvproxy.advise.traffic import Traffic
+from kvproxy.advise.traffic import Occupancy, RecordedRequest, Traffic
 from kvproxy.config.cluster_schema import ClusterSettings, EnginePriorityMode
 from kvproxy.errors import KvproxyError
+from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.decided import read_decisions
-from kvproxy.replay.scenario import PolicySpec
 from kvproxy.replay.settings import IndexMode, ReplayFleet
+from kvproxy.replay.trace import Trace, TraceSession, Turn
 from kvproxy.routing.load import Features
 from kvproxy.routing.registry import POLICIES
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.simulator.timing import EngineTiming
+
+#: Tokens of a trace's block: about as many as a text block has, so that nothing finer is known.
+BLOCK_TOKENS = 64
+
+
+def make_trace(traffic: Traffic, requests: Sequence[RecordedRequest], *, block_tokens: int = BLOCK_TOKENS) -> Trace:
+    """The trace of these requests of a pool, which are in order of arrival."""
+    blocks = _shared_blocks(requests, block_tokens)
+    first = requests[0].arrived_at
+    usual = traffic.usual_output_tokens or 1
+    sessions = []
+    for members in _sessions(requests):
+        turns, before = [], requests[members[0]].arrived_at
+        for index in members:
+            one = requests[index]
+            turns.append(Turn(one.arrived_at - before, one.prompt_tokens, one.output_tokens or usual, blocks[index]))
+            before = one.ended_at
+        sessions.append(TraceSession(requests[members[0]].arrived_at - first, tuple(turns)))
+    return Trace("recorded", block_tokens, tuple(sessions))
+
+
+def _sessions(requests: Sequence[RecordedRequest]) -> list[list[int]]:
+    """Indexes of the requests of each session, in order of their starts. Where a request came before the end of the
+    one before it, or without a session key, a session of its own begins: nothing says that it waited for that."""
+    sessions: list[list[int]] = []
+    latest: dict[str, list[int]] = {}
+    for index, one in enumerate(requests):
+        under_way = latest.get(one.session) if one.session else None
+        if under_way is not None and requests[under_way[-1]].ended_at <= one.arrived_at:
+            under_way.append(index)
+        else:
+            latest[one.session] = [index]
+            sessions.append(latest[one.session])
+    return sessions
+
+
+def _shared_blocks(requests: Sequence[RecordedRequest], block_tokens: int) -> list[array[int]]:
+    texts = sum(one.prompt_blocks for one in requests)
+    known_tokens = sum(one.prompt_tokens for one in requests if one.prompt_blocks)
+    blocks_per_text = known_tokens / texts / block_tokens if texts else 0.0
+    fresh = count(1)
+    named: dict[bytes, array[int]] = {}  # by a prefix's hash, the blocks of a prompt that begins with it
+    found = []
+    for one in requests:
+        whole = one.prompt_tokens // block_tokens
+        own: array[int] = array("Q")
+        for depth, name in reversed(one.prefixes):
+            if name in named:
+                own = named[name][: min(whole, int(depth * blocks_per_text))]
+                break
+        own.extend(next(fresh) for _ in range(whole - len(own)))
+        for _, name in one.prefixes:
+            named.setdefault(name, own)
+        found.append(own)
+    return found
+
 
 #: vLLM's defaults below 70 GiB of GPU memory; where more requests were seen at a time, those above.
 _SEQUENCES, _MORE_SEQUENCES = 256, 1024
@@ -107,7 +169,7 @@ def model_today(
 
 def _sequences(engines: Sequence[EngineSettingsSeen], occupancy: Occupancy, assumed: list[str]) -> int:
     said = [one.sequences for one in engines if one.sequences]
-    slots = round(median(said)) if said else occupancy.slots(usual_capacity(engines))
+    slots = round(median(said)) if said else occupancy.find_slots(usual_capacity(engines))
     if slots is not None:
         return slots
     assumed.append("sequences")

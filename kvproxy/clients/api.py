@@ -98,8 +98,7 @@ class Api:
 
     def decode(self, raw: bytes, answer: type[T], path: str, *, max_values: int = MAX_VALUES) -> T:
         """`raw` as `answer`; raises BadResponse, also for more than `max_values` objects and lists together. The text
-        names the place, never the content.
-        """
+        names the place, never the content."""
         if raw.count(b"{") + raw.count(b"[") > max_values:
             raise BadResponse(f"{self._service} {path}: more than {max_values} objects and lists")
         try:
@@ -123,13 +122,10 @@ class Api:
     def _refusal(self, path: str, status: int, body: bytes) -> Refused:
         text = error_text(body, secret=self._secret)
         message = f"{self._service} {path}: {status}" + (f" {text}" if text else "")
-        missing = status in (405, 501) or (status == 404 and _is_route_missing(body, text))
+        # A 404 speaks of the path, or of a thing that was asked for: a model, an instance.
+        of_path = text in ("", "Not Found") and not error_param(body)
+        missing = status in (405, 501) or (status == 404 and of_path)
         return (NotSupported if missing else Refused)(message, status=status)
-
-
-def _is_route_missing(body: bytes, text: str) -> bool:
-    """Whether a 404 speaks of the path and not of a thing asked for (a model, an instance)."""
-    return text in ("", "Not Found") and not error_param(body)
 
 
 async def _bounded(response: httpx.Response, max_bytes: int) -> bytes | None:
@@ -154,8 +150,8 @@ def query_string(pairs: Mapping[str, str | int]) -> str:
     return f"?{httpx.QueryParams(given)}" if given else ""
 
 
+#: Of an error text.
 MAX_TEXT_CHARS = 200
-
 _NUMBER_LIST = re.compile(r"\[?\s*-?\d+(?:\s*,\s*-?\d+){3,}\s*,?\s*\]?")
 _CREDENTIAL = re.compile(r"(?i)\b(bearer|basic)\s+\S+")
 #: vLLM's validation errors quote the offending value: `'input': '...'` up to the end of that error.
@@ -193,23 +189,31 @@ class _Validation(msgspec.Struct):
 
 
 class _ErrorBody(msgspec.Struct):
-    """The error bodies of vLLM, SGLang (flat), FastAPI and the LMCache coordinator; of FastAPI's 422 everything but
-    `input`."""
+    """The error bodies of vLLM, SGLang and Kubernetes (flat), FastAPI, etcd and the LMCache coordinator; of FastAPI's
+    422 everything but `input`."""
 
     error: _OpenAIError | str = ""
     detail: list[_Validation] | str = ""
     kind: object = msgspec.field(name="object", default="")
+    resource: object = msgspec.field(name="kind", default="")
     message: object = ""
     param: object = None
 
     @property
     def blamed(self) -> _OpenAIError | str:
         """The error, wherever it is written."""
-        flat = self.kind == "error" and isinstance(self.message, str)
+        flat = (self.kind == "error" or self.resource == "Status") and isinstance(self.message, str)
         return _OpenAIError(str(self.message), self.param) if flat else self.error
 
 
-_DECODER = msgspec.json.Decoder(_ErrorBody)
+_decode_error = msgspec.json.Decoder(_ErrorBody).decode
+
+
+def _parsed(body: bytes) -> _ErrorBody:
+    try:
+        return _decode_error(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _ErrorBody()
 
 
 def error_text(body: bytes, *, secret: str = "") -> str:
@@ -217,10 +221,7 @@ def error_text(body: bytes, *, secret: str = "") -> str:
 
     Only known fields are quoted: an unknown body may be an echo of the request.
     """
-    try:
-        parsed = _DECODER.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
+    parsed = _parsed(body)
     if isinstance(parsed.detail, list):
         return scrub_text("; ".join(_validation_text(entry) for entry in parsed.detail[:3]), secret=secret)
     error = parsed.blamed
@@ -231,10 +232,7 @@ def error_text(body: bytes, *, secret: str = "") -> str:
 
 def error_param(body: bytes) -> str:
     """The field an OpenAI-style error blames; empty when it names none."""
-    try:
-        error = _DECODER.decode(body).blamed
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
+    error = _parsed(body).blamed
     return error.param if isinstance(error, _OpenAIError) and isinstance(error.param, str) else ""
 
 
@@ -242,10 +240,8 @@ def scrub_text(text: str, *, secret: str = "") -> str:
     """`text` on one line of at most 200 characters, without number lists, echoed input and credentials."""
     if secret:
         text = text.replace(secret, "***")
-    text = text[: 8 * MAX_TEXT_CHARS]
-    text = _INPUT_ECHO.sub(r"\1...", text)
-    text = _CREDENTIAL.sub(r"\1 ***", text)
-    text = _NUMBER_LIST.sub("[...]", text)
+    text = _INPUT_ECHO.sub(r"\1...", text[: 8 * MAX_TEXT_CHARS])
+    text = _NUMBER_LIST.sub("[...]", _CREDENTIAL.sub(r"\1 ***", text))
     text = _SPACE.sub(" ", text).strip()
     return text if len(text) <= MAX_TEXT_CHARS else text[: MAX_TEXT_CHARS - 3] + "..."
 

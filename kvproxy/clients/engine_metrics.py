@@ -1,4 +1,6 @@
-"""What engines say of their load: `/metrics`, vLLM's or SGLang's, 50 kB in one quick pass. Pure."""
+"""What engines say of their load: `/metrics`, vLLM's or SGLang's, 50 kB in one quick pass, with the LoRA adapters in
+use. Pure.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
-
-from kvproxy.clients.lora_use import LoraUse, parse_lora_use
 
 _VLLM_PREFIX = b"vllm:"
 _CACHE_CONFIG = b"cache_config_info"
@@ -311,3 +311,50 @@ def _number(config: dict[bytes, bytes], label: bytes) -> int:
     """A label's whole number; 0 when the label is missing or says `None`."""
     text = config.get(label, b"")
     return int(text) if text.isdigit() and len(text) <= _MAX_DIGITS else 0
+
+
+#: One line a combination ever seen; its value is the time of the last engine step that had it.
+_LORA_LINE = re.compile(rb"^vllm:lora_requests_info\{([^}\n]{0,65536})\} ([0-9.eE+]{1,32})", re.MULTILINE)
+#: Data-parallel ranks write in turn, each its own combination: lines this much older than the newest count as well.
+_LORA_TOGETHER_S = 2.0
+MAX_LORA_LINES, MAX_LORA_NAMES = 10_000, 1024
+
+
+@dataclass(frozen=True, slots=True)
+class LoraUse:
+    """As of the engine's latest steps: after the last request of an adapter the engine may go on naming it."""
+
+    slots: int  # adapters of which requests run at the same time; 0: not said
+    running: frozenset[str]
+    waiting: frozenset[str]
+
+
+def parse_lora_use(text: bytes) -> LoraUse | None:
+    """None: the engine serves no adapters, or ran none yet."""
+    if b"vllm:lora_requests_info{" not in text:
+        return None
+    lines: list[tuple[float, bytes]] = []
+    for found in _LORA_LINE.finditer(text):
+        try:
+            at = float(found[2])
+        except ValueError:
+            continue
+        if math.isfinite(at):
+            lines.append((at, found[1]))
+        if len(lines) >= MAX_LORA_LINES:
+            break
+    if not lines:
+        return None
+    newest, latest = max(lines)
+    slots = dict(_LABEL.findall(latest)).get(b"max_lora", b"")
+    now = [dict(_LABEL.findall(labels)) for at, labels in lines if at >= newest - _LORA_TOGETHER_S]
+    return LoraUse(
+        int(slots) if slots.isdigit() and len(slots) < 10 else 0,
+        _adapter_names([labels.get(b"running_lora_adapters", b"") for labels in now]),
+        _adapter_names([labels.get(b"waiting_lora_adapters", b"") for labels in now]),
+    )
+
+
+def _adapter_names(lists: list[bytes]) -> frozenset[str]:
+    names = {name.decode("utf-8", "replace") for each in lists for name in each.split(b",") if name}
+    return frozenset(sorted(names)[:MAX_LORA_NAMES])

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 import msgspec
 
-from kvproxy.clients.lora_use import LoraUse
+from kvproxy.clients.engine_metrics import LoraUse
 from kvproxy.types import EndpointId
 
 log = logging.getLogger(__name__)

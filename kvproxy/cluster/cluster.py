@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Self
 
@@ -17,20 +17,17 @@ from kvproxy.cluster.discovery import Poller, Source, sources_of
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.engine_priority import ClusterPriority, utc_seconds
-from kvproxy.cluster.known_ranks import KnownRanks
 from kvproxy.cluster.membership import STATIC, Membership
 from kvproxy.cluster.pick import AttemptOutcome, Pick, reserve
 from kvproxy.cluster.policies import PolicySet
-from kvproxy.cluster.prober import Probe, Prober
 from kvproxy.cluster.router_queue import RouterQueue
-from kvproxy.cluster.screening import Refusal, Screening, refusal_of, skip_reason
-from kvproxy.cluster.verdicts import Verdicts
+from kvproxy.cluster.screening import KnownRanks, Refusal, Screening, refusal_of, skip_reason
+from kvproxy.cluster.verdicts import Probe, Prober, Verdicts
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing import selector
-from kvproxy.routing.costs import best_of
 from kvproxy.routing.engine_samples import Reading
-from kvproxy.routing.policy import Candidate, PickRequest, Policy
+from kvproxy.routing.policy import Candidate, PickRequest, Policy, best_of
 from kvproxy.routing.selector import PANIC, Decision
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import Clock, EndpointId
@@ -83,7 +80,7 @@ class Cluster:
         self._sleep = sleep
         self._tasks = TaskSet()
         self._prober = self._make_prober(probe)
-        self._poller = self._make_poller(sources_of(settings.discovery) if sources is None else sources)
+        self._poller = self._make_poller(sources)
         self._shown = False
         self._hiding: set[Endpoint] = set()  # with requests under way whose first token cannot be seen
         self.policies = PolicySet(name, settings, metrics=metrics, rng=rng, policy=policy)
@@ -127,6 +124,11 @@ class Cluster:
     def draining(self) -> Sequence[Endpoint]:
         """Endpoints no longer in the cluster that still have requests in flight."""
         return self._members.draining
+
+    @property
+    def discovery_complaints(self) -> Mapping[str, str]:
+        """Why sources of endpoints do not answer, by name; what they said last stands meanwhile."""
+        return self._poller.complaints
 
     @property
     def models(self) -> frozenset[str]:
@@ -185,7 +187,7 @@ class Cluster:
                 for engine in self.engines:
                     engine.health.forget_probes()
         if settings.discovery != before.discovery:
-            self._ask_sources(sources_of(settings.discovery))
+            self._ask_sources(None)
         self.apply(settings.endpoints)
         self._arrange_queue()
 
@@ -299,7 +301,7 @@ class Cluster:
     def observe_engine(self, endpoint: Endpoint, reading: Reading) -> None:
         """An engine's own count of its prefills, read just now: what streams do not teach, it does."""
         if not endpoint.metrics.closed:
-            endpoint.ended.read(reading, self._clock())
+            endpoint.ended.read_counters(reading, self._clock())
 
     def record_outcome(self, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None:
         """Draw the conclusions of an attempt; called by its pick."""
@@ -352,7 +354,9 @@ class Cluster:
             sleep=self._sleep,
         )
 
-    def _make_poller(self, sources: Sequence[Source]) -> Poller:
+    def _make_poller(self, sources: Sequence[Source] | None) -> Poller:
+        if sources is None:
+            sources = sources_of(self.settings.discovery, clock=self._clock, rng=self._rng, sleep=self._sleep)
         return Poller(
             self.name,
             sources,
@@ -363,11 +367,12 @@ class Cluster:
             sleep=self._sleep,
         )
 
-    def _ask_sources(self, sources: Sequence[Source]) -> None:
-        """These and no others, at once for the first time. What one of the same name answered stands until it does."""
+    def _ask_sources(self, sources: Sequence[Source] | None) -> None:
+        """These and no others (None: as the settings say), at once for the first time. What one of the same name
+        answered stands until it does."""
         self._poller.stop()
         self._poller = self._make_poller(sources)
-        self._members.keep_sources([source.name for source in sources])
+        self._members.keep_sources([source.name for source in self._poller.sources])
         if self._tasks.running:
             self._poller.start(at_once=True)
 
@@ -424,19 +429,15 @@ class Cluster:
 
     def _arrange_queue(self) -> None:
         """As the settings say: the queue there is goes on with the requests in it, or places them all at once."""
-        settings = self.settings.queue
-        if not (settings.enabled and self.policy.learns_speeds):
+        settings, speeds = self.settings.queue, self.policy.speeds
+        if not settings.enabled or speeds is None:
             self._close_queue()
         elif self.queue is not None:
-            self.queue.reconfigure(settings, self.policy)
+            self.queue.reconfigure(settings, speeds)
         else:
+            metrics, clock = self._metrics, self._clock
             self.queue = RouterQueue(
-                settings,
-                self.policy,
-                cluster=self.name,
-                candidates=self._candidates,
-                metrics=self._metrics,
-                clock=self._clock,
+                settings, speeds, cluster=self.name, candidates=self._candidates, metrics=metrics, clock=clock
             )
             if self._shown:
                 self.queue.show()

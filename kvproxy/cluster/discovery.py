@@ -1,4 +1,4 @@
-"""Where endpoints come from besides the configuration: two sources shipped here, asked again and again."""
+"""Where endpoints come from besides the configuration: sources that are asked again and again, or watched."""
 
 from __future__ import annotations
 
@@ -6,22 +6,28 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from random import Random
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
 from kvproxy.background_task import TaskSet
+from kvproxy.cluster.sources.etcd import EtcdDiscovery
+from kvproxy.cluster.sources.kubernetes import KubernetesDiscovery
 from kvproxy.config.addresses import url_fault
-from kvproxy.config.cluster_schema import DiscoverySettings, DnsDiscoverySettings, EndpointSettings
+from kvproxy.config.cluster_schema import EndpointSettings
+from kvproxy.config.discovery_schema import DiscoverySettings, DnsDiscoverySettings
 from kvproxy.config.paths import dotted_path
 from kvproxy.config.yaml_text import parse_yaml, substitute_variables
-from kvproxy.errors import DiscoveryError
+from kvproxy.errors import ClientError, DiscoveryError
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.types import Sleep
+from kvproxy.types import Clock, Sleep
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +35,8 @@ log = logging.getLogger(__name__)
 MAX_FILE_BYTES = 4 * 1024 * 1024
 #: A source that takes longer to answer is asked again later.
 POLL_TIMEOUT_S = 10.0
+#: A watched source that cannot even begin is tried again after this long.
+_FOLLOW_AGAIN_S = 5.0
 #: No source is asked more often, whatever its interval says.
 MIN_INTERVAL_S = 0.05
 
@@ -43,13 +51,25 @@ class Discovery(Protocol):
     async def endpoints(self) -> Sequence[EndpointSettings]: ...
 
 
+#: Hears all endpoints there are now (None: not known yet), and what is wrong ("": nothing is).
+Tell = Callable[[Sequence[EndpointSettings] | None, str], None]
+
+
+class WatchedDiscovery(Discovery, Protocol):
+    """One that says by itself when its answer changed; `follow` runs until it is cancelled."""
+
+    async def follow(self, tell: Tell) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A discovery with the name it goes by and how often it is asked."""
+    """A discovery with the name it goes by and how often it is asked; or `follow` of one that is watched, and may know
+    for sure that there is no endpoint."""
 
     name: str
     discovery: Discovery
     interval_s: float
+    follow: Callable[[Tell], Awaitable[None]] | None = None
 
 
 class FileDiscovery:
@@ -142,19 +162,32 @@ class DnsDiscovery:
         )
 
 
-def sources_of(settings: DiscoverySettings) -> list[Source]:
+def sources_of(
+    settings: DiscoverySettings,
+    *,
+    clock: Clock = time.monotonic,
+    rng: Random | None = None,
+    sleep: Sleep = asyncio.sleep,
+) -> list[Source]:
     """The sources a cluster's configuration names."""
-    file, dns = settings.file, settings.dns
+    file, dns, rng = settings.file, settings.dns, rng or Random()
     sources = [] if file is None else [Source("file", FileDiscovery(file.path), file.interval)]
-    return sources if dns is None else [*sources, Source("dns", DnsDiscovery(dns), dns.interval)]
+    if dns is not None:
+        sources.append(Source("dns", DnsDiscovery(dns), dns.interval))
+    watched: dict[str, WatchedDiscovery] = {}
+    if settings.kubernetes is not None:
+        watched["kubernetes"] = KubernetesDiscovery(settings.kubernetes, clock=clock, rng=rng, sleep=sleep)
+    if settings.etcd is not None:
+        watched["etcd"] = EtcdDiscovery(settings.etcd, clock=clock, rng=rng, sleep=sleep)
+    return [*sources, *(Source(name, one, _FOLLOW_AGAIN_S, one.follow) for name, one in watched.items())]
 
 
 class Poller:
     """One task a source, among `tasks`.
 
-    A source that fails, or knows no endpoint at all, changes nothing: its last good answer (`known`) stands, and the
-    reason is logged when it is a new one. `on_update` gets a source's name and its whole new answer; ValueError
-    refuses it.
+    A source that fails, or knows no endpoint at all and is not watched, changes nothing: its last good answer (`known`)
+    stands, and the reason is logged when it is a new one. `on_update` gets a source's name and its whole new answer;
+    ValueError refuses it.
     """
 
     def __init__(
@@ -175,15 +208,19 @@ class Poller:
         self._on_update = on_update
         self._sleep = sleep
         self._updates = metrics.endpoint.discovery
-        self._complaints: dict[str, str] = {}
+        self._failing = metrics.endpoint.discovery_failing
         self._asking: list[asyncio.Task[None]] = []
+        #: Why a source does not answer, by its name; not of those that do.
+        self.complaints: dict[str, str] = {}
 
     async def ask_all(self) -> None:
         """Each source once, so that the first request finds endpoints."""
         await asyncio.gather(*(self._poll(source) for source in self.sources))
 
     def start(self, *, at_once: bool) -> None:
-        """Ask each source again and again, the first time now or after its interval."""
+        """Ask each source again and again, the first time now or after its interval; follow those that are watched."""
+        for source in self.sources:
+            self._failing.labels(self._cluster, source.name).set(source.name in self.complaints)
         self._asking = [
             self._tasks.start(self._run(source, at_once=at_once), name=f"discovery {self._cluster}/{source.name}")
             for source in self.sources
@@ -193,8 +230,13 @@ class Poller:
         """No source is asked any more."""
         for task in self._asking:
             task.cancel()
+        for source in self.sources if self._asking else ():
+            self._failing.remove(self._cluster, source.name)
+        self._asking = []
 
     async def _run(self, source: Source, *, at_once: bool) -> None:
+        if source.follow is not None:
+            await self._follow(source, source.follow)
         if at_once:
             await self._poll(source)
         while True:
@@ -205,24 +247,46 @@ class Poller:
         try:
             async with asyncio.timeout(POLL_TIMEOUT_S):
                 answer = tuple(await source.discovery.endpoints())
-            if not answer:
+            if not answer and source.follow is None:
                 raise DiscoveryError("it knows no endpoint")
-            changed = answer != self._known(source.name)
-            if changed:
-                self._on_update(source.name, answer)
-        except (DiscoveryError, OSError, ValueError) as error:
-            self._failed(source, str(error) or type(error).__name__)
-            return
-        except Exception as error:
-            log.exception("discovery %s/%s is broken", self._cluster, source.name)
-            self._failed(source, repr(error))
+        except Exception as error:  # noqa: BLE001 - of whatever kind: the others go on
+            self._failed(source, self._reason(source, error))
+        else:
+            self._hear(source, answer, "")
+
+    async def _follow(self, source: Source, follow: Callable[[Tell], Awaitable[None]]) -> NoReturn:
+        while True:
+            try:
+                await follow(partial(self._hear, source))
+            except Exception as error:  # noqa: BLE001 - as above
+                self._failed(source, self._reason(source, error))
+            await self._sleep(source.interval_s)
+
+    def _hear(self, source: Source, endpoints: Sequence[EndpointSettings] | None, trouble: str) -> None:
+        changed = endpoints is not None and endpoints != self._known(source.name)
+        if changed and endpoints is not None:
+            try:
+                self._on_update(source.name, endpoints)
+            except ValueError as error:
+                trouble = str(error)
+        if trouble:
+            self._failed(source, trouble)
             return
         self._updates.labels(self._cluster, "changed" if changed else "unchanged").inc()
-        if self._complaints.pop(source.name, None) is not None:
+        if self.complaints.pop(source.name, None) is not None:
+            self._failing.labels(self._cluster, source.name).set(0)
             log.info("discovery %s/%s answers again", self._cluster, source.name)
+
+    def _reason(self, source: Source, error: Exception) -> str:
+        if isinstance(error, DiscoveryError | ClientError | OSError | ValueError):
+            return str(error) or type(error).__name__
+        log.error("discovery %s/%s is broken", self._cluster, source.name, exc_info=error)
+        return repr(error)
 
     def _failed(self, source: Source, reason: str) -> None:
         self._updates.labels(self._cluster, "failed").inc()
-        if self._complaints.get(source.name) != reason:
-            self._complaints[source.name] = reason
+        if self._asking:
+            self._failing.labels(self._cluster, source.name).set(1)
+        if self.complaints.get(source.name) != reason:
+            self.complaints[source.name] = reason
             log.warning("discovery %s/%s: %s; its last endpoints stay", self._cluster, source.name, reason)

@@ -14,7 +14,7 @@ from kvproxy.metrics.catalog import Metrics
 from kvproxy.resilience.breaker import BreakerState
 from kvproxy.routing.engine_samples import EndedWork
 from kvproxy.routing.load import EndpointLoad
-from kvproxy.routing.priority_payoff import PriorityPayoff
+from kvproxy.routing.priority_trial import PriorityPayoff
 from kvproxy.types import Clock
 
 
@@ -23,6 +23,7 @@ class Condition(StrEnum):
 
     UP = "up"
     DRAINING = "draining"
+    NOT_READY = "not_ready"  # by its source's word
     ASLEEP = "asleep"  # by its engine's own word
     UNHEALTHY = "unhealthy"  # by its probes
     EJECTED = "ejected"  # by its failed requests
@@ -61,6 +62,7 @@ class Endpoint:
         "origin",
         "priority",
         "rank",
+        "ready",
         "removed",
         "retry",
         "waiting",
@@ -107,6 +109,7 @@ class Endpoint:
         before, and what its cluster says of every endpoint. Its load goes on."""
         self.max_in_flight = settings.max_in_flight
         self.configured_weight = self.weight = config.weight
+        self.ready = config.ready
         self.models = frozenset(config.models)
         self.instance_id = config.instance_id or config.id
         self.kv_event_sources = config.kv_event_sources  # of an engine that cannot say it
@@ -156,6 +159,8 @@ class Endpoint:
         """Whether it may be picked now."""
         if self._draining or self.removed:
             return Condition.DRAINING
+        if not self.ready:
+            return Condition.NOT_READY
         if self._asleep:
             return Condition.ASLEEP
         if not self.health.is_healthy:

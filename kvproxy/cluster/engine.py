@@ -1,17 +1,159 @@
-"""One engine at its address, with what its data-parallel ranks share: credential, health, breaker, which there are."""
+"""One engine at its address, with what its data-parallel ranks share: health, credential, breaker, which there are."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
 from kvproxy.cluster.adapters import Adapters
-from kvproxy.cluster.health import Health
 from kvproxy.cluster.ranks import Ranks
-from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, HealthCheckSettings
 from kvproxy.resilience.breaker import Breaker
 from kvproxy.types import Clock, EndpointId
 from kvproxy.upstream.origin import Origin
+
+#: Weight of an endpoint that has just come back, as a share of its own.
+_SLOW_START_FROM = 0.1
+
+#: Steps in which the weight grows from there.
+_SLOW_START_STEPS = 20
+
+#: 2**this times `eject_for` is beyond any bound a person would write.
+_MAX_DOUBLINGS = 20
+
+#: An attempt that failed longer ago than this says nothing about the present.
+_FAILING_S = 60.0
+
+
+class Health:
+    """Whether one engine is fit to serve: a pure state machine over probes and request outcomes.
+
+    Two verdicts stand side by side and both must be good. *Probes* take an engine out after some failed ones in a row
+    and bring it back after some good ones. *Ejection* follows failed requests, ends by itself, and lasts twice as long
+    each time; every `eject_for` of good behaviour afterwards takes one doubling back. Answers of the 4xx kind and
+    clients that leave are no failures and must not be reported as such.
+
+    `now` is monotonic seconds and never steps back. `settings` may be replaced at any
+    time: other bounds count from then on."""
+
+    def __init__(self, settings: HealthCheckSettings) -> None:
+        self.settings = settings
+        self._healthy = True  # until a probe says otherwise
+        self._ever_healthy = False
+        self._streak = 0  # probes in a row that contradict the present verdict
+        self._failures = 0  # failed requests in a row that are its own fault
+        self._unserved = 0  # attempts in a row that served nothing, for whatever reason
+        self._unserved_at = -math.inf  # the last of them
+        self._ejected_until = -math.inf
+        self._ejections = 0  # doublings the next ejection starts from
+        self._back_at = -math.inf
+
+    @property
+    def failures(self) -> int:
+        """Failed requests in a row."""
+        return self._failures
+
+    @property
+    def is_healthy(self) -> bool:
+        """The probes' verdict."""
+        return self._healthy
+
+    @property
+    def failed_probes(self) -> int:
+        """Probes in a row that contradict the present verdict: the first sign of an engine that died."""
+        return self._streak
+
+    @property
+    def ejected_until(self) -> float:
+        """When the latest ejection ends or ended."""
+        return self._ejected_until
+
+    def ejected(self, now: float) -> bool:
+        """Whether failed requests keep it out at present."""
+        return now < self._ejected_until
+
+    def record_probe(self, well: bool, now: float) -> bool:
+        """Take a probe's result; whether it changed the verdict.
+
+        An endpoint that never passed a probe goes out with the first failed one: it is still starting, or was
+        configured wrongly.
+        """
+        self._ever_healthy = self._ever_healthy or well
+        if well is self._healthy:
+            self._streak = 0
+            return False
+        self._streak += 1
+        if self._streak < self._needed(well):
+            return False
+        self._healthy = well
+        self._streak = 0
+        if well:
+            self._back_at = now
+            self._unserved = 0
+        return True
+
+    def forget_probes(self) -> None:
+        """None is sent any more: their verdict would stand for ever."""
+        self._healthy, self._streak = True, 0
+
+    def unserved_in_a_row(self, now: float) -> int:
+        """Latest attempts that served nothing (blame apart); 0 when the last one is too long ago to mean anything."""
+        return self._unserved if now - self._unserved_at < _FAILING_S else 0
+
+    def record_unserved(self, now: float) -> None:
+        """An attempt ended with a failure, "busy" or nothing; blame apart."""
+        self._unserved = self.unserved_in_a_row(now) + 1
+        self._unserved_at = now
+
+    def record_success(self) -> None:
+        """The engine answered a request."""
+        self._failures = self._unserved = 0
+
+    def record_failure(self, now: float) -> bool:
+        """The engine failed a request; whether it now deserves ejection (the cluster decides if it can be spared)."""
+        if now < self._ejected_until:
+            return False  # requests from before the ejection, failing late
+        self._failures += 1
+        return 0 < self.settings.eject_after <= self._failures
+
+    def eject(self, now: float) -> float:
+        """Take it out; for how many seconds."""
+        settings = self.settings
+        if self._ejections:
+            good_s = max(0.0, now - self._ejected_until)
+            forgiven = int(good_s / settings.eject_for) if settings.eject_for else self._ejections
+            self._ejections = max(0, self._ejections - forgiven)
+        length_s = min(settings.eject_for * 2.0**self._ejections, settings.max_eject_for)
+        self._ejections = min(self._ejections + 1, _MAX_DOUBLINGS)
+        self._ejected_until = now + length_s
+        self._failures = 0
+        return length_s
+
+    def weight_factor(self, now: float) -> float:
+        """Share of its own weight: below 1 while it starts slowly after coming back."""
+        since_s = max(0.0, now - self._came_back_at(now))
+        slow_s = self.settings.slow_start
+        if since_s >= slow_s:
+            return 1.0
+        grown = math.floor(since_s / slow_s * _SLOW_START_STEPS) / _SLOW_START_STEPS
+        return _SLOW_START_FROM + (1.0 - _SLOW_START_FROM) * grown
+
+    def next_change(self, now: float) -> float:
+        """When time alone will change an answer of this object; infinite if it will not."""
+        if now < self._ejected_until:
+            return self._ejected_until
+        since_s = max(0.0, now - self._came_back_at(now))
+        slow_s = self.settings.slow_start
+        return now + slow_s / _SLOW_START_STEPS if since_s < slow_s else math.inf
+
+    def _needed(self, well: bool) -> int:
+        if well:
+            return self.settings.healthy_threshold
+        return self.settings.unhealthy_threshold if self._ever_healthy else 1
+
+    def _came_back_at(self, now: float) -> float:
+        return max(self._back_at, self._ejected_until)
 
 
 class Engine:

@@ -9,13 +9,11 @@ from datetime import UTC, datetime
 from enum import StrEnum
 
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, EnginePriorityMode, PriorityOrder
-from kvproxy.routing.costs import own_s
-from kvproxy.routing.engine_priority import EPOCH_S, LEVEL_S, TenantTurns, engine_priority, urgency_s
 from kvproxy.routing.load import EndpointLoad
-from kvproxy.routing.policy import OverlapFacts
-from kvproxy.routing.priority_payoff import PriorityPayoff
-from kvproxy.routing.priority_trial import PriorityTrial, Verdict
+from kvproxy.routing.policy import OverlapFacts, own_s
+from kvproxy.routing.priority_trial import PriorityPayoff, PriorityTrial, Verdict
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.routing.waiting_lines import EPOCH_S, LEVEL_S, TenantTurns, engine_priority, urgency_s
 from kvproxy.types import Clock, EndpointId
 
 #: A request takes part in the experiment where so many are without a first token, itself among them.
@@ -100,7 +98,7 @@ class EndpointPriority:
             return False
         if verdict is Verdict.IGNORES:
             return now - self._ignored_at >= _ASK_AGAIN_S
-        return verdict is Verdict.UNKNOWN or self._payoff.sends(now)
+        return verdict is Verdict.UNKNOWN or self._payoff.sends_priority(now)
 
     def waits(self, now: float) -> bool:
         """Whether several requests waited in the engine of late; also where it does not tell."""
@@ -133,7 +131,7 @@ class EndpointPriority:
             if self._trial.verdict is Verdict.IGNORES:
                 self._ignored_at = now
         elif verdict is Verdict.OBEYS and self.mode is EnginePriorityMode.AUTO and self.waits(now):
-            self._payoff.observe(placed_at, now - placed_at)
+            self._payoff.observe_wait(placed_at, now - placed_at)
 
     def ended(self, request: object) -> None:
         """A request on this engine is over."""
@@ -200,6 +198,6 @@ class ClusterPriority:
         class_s = level * LEVEL_S
         if tenant:
             class_s -= self._turns.behind_s(tenant, endpoints, now)
-            self._turns.grant(tenant, own, now)
+            self._turns.grant_work(tenant, own, now)
         arrived = self._wall_clock() - EPOCH_S - (now - received_at)
         return urgency_s(own, arrived, slowness=slowness, ageing=self.ageing, class_s=class_s)

@@ -243,9 +243,7 @@ def _members(
         for rank in engine.ranks.candidates or (None,):
             endpoint_id = engine.endpoint_id(rank)
             if rank is not None and (endpoint_id in named or endpoint_id in members):
-                log.warning(
-                    "rank %d of endpoint %s is ignored: another endpoint has its id %s", rank, name, endpoint_id
-                )
+                log.warning("rank %d of %s is ignored: another endpoint has its id %s", rank, name, endpoint_id)
             else:
                 members[endpoint_id] = _Member(config, engine, rank)
     return members

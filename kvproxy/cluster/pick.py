@@ -101,7 +101,7 @@ class Pick(msgspec.Struct, eq=False):
             return
         self._release(now)
         if outcome is AttemptOutcome.SUCCESS:
-            self.endpoint.ended.add(self.reservation)
+            self.endpoint.ended.add_request(self.reservation)
         if outcome in _UNSERVED:
             self.endpoint.health.record_unserved(now)
         self._record(outcome, now)

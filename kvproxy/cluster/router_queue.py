@@ -13,11 +13,11 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.screening import Refusal
 from kvproxy.config.cluster_schema import RouterQueueSettings
+from kvproxy.errors import QueueFull
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.collectors import CounterCell
-from kvproxy.routing.costs import Best, best_of, engine_wait_s, least_own_s
 from kvproxy.routing.fair_queue import FairQueue, QueueSettings
-from kvproxy.routing.policy import Candidate, Policy
+from kvproxy.routing.policy import Best, Candidate, best_of, engine_wait_s, least_own_s
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.routing.waiting_lines import Ticket
@@ -47,14 +47,6 @@ class ReleaseReason(StrEnum):
     REFUSED = "refused"  # the queue was full
 
 
-class QueueFull(Exception):
-    """No place is left to wait; come back in `retry_after_s` seconds."""
-
-    def __init__(self, retry_after_s: float) -> None:
-        super().__init__("the router queue is full")
-        self.retry_after_s = retry_after_s
-
-
 @dataclass(slots=True, eq=False)
 class _QueuedRequest:
     """A request that waits: how to place it once its turn has come, and its answer then."""
@@ -66,7 +58,7 @@ class _QueuedRequest:
 
 
 class RouterQueue:
-    """In front of a cluster whose policy learns speeds. `candidates(model, now)` are the endpoints that may be chosen.
+    """In front of a cluster that learns `speeds`. `candidates(model, now)` are the endpoints that may be chosen.
 
     A task of its own, which lives while requests wait, places them one by one, so that each look sees the load of the
     placement before it, and no request runs another one's decision.
@@ -75,7 +67,7 @@ class RouterQueue:
     def __init__(
         self,
         settings: RouterQueueSettings,
-        policy: Policy,
+        speeds: SpeedModel,
         *,
         cluster: str,
         candidates: Callable[[str, float], Sequence[Candidate]],
@@ -83,7 +75,7 @@ class RouterQueue:
         clock: Clock,
     ) -> None:
         self._queue: FairQueue[_QueuedRequest] = FairQueue(_bounds(settings))
-        self._policy = policy
+        self._speeds = speeds
         self._candidates = candidates
         self._metrics = metrics
         self._clock = clock
@@ -143,11 +135,11 @@ class RouterQueue:
         """An endpoint has less to do than before: the turn of a waiting request may have come."""
         self._load_decreased.set()
 
-    def reconfigure(self, settings: RouterQueueSettings, policy: Policy) -> None:
-        """Other bounds, and maybe another policy. Requests go on waiting, by the new ones."""
+    def reconfigure(self, settings: RouterQueueSettings, speeds: SpeedModel) -> None:
+        """Other bounds, and maybe other speeds. Requests go on waiting, by the new ones."""
         # Kept over a reload with the task that places them: requests of both generations wait in one line.
         self._queue.reconfigure(_bounds(settings))
-        self._policy = policy
+        self._speeds = speeds
         if self._shown:
             self.show()
         self._load_decreased.set()
@@ -171,12 +163,6 @@ class RouterQueue:
             self._metrics.bounds.queue_limit.remove(self._name)
             self._metrics.bounds.queue_depth.remove(self._name)
             self._metrics.request.router_queue_oldest.remove(self._cluster)
-
-    @property
-    def _speeds(self) -> SpeedModel:
-        speeds = self._policy.speeds
-        assert speeds is not None
-        return speeds
 
     async def _release_in_turn(self) -> None:
         """Places what may go, whenever load fell or time alone may have changed the answer, until nothing waits."""
@@ -229,8 +215,7 @@ class RouterQueue:
         """Of every endpoint that may be chosen for some model; none where all may go."""
         if self._closed:
             return {}
-        speeds = self._speeds
-        return {one.id: engine_wait_s(one, speeds, now) for one in self._candidates("", now)}
+        return {one.id: engine_wait_s(one, self._speeds, now) for one in self._candidates("", now)}
 
     def _find_best(self, queued: _QueuedRequest, now: float) -> Best | None:
         """None: it is to go at once; its client left, no endpoint may take it, or it cannot be decided on."""

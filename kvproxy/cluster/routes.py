@@ -1,12 +1,16 @@
-"""Which cluster a request goes to: the first route that matches its path and model."""
+"""All clusters together: which one a request goes to, whether each can serve, and what their policies learned of
+engines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Condition
 from kvproxy.config.schema import Config, RouteSettings
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import Clock
 
 #: Answers remembered. Paths and models come from clients, so the memory starts over when it is full. A dict: every
 #: request asks, and a BoundedMapping's hit takes six times as long.
@@ -14,6 +18,8 @@ _MAX_REMEMBERED = 4096
 
 #: Paths longer than this are not remembered, so that the memory is bounded in bytes too.
 _MAX_KEY = 512
+
+_TAKING = (Condition.UP, Condition.SATURATED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +90,31 @@ class Routes:
         if any(rule.model for rule in matching):
             matching = matching[:1]
         return tuple(rule.target for rule in matching)
+
+
+def clusters_without_endpoint(clusters: Mapping[str, Cluster], now: float) -> list[str]:
+    """Names of the clusters in which no endpoint takes traffic."""
+    return sorted(name for name, cluster in clusters.items() if not _available(cluster, now))
+
+
+def _available(cluster: Cluster, now: float) -> bool:
+    return any(endpoint.condition(now) in _TAKING for endpoint in cluster.endpoints)
+
+
+def show_learned(metrics: Metrics, clusters: Callable[[], Iterable[Cluster]], *, clock: Clock) -> None:
+    """Read at every scrape, from the clusters there are then; clusters whose policy learns nothing, or
+    has learned nothing yet, have no series."""
+
+    def speeds() -> Iterable[tuple[tuple[str, ...], float]]:
+        for cluster in clusters():
+            if cluster.speeds is not None and not cluster.speeds.learning:
+                yield (cluster.name,), cluster.speeds.estimates(clock()).tokens_per_s
+
+    def slowness() -> Iterable[tuple[tuple[str, ...], float]]:
+        for cluster in clusters():
+            if cluster.speeds is not None and not cluster.speeds.learning:
+                for endpoint in cluster.endpoints:
+                    yield (cluster.name, str(endpoint.id)), cluster.speeds.slowness(endpoint.id, clock())
+
+    metrics.cache.learned_tokens_per_s.set_source(speeds)
+    metrics.cache.learned_slowness.set_source(slowness)

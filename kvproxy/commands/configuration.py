@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
 from kvproxy.config.load import check_config, load_endpoints
 from kvproxy.config.reference import file_schema
@@ -53,6 +53,7 @@ class ConfigSource:
     policy: str | None = None
     admin: bool = True
     lenient: bool = False
+    workers: int | Literal["auto"] | None = None
 
     def load(self) -> tuple[Config, list[Problem]]:
         """The configuration, and what is worth saying about it. Raises ConfigError with every error."""
@@ -60,6 +61,8 @@ class ConfigSource:
         given = {"host": self.host, "port": self.port}
         listen = config.listen.model_copy(update={key: value for key, value in given.items() if value is not None})
         changes: dict[str, object] = {"listen": listen}
+        if self.workers is not None:
+            changes["workers"] = self.workers
         if not self.admin:
             changes["admin"] = config.admin.model_copy(update={"enabled": False})
         return config.model_copy(update=changes), problems
@@ -89,10 +92,10 @@ def main_check(args: argparse.Namespace) -> int:
     if not file:
         sys.stderr.write("kvproxy check: a FILE (or --schema) is required, there is no ./config.yaml\n")
         return 2
-    return check(file, lenient=args.lenient, out=sys.stdout)
+    return check_file(file, lenient=args.lenient, out=sys.stdout)
 
 
-def check(path: str, *, lenient: bool, out: TextIO) -> int:
+def check_file(path: str, *, lenient: bool, out: TextIO) -> int:
     """Print what is wrong; 0 when the file can be served, 1 when not."""
     extra = {name: kind.settings for name, kind in discover().items()}
     config, problems = check_config(Path(path), extra_filters=extra, lenient=lenient)

@@ -20,7 +20,7 @@ from kvproxy.clients.lmcache.controller import LMCacheControllerClient
 from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
 from kvproxy.clients.tokens import token_array
 from kvproxy.clients.vllm import VllmClient
-from kvproxy.commands.serve import run_loop
+from kvproxy.commands.serving import run_loop
 from kvproxy.config.addresses import base_of_copied, split_address, url_fault
 from kvproxy.config.load import check_config
 from kvproxy.config.shorthand import parse_endpoint

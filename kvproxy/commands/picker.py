@@ -15,7 +15,7 @@ from kvproxy.commands.configuration import ConfigSource, named_file
 from kvproxy.commands.garbage import GarbageCollections
 from kvproxy.commands.logging_setup import log_to
 from kvproxy.commands.reload import FileReloader, convert_problems
-from kvproxy.commands.serve import ProcessSignals, run_loop
+from kvproxy.commands.serving import ProcessSignals, raise_open_files, run_loop
 from kvproxy.config.schema import Config, PickerSettings
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.listener.server import Server
@@ -33,6 +33,7 @@ def main(args: argparse.Namespace) -> int:
     with log_to(config.log):
         for problem in problems:
             logger.log(logging.WARNING if problem.severity == "warning" else logging.INFO, "%s", problem.located())
+        raise_open_files()
         given = {"host": args.host, "port": args.port}
         changes = {name: value for name, value in given.items() if value is not None}
         settings = (config.picker or PickerSettings()).model_copy(update=changes)

@@ -5,25 +5,43 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Sequence
+from typing import Protocol
 
-from kvproxy.admin.operated import ConfigFinding, Reloaded
-from kvproxy.app import Proxy
+from kvproxy.admin.operated import ConfigFinding, ConfigReloader, OperatorFinding, Reloaded
 from kvproxy.commands.configuration import ConfigSource
 from kvproxy.config.paths import summarise_changes
+from kvproxy.config.schema import Config
 from kvproxy.errors import ConfigError, Problem
+from kvproxy.metrics.catalog import Metrics
 
 logger = logging.getLogger("kvproxy")
 
 Signature = tuple[int, int, int]
 
 
+class Reloadable(Protocol):
+    """A proxy, or several workers together."""
+
+    findings: Sequence[OperatorFinding]
+    reloader: ConfigReloader | None
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def metrics(self) -> Metrics: ...
+    async def reload(self, config: Config) -> Reloaded:
+        """Whole or, with ConfigError or whatever a part raises, not at all."""
+        ...
+
+
 class FileReloader:
-    """Applies a file to a running proxy: whole or not at all, one reload at a time.
+    """Applies a file to what runs: whole or not at all, one reload at a time.
 
     While entered it watches the file, every `interval_s` (0: never).
     """
 
-    def __init__(self, proxy: Proxy, source: ConfigSource, *, interval_s: float) -> None:
+    def __init__(self, proxy: Reloadable, source: ConfigSource, *, interval_s: float) -> None:
         self._proxy = proxy
         self._source = source
         self._interval_s = interval_s

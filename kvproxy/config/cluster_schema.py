@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from kvproxy.config.model import Duration, Fraction, Model, Name, Port, Secret
+from kvproxy.config.discovery_schema import DiscoverySettings
+from kvproxy.config.model import Duration, Fraction, Model, Name, Secret
 
 
 class KvAwareSettings(Model):
@@ -305,43 +306,11 @@ class EndpointSettings(Model):
     """As the cluster's, for this engine alone; unset: the cluster's."""
     engine_priority_order: PriorityOrder | None = None
     """As the cluster's, for this engine alone; unset: the cluster's."""
+    ready: bool = True
+    """False: it takes no new requests and finishes those it has. Sources that know set it, such as Kubernetes for a pod
+    that is not ready any more."""
     labels: Mapping[str, str] = Field(default_factory=dict)
     """Free text for people; shown in status."""
-
-
-class FileDiscoverySettings(Model):
-    """Endpoints from a YAML or JSON file (a list of endpoints), watched for changes."""
-
-    path: str
-    """The file. `${VAR}` and `${VAR:-default}` in its values are replaced as they are here."""
-    interval: Duration = 2.0
-    """How often it is looked at."""
-
-
-class DnsDiscoverySettings(Model):
-    """One endpoint for each address a name resolves to. Its id at the LMCache controller is `ADDRESS:PORT`."""
-
-    host: str
-    """The name."""
-    port: Port
-    """Port of every endpoint."""
-    scheme: Literal["http", "https"] = "http"
-    """How to speak to them."""
-    interval: Duration = 10.0
-    """How often the name is resolved."""
-    models: tuple[str, ...] = ()
-    """Models they serve."""
-    ca_file: str = ""
-    """PEM file to verify https endpoints with, for `host`; empty: the system's."""
-
-
-class DiscoverySettings(Model):
-    """Where endpoints come from besides the static list."""
-
-    file: FileDiscoverySettings | None = None
-    """From a file."""
-    dns: DnsDiscoverySettings | None = None
-    """From DNS."""
 
 
 class RouterQueueSettings(Model):

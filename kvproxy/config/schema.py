@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -223,6 +223,9 @@ class Config(Model):
     """Clusters by name. With only one, `endpoints:` and `policy:` at the top level are short for `clusters.default`."""
     routes: tuple[RouteSettings, ...] = ()
     """Which request goes to which cluster; empty: everything to the only cluster."""
+    workers: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 1
+    """Processes that serve behind the one listening socket, decide as one, and share bounds; `auto`: one less than
+    there are cores, at most 8. With 1 there is no supervisor and no exchange. Also `serve --workers`."""
     limits: LimitSettings = LimitSettings()
     """Bounds on clients."""
     timeouts: TimeoutSettings = TimeoutSettings()

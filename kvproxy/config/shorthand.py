@@ -1,4 +1,4 @@
-"""The short forms a person may write, turned into the one form the model has.
+"""The one form the model has, on its way from the short forms a person may write, or from another program's file.
 
 `listen: host:port`, `admin: false`, the fields of `clusters.default` at the top level, `endpoints` as a mapping or as
 `id=url` texts, filters as names or one-key mappings. What it cannot read it leaves for the model to refuse.
@@ -7,19 +7,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from kvproxy.config.addresses import split_address
 from kvproxy.config.cluster_schema import ClusterSettings
+from kvproxy.config.decode import UNKNOWN_KEY, decode_model
+from kvproxy.config.model import Model
 from kvproxy.config.paths import Origins, Path, dotted_path, keys_of
 from kvproxy.errors import Problem
 
 _FALSE = {"false", "off", "no"}
 _NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._:-]")
 _MAX_ID = 120
+
+K = TypeVar("K", bound=Model)
 
 
 @dataclass(slots=True)
@@ -50,6 +54,42 @@ class Canonical:
             return
         relaxed = self.lenient and tolerable
         self.problems.append(replace(problem, severity="warning") if relaxed else problem)
+
+
+class Translation:
+    """The form being built. With `lenient`, what we do not have is a warning instead of an error."""
+
+    def __init__(self, *, lenient: bool) -> None:
+        self.form = Canonical({}, lenient=lenient)
+
+    def decode_part(self, kind: type[K], raw: Mapping[str, Any] | None, at: Path) -> K | None:
+        """`raw` (nothing: defaults) as `kind`; its problems are kept."""
+        decoded = decode_model(kind, raw or {}, Origins([((), at)]))
+        for problem in decoded.problems:
+            self.form.add_problem(problem, tolerable=problem.message == UNKNOWN_KEY)
+        return decoded.value
+
+    def set_value(self, section: str, key: str, value: Any, at: Path) -> None:
+        """Set one of our settings, written at `at`."""
+        self.form.data.setdefault(section, {})[key] = value
+        self.form.origins.add_move((section, key), at)
+
+    def add_note(self, at: Path, message: str) -> None:
+        """We knowingly do this otherwise."""
+        self.form.add_problem(Problem(dotted_path(at), message, severity="note"))
+
+    def add_warning(self, at: Path, message: str, hint: str = "") -> None:
+        """Loads, but is probably not what was meant."""
+        self.form.add_problem(Problem(dotted_path(at), message, hint, "warning"))
+
+    def add_error(self, at: Path, message: str, hint: str = "") -> None:
+        """Cannot be used; said once where the value was already found to be wrong."""
+        if all(problem.path != dotted_path(at) for problem in self.form.problems):
+            self.form.add_error(at, message, hint)
+
+    def add_unsupported(self, at: Path, message: str, hint: str = "") -> None:
+        """Pixiu has it, we do not."""
+        self.form.add_problem(Problem(dotted_path(at), message, hint), tolerable=True)
 
 
 def to_canonical_form(raw: dict[str, Any]) -> Canonical:

@@ -1,10 +1,10 @@
-"""One small prompt, sent twice to an engine and watched closely: the only requests that generate, one token each."""
+"""The only requests that generate, one token each: a prompt sent twice and watched closely, and one to each rank."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -15,6 +15,7 @@ from kvproxy.clients.vllm import ModelInfo, VllmClient
 from kvproxy.doctor.listening import StreamObservation, WatchedStreams, open_streams
 from kvproxy.doctor.tools import Tools
 from kvproxy.errors import ClientError, Refused
+from kvproxy.forward.headers import RANK_HEADER
 
 #: Block size (in tokens) assumed where the metrics do not name one.
 _ASSUMED_BLOCK_TOKENS = 128
@@ -23,6 +24,10 @@ _WORDS = ("the", "of", "and", "to", "in", "is", "it", "you", "that", "he", "was"
 
 #: Engines get prompts of different lengths, so that what they counted distinguishes them.
 _STEP_WORDS = 7
+
+#: So many data-parallel ranks are tried of one engine: the first ones.
+MAX_TRIED = 16
+_BEYOND, _BAD_REQUEST = 1000, 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,3 +209,41 @@ async def _tokenize(target: TrialTarget, text: str, *, chat: bool) -> tuple[int,
 
 def _prompt(text: str, *, chat: bool) -> dict[str, str | Sequence[dict[str, str]]]:
     return {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+
+
+@dataclass(frozen=True, slots=True)
+class RankAnswers:
+    """`taken`: the number by which it knows each rank; `reads`: whether it refuses a rank that there is not."""
+
+    taken: dict[int, int]
+    refused: tuple[int, ...]
+    reads: bool
+
+
+async def try_ranks(target: TrialTarget, ranks: Sequence[int]) -> RankAnswers:
+    """Raises ClientError when the engine does not answer without a rank either."""
+    chat = await send_small(target)
+    tried = sorted(ranks)[:MAX_TRIED]
+    first = tried[0] if tried[0] and not await _takes(target, tried[0], chat=chat) else 0  # it may count its own from 0
+    taken, refused = {}, []
+    for rank in tried:
+        if await _takes(target, rank - first, chat=chat):
+            taken[rank] = rank - first
+        else:
+            refused.append(rank)
+    return RankAnswers(taken, tuple(refused), not await _takes(target, tried[-1] + _BEYOND, chat=chat))
+
+
+def asking_for(target: TrialTarget, number: int) -> TrialTarget:
+    """The same engine, by the rank of this number."""
+    return replace(target, api=target.api.with_header(RANK_HEADER.decode(), str(number)))
+
+
+async def _takes(target: TrialTarget, number: int, *, chat: bool) -> bool:
+    try:
+        await send_small(asking_for(target, number), chat=chat)
+    except Refused as error:
+        if error.status != _BAD_REQUEST:
+            raise
+        return False
+    return True

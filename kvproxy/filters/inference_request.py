@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import contextlib
+from collections.abc import Awaitable, Sequence
+from typing import Any
 
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message
 
 from kvproxy.config.filter_schema import InferenceRequestSettings
 from kvproxy.filters.chain import FilterContext
@@ -13,7 +15,7 @@ from kvproxy.filters.step import Step
 from kvproxy.forward.body_guard import is_guarded
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.collectors import CounterCell
-from kvproxy.request.body import LONG_BYTES, BodyReader
+from kvproxy.request.body import LONG_BYTES, BodiesFull, BodyReader, BodyRefused, ClientLeft, HeldBodies
 from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import Exchange
 from kvproxy.request.parse import decode_body, scan_body
@@ -111,6 +113,48 @@ class InferenceRequestFilter(Step):
             elif name == b"content-encoding":
                 encoded = value.strip().lower() not in (b"", b"identity")
         return length, encoded, self._session_headers.read(said) if said else NO_CALLER
+
+
+class ReadIfPossible(InferenceRequestFilter):
+    """Hands on what the filter of the proxy would refuse: a body that is encoded, over a limit or cut off is the app's
+    business."""
+
+    def __init__(self, app: ASGIApp, *, held: HeldBodies, reader: BodyReader, **options: Any) -> None:
+        super().__init__(app, reader=reader, **options)
+        self._held = held
+
+    def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
+        length, encoded, caller = self._headers(downstream.scope["headers"])
+        if encoded or length > self._reader.limit_bytes:
+            return None
+        return self._read(exchange, downstream, KIND_OF_PATH[downstream.scope["path"]], caller)
+
+    async def _read(self, exchange: Exchange, downstream: Downstream, kind: RequestKind | None, caller: Caller) -> None:
+        seen: list[Message] = []
+
+        async def receive() -> Message:
+            message = await downstream.receive()
+            seen.append(message)
+            return message
+
+        try:
+            body = await self._reader.read(receive)
+        except (BodyRefused, ClientLeft):
+            downstream.replay_messages(seen)
+            self._hold(exchange, seen)
+            return
+        seen.clear()
+        waits = self._parse(exchange, downstream, body, kind, caller)
+        if waits is not None:
+            await waits
+
+    def _hold(self, exchange: Exchange, seen: Sequence[Message]) -> None:
+        """Count what is kept for the app, as far as the bound goes."""
+        with contextlib.suppress(BodiesFull):
+            for message in seen:
+                size = len(message.get("body", b""))
+                self._held.take(size)
+                exchange.held_bytes += size
 
 
 def build(app: ASGIApp, settings: InferenceRequestSettings, context: FilterContext) -> ASGIApp:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import time
-from collections.abc import Awaitable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, Self
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,15 +15,13 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import RouteTarget
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.filters.inference_request import KIND_OF_PATH, InferenceRequestFilter
+from kvproxy.filters.inference_request import KIND_OF_PATH, ReadIfPossible
 from kvproxy.filters.kvcache import STATE_KEY, KvCacheFilter
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.request.body import BodiesFull, BodyReader, BodyRefused, ClientLeft, HeldBodies
-from kvproxy.request.downstream import Downstream
+from kvproxy.request.body import BodyReader, HeldBodies
 from kvproxy.request.exchange import SCOPE_KEY, Exchange
 from kvproxy.request.observer import RequestObserver, notify
-from kvproxy.request.session import Caller
 from kvproxy.request.usage import read_response_id, read_usage
 from kvproxy.types import Clock, EndpointId, Headers, RequestKind
 
@@ -115,7 +112,7 @@ class KVCacheMiddleware:
         )
         held = HeldBodies(limit_all_bytes, metrics=self.metrics)
         reader = BodyReader(limit_bytes=limit_bytes, timeout_s=_PATIENCE_S, held=held)
-        self._filters = _ReadIfPossible(
+        self._filters = ReadIfPossible(
             filtered, session_header=session_header, reader=reader, held=held, metrics=self.metrics, clock=clock
         )
         self._clock = clock
@@ -186,48 +183,6 @@ class _OneCluster:
 
     def resolve(self, path: str, model: str) -> RouteTarget:
         return self._target
-
-
-class _ReadIfPossible(InferenceRequestFilter):
-    """Hands on what the filter of the proxy would refuse: a body that is encoded, over a limit or cut off is the app's
-    business."""
-
-    def __init__(self, app: ASGIApp, *, held: HeldBodies, reader: BodyReader, **options: Any) -> None:
-        super().__init__(app, reader=reader, **options)
-        self._held = held
-
-    def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
-        length, encoded, caller = self._headers(downstream.scope["headers"])
-        if encoded or length > self._reader.limit_bytes:
-            return None
-        return self._read(exchange, downstream, KIND_OF_PATH[downstream.scope["path"]], caller)
-
-    async def _read(self, exchange: Exchange, downstream: Downstream, kind: RequestKind | None, caller: Caller) -> None:
-        seen: list[Message] = []
-
-        async def receive() -> Message:
-            message = await downstream.receive()
-            seen.append(message)
-            return message
-
-        try:
-            body = await self._reader.read(receive)
-        except (BodyRefused, ClientLeft):
-            downstream.replay_messages(seen)
-            self._hold(exchange, seen)
-            return
-        seen.clear()
-        waits = self._parse(exchange, downstream, body, kind, caller)
-        if waits is not None:
-            await waits
-
-    def _hold(self, exchange: Exchange, seen: Sequence[Message]) -> None:
-        """Count what is kept for the app, as far as the bound goes."""
-        with contextlib.suppress(BodiesFull):
-            for message in seen:
-                size = len(message.get("body", b""))
-                self._held.take(size)
-                exchange.held_bytes += size
 
 
 class _UsageTap(RequestObserver):

@@ -13,8 +13,7 @@ from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.step import Step
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.downstream import Downstream
-from kvproxy.request.exchange import Exchange
-from kvproxy.request.random_hex import RandomHex
+from kvproxy.request.exchange import Exchange, RandomHex
 from kvproxy.types import Clock, Headers
 
 _SANE = re.compile(rb"[\x21-\x7e]{1,128}")

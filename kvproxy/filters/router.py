@@ -11,33 +11,33 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvproxy.cluster.router_queue import QueueFull
+from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import Routes, RouteTarget
 from kvproxy.cluster.screening import Refusal
 from kvproxy.config.filter_schema import RequestIdSettings, RouterSettings
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.schema import Config
-from kvproxy.errors import UnsafeRequest
+from kvproxy.errors import QueueFull, UnsafeRequest
 from kvproxy.filters.chain import FilterContext
 from kvproxy.forward import models as model_list
 from kvproxy.forward.body_guard import BodyGuard, with_model
-from kvproxy.forward.disconnect import DisconnectWatcher, new_arming
 from kvproxy.forward.forwarder import Forwarder, Forwarding, GaveUp, HeldReply, local_status
 from kvproxy.forward.headers import RequestHeaders
 from kvproxy.forward.metrics import RouteMetrics
 from kvproxy.forward.models import ModelList, ServedModels
 from kvproxy.forward.public import PublicPaths, PublicSide
+from kvproxy.forward.relay import DisconnectWatcher, new_arming
 from kvproxy.forward.request_body import RequestBody, Uploads
-from kvproxy.forward.request_options import chosen_policy
 from kvproxy.request.body import LONG_BYTES, ClientLeft
 from kvproxy.request.downstream import Downstream
 from kvproxy.request.error_reply import LocalReply, refuse
 from kvproxy.request.exchange import SCOPE_KEY, Exchange
 from kvproxy.request.observer import RequestObserver, notify
-from kvproxy.resilience.budget import RetryBudget
+from kvproxy.resilience.retry import RetryBudget
 from kvproxy.types import Headers
 from kvproxy.upstream.pool import Timeouts
 
+_SHOWN_CHARS = 64  # of a name that a client chose
 _MESSAGES = {
     404: "No engine serves this model.",
     502: "The engine failed before it answered.",
@@ -279,3 +279,22 @@ async def _nothing() -> None:
 def _queue_full(error: QueueFull) -> LocalReply:
     after = (b"retry-after", b"%d" % math.ceil(error.retry_after_s))
     return LocalReply(429, "queue_full", "Too many requests are waiting; try again later.", headers=[after])
+
+
+def chosen_policy(headers: Headers, name: bytes, cluster: Cluster) -> str:
+    """The policy that header `name` asks for; "" without the header. Raises LocalReply where this cluster
+    does not offer it."""
+    asked = next((value for header, value in headers if header == name), b"").decode("latin-1").strip()
+    if not asked:
+        return ""
+    named = cluster.policies.named
+    if not named:
+        raise _not_offered(f"The policy `{asked[:_SHOWN_CHARS]}` was asked for, and clients cannot choose one here.")
+    if asked not in named:
+        offered = ", ".join(named)
+        raise _not_offered(f"The policy `{asked[:_SHOWN_CHARS]}` is not on offer here; these are: {offered}.")
+    return asked
+
+
+def _not_offered(message: str) -> LocalReply:
+    return LocalReply(400, "policy_not_offered", message)

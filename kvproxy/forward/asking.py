@@ -1,4 +1,5 @@
-"""One attempt's question to an engine: what is added to it for this engine, and asked again without what is refused."""
+"""One attempt's question to an engine: what is added for it (its credential, the rank, a priority), and asked again
+without what it refuses."""
 
 from __future__ import annotations
 
@@ -7,19 +8,21 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import Pick
+from kvproxy.config.cluster_schema import PriorityOrder
 from kvproxy.forward.answer import may_be_error, read_beginning, read_short
-from kvproxy.forward.engine_priority import REFUSING, names_priority, with_priority
 from kvproxy.forward.headers import RANK_HEADER, RequestHead
 from kvproxy.forward.request_body import RequestBody
-from kvproxy.forward.request_options import priority_of
 from kvproxy.request.exchange import Exchange
-from kvproxy.types import EndpointId, RequestKind
+from kvproxy.routing.policy import NO_FACTS
+from kvproxy.types import EndpointId, Headers, RequestKind
 from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 
 #: The response, its status or that of an error that a stream begins with, and the piece that is there.
 Answer = tuple[UpstreamResponse, int, bytes]
 
 _BAD_REQUEST = 400
+#: The largest priority a header may ask for, and the negative of the least.
+MAX_PRIORITY = 100
 #: SGLang reads the rank here, too: newer versions for Responses, older ones for the others. (A client's own is cut out
 #: by the guard; a trusted one's comes later in the body and wins.)
 _RANK_MEMBER = b'"routed_dp_rank":%d,'
@@ -27,6 +30,12 @@ _WITH_FIELD = frozenset({RequestKind.CHAT, RequestKind.COMPLETION, RequestKind.R
 #: What engines call a data-parallel rank that they do not have: vLLM and SGLang, and vLLM's front end in Rust, which
 #: does not say that it is for the rank.
 _NO_SUCH_RANK = re.compile(rb"data.parallel.rank|dp.rank|engine-core error", re.IGNORECASE)
+
+#: Statuses of engines that take no `priority`: vLLM where it is not enabled, schemas that know no such field, SGLang
+#: with `--abort-on-priority-when-disabled`.
+_REFUSING_PRIORITY = frozenset({400, 422, 503})
+_ORDERED = frozenset({RequestKind.CHAT, RequestKind.COMPLETION, RequestKind.MESSAGES, RequestKind.RESPONSES})
+_PRIORITY_MEMBER = b'"priority":%d,'
 
 
 class Asking:
@@ -122,7 +131,7 @@ class Asking:
         self, pick: Pick, head: RequestHead, whole: bytes, start: bytes, at: int, member: bytes
     ) -> Answer:
         response, status, first = await self._send(pick, head, memoryview(whole)[at:], start=start + member)
-        if status not in REFUSING:
+        if status not in _REFUSING_PRIORITY:
             return response, status, first
         first, refused = await _refused(response, first, names_priority)
         if not refused:
@@ -175,3 +184,49 @@ async def _refused(response: UpstreamResponse, first: bytes, names: Callable[[by
     if refused:
         response.abort()
     return first, refused
+
+
+def names_priority(error: bytes) -> bool:
+    """Whether an engine's error may be about the field."""
+    return b"priority" in error.lower()
+
+
+def with_priority(body: bytes, exchange: Exchange, cluster: Cluster, pick: Pick, *, level: int) -> tuple[bytes, int]:
+    """The beginning of the body, its brace and the member, and how much of `body` that stands for; (b"", 0) where the
+    request carries none.
+
+    The body is a JSON object without such a member of its own: what was parsed as a request has at least one member,
+    and the guard has cut a client's own.
+    """
+    exchange.outcome.engine_priority = None  # an earlier attempt's
+    inference, endpoint, now = exchange.inference, pick.endpoint, cluster.priority.clock()
+    if inference is None or inference.kind not in _ORDERED or not (inference.model or inference.prompt.parts):
+        return b"", 0
+    if not endpoint.priority.sends(now):
+        return b"", 0
+    if own := exchange.own_priority:
+        own = own if endpoint.priority.order is PriorityOrder.HIGHEST_FIRST else -own
+        level += max(-MAX_PRIORITY, min(MAX_PRIORITY, own))
+    urgency = cluster.priority.urgency_s(
+        exchange.facts or NO_FACTS,
+        endpoint.id,
+        received_at=exchange.received_at,
+        now=now,
+        level=level,
+        tenant=exchange.tenant,
+        endpoints=len(cluster.endpoints),
+    )
+    number = endpoint.priority.number(urgency, pick, now, hidden=pick.reservation.hidden)
+    exchange.outcome.engine_priority = number
+    endpoint.metrics.engine_priority("sent")
+    at = body.index(b"{") + 1
+    return body[:at] + _PRIORITY_MEMBER % number, at
+
+
+def priority_of(headers: Headers, name: bytes) -> int:
+    """The integer in header `name`, from -100 to 100; 0 when there is none."""
+    value = next((value for header, value in headers if header == name), b"0")
+    try:
+        return max(-MAX_PRIORITY, min(MAX_PRIORITY, int(value)))
+    except ValueError:
+        return 0

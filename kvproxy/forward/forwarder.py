@@ -21,27 +21,26 @@ from kvproxy.errors import (
     PoolFull,
     UpstreamError,
 )
-from kvproxy.forward.answer import names_no_model, read_short, verdict_on
+from kvproxy.forward.answer import Attempts, names_no_model, read_short, verdict_on
 from kvproxy.forward.asking import Asking
 from kvproxy.forward.headers import RequestHead, response_headers
 from kvproxy.forward.relay import Relay
 from kvproxy.forward.request_body import RequestBody
-from kvproxy.forward.request_options import describe
-from kvproxy.forward.retry import Attempts
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import CLIENT_CLOSED_REQUEST, MAX_REMEMBERED, Exchange
 from kvproxy.request.observer import RequestObserver, notify
-from kvproxy.resilience.budget import RetryBudget
-from kvproxy.routing.policy import NO_FACTS, FactSource, PickRequest
+from kvproxy.resilience.retry import RetryBudget
+from kvproxy.routing.policy import NO_FACTS, FactSource, OverlapFacts, PickRequest
 from kvproxy.routing.selector import Decision
 from kvproxy.types import Clock, EndpointId, Headers
 from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 
 _IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 _NOT_FOUND = 404
-_BAD_REQUEST = 400
-_NOBODY: frozenset[EndpointId] = frozenset()
+#: A header line stays readable and small whatever the size of the cluster.
+_MAX_DESCRIBED = 8
+_NONE_EXCLUDED: frozenset[EndpointId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +191,7 @@ class Forwarding:
     def _pick_request(self) -> PickRequest:
         exchange, earlier = self._exchange, self._earlier
         inference, preferred = exchange.inference, None if exchange.policy else exchange.preferred
-        excluded = _NOBODY if earlier is None else earlier.excluded
+        excluded = _NONE_EXCLUDED if earlier is None else earlier.excluded
         if self._asking.own_rank is not None:
             excluded |= self._asking.other_ranks()
         return PickRequest(
@@ -390,7 +389,7 @@ class Forwarding:
         relay = Relay(self._exchange, response, downstream=self._downstream, post=self._method == "POST")
         headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
         if self._debug:
-            headers.append((b"x-kvproxy-decision", describe(pick, pick.policy, self._exchange.facts).encode()))
+            headers.append((b"x-kvproxy-decision", describe_decision(pick, pick.policy, self._exchange.facts).encode()))
         error = await relay.run(headers, first)
         now = self._shared.clock()
         succeeded = error is None and response.status < 400
@@ -417,3 +416,18 @@ def local_status(why: UpstreamError | Refusal) -> int:
     if isinstance(why, FirstByteTimeout | IdleTimeout | EndpointUnhealthy):
         return 504
     return 503 if isinstance(why, PoolFull) else 502
+
+
+def describe_decision(pick: Pick, policy: str, facts: OverlapFacts | None) -> str:
+    """`policy=...; reason=...; matched=a:512/precise,b:16/approximate; costs=0.120,0.4`, the largest matches first."""
+    parts = [f"policy={policy}", f"reason={pick.reason}"]
+    if pick.preference is not None:
+        parts.append(f"preference={pick.preference}")
+    if facts is not None:
+        parts.append(f"prompt_tokens={facts.prompt_tokens}")
+        held = sorted(facts.by_endpoint.items(), key=lambda item: (-item[1].tokens, item[0]))[:_MAX_DESCRIBED]
+        matched = ",".join(f"{endpoint}:{overlap.tokens}/{overlap.source.value}" for endpoint, overlap in held)
+        parts.append(f"matched={matched or 'none'}")
+    if pick.costs:
+        parts.append("costs=" + ",".join(f"{cost:.4g}" for cost in pick.costs[:_MAX_DESCRIBED]))
+    return "; ".join(parts)

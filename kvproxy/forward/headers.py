@@ -11,7 +11,7 @@ import msgspec
 from starlette.types import Scope
 
 from kvproxy.request.error_reply import LocalReply
-from kvproxy.request.random_hex import RandomHex
+from kvproxy.request.exchange import RandomHex
 from kvproxy.types import Headers
 from kvproxy.upstream.origin import Origin
 from kvproxy.upstream.request import RepeatedFields

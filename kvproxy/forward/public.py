@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from starlette.types import Scope, Send
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.status import clusters_without_endpoint
+from kvproxy.cluster.routes import clusters_without_endpoint
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.error_reply import local_reply
 from kvproxy.types import Clock

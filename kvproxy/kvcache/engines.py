@@ -1,13 +1,19 @@
-"""The engines' own APIs (tokenize, metrics, event sources), one client an engine, over connections of their own."""
+"""The engines' own APIs (tokenize, metrics, event sources), one client an engine, and their data-parallel ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Collection, Iterable, Sequence
 from typing import Self
 
+from kvproxy.clients.engine_metrics import EngineKind, EngineMetrics
+from kvproxy.clients.kv_events.source import stated_sources
 from kvproxy.clients.vllm import VllmClient
+from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
+from kvproxy.config.cluster_schema import EventSources
+from kvproxy.errors import ClientError, NotSupported
 from kvproxy.upstream.pool import UpstreamPool
 from kvproxy.upstream.transport import HttpClients
 
@@ -41,7 +47,7 @@ class Engines:
             self._clients[engine] = client
         return client
 
-    def tokenizer(self, endpoints: Sequence[Endpoint]) -> tuple[VllmClient, Endpoint | None] | None:
+    def find_tokenizer(self, endpoints: Sequence[Endpoint]) -> tuple[VllmClient, Endpoint | None] | None:
         """The engine that tokenizes for these: the configured one, else the least busy of those that may be able to."""
         if self._tokenizer is not None:
             return self._tokenizer, None
@@ -57,8 +63,51 @@ class Engines:
         """The engine has no `/tokenize`: it is not asked again."""
         self._unable.add(endpoint.engine)
 
-    def keep(self, engines: Iterable[Engine]) -> None:
+    def keep_only(self, engines: Iterable[Engine]) -> None:
         """Forget the clients of all others."""
         kept = set(engines)
         self._unable &= kept
         self._clients = {engine: client for engine, client in self._clients.items() if engine in kept}
+
+
+log = logging.getLogger("kvproxy.kvcache")
+
+
+class RankFinder:
+    """An engine whose metrics show several ranks is asked where each publishes its KV events (SGLang: how many it was
+    started with); `stated` says it for engines that cannot. Asked once for each set of ranks that metrics show."""
+
+    def __init__(self, engines: Engines, *, stated: EventSources) -> None:
+        self._engines = engines
+        self._stated = stated
+
+    async def follow_ranks(self, cluster: Cluster, engine: Engine, metrics: EngineMetrics) -> None:
+        """Tell the cluster what is known of the engine's ranks now."""
+        shown, ranks = metrics.ranks.keys(), engine.ranks
+        named: Collection[int] | None = ranks.named if shown == set(ranks.shown) else None
+        unknown = ranks.asks and len(shown) > 1 and named is None
+        if unknown:
+            try:
+                named = await self._named(cluster, engine, metrics.kind)
+            except ClientError as error:
+                log.debug("[kvcache] data-parallel ranks of %s: %s", engine.id, error)
+        cluster.ranks.observe(engine, shown, named, in_body=metrics.kind is EngineKind.SGLANG)
+        if unknown and ranks.unknown and named is not None:
+            log.warning(
+                "[kvcache] %s/%s has the data-parallel ranks %s by its metrics, and nothing else says that requests "
+                "may ask for them: it balances by itself, and a prefix is computed once a rank (set `data_parallel`)",
+                cluster.name,
+                engine.id,
+                ", ".join(map(str, ranks.shown)),
+            )
+
+    async def _named(self, cluster: Cluster, engine: Engine, kind: EngineKind) -> Collection[int]:
+        client = self._engines.client(engine)
+        if kind is EngineKind.SGLANG:
+            return range((await client.sglang_info()).dp_size)
+        try:
+            sources = await client.kv_event_sources()
+        except NotSupported:
+            own = next((endpoint.kv_event_sources for endpoint in cluster.of_engine(engine)), self._stated)
+            sources = stated_sources(own if own.endpoint else self._stated, host=engine.origin.host)
+        return [source.dp_rank for source in sources]

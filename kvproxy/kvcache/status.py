@@ -1,14 +1,16 @@
-"""What the cache service knows and does, as plain data for people. Reads only; hashes, never prompts."""
+"""What the cache service knows and does, in all and by endpoint, as plain data for people. Reads only; hashes, never
+prompts."""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.kvcache.endpoint_status import endpoint_index
-from kvproxy.kvcache.overlap.gauges import PRECISE_ROW_BYTES
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.kvcache.overlap.gauges import PRECISE_ROW_BYTES, index_worth
 from kvproxy.kvcache.service import KvCache
 from kvproxy.prefix.approximate.heat import Run
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
@@ -76,7 +78,7 @@ def troubles(service: KvCache) -> list[dict[str, object]]:
             "last_error": one.status.reason.value,
             "meaning": "what was routed there counts until its KV events are complete again",
         }
-        for one in (() if streams is None else streams.troubles())
+        for one in (() if streams is None else streams.find_troubles())
     ]
     return sorted(found, key=lambda one: -float(str(one["for_s"])))
 
@@ -195,4 +197,48 @@ def _index_status(service: KvCache, cluster: Cluster) -> dict[str, object]:
         "hot": {"blocks": indexes.approximate.unique_blocks, "runs": indexes.approximate.runs},
         "last_served": {"sessions": indexes.last_served.sessions, "responses": indexes.last_served.responses},
         "endpoints": {str(one.id): endpoint_index(service, cluster.name, one) for one in cluster.endpoints},
+    }
+
+
+def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[str, object]:
+    """What is believed of one endpoint, and how far. Blocks of the approximate index are text, not tokens."""
+    overlap = service.overlap
+    indexes = overlap.indexes[cluster]
+    streams = {} if overlap.streams is None else overlap.streams.streams(endpoint)
+    loss = service.state.losses.latest_loss(cluster, endpoint.id)
+    return {
+        "state": index_worth(streams).value,
+        "events_believed": endpoint.id not in indexes.missed.doubted,
+        "names_pairs": endpoint.id in indexes.followed.paired,
+        "last_loss": None if loss is None else {"reason": loss.reason.value, "age_s": loss.age_s},
+        "streams": [
+            {"rank": rank, "state": one.state.value, "reason": one.reason.value} for rank, one in streams.items()
+        ],
+        "approximate_blocks": indexes.approximate.held_blocks(endpoint.id),
+        "approximate_capacity_blocks": indexes.approximate.capacity(endpoint.id),
+        "told_capacity_blocks": indexes.capacities.reported_blocks(endpoint.id),
+        "reuse_step_tokens": indexes.steps.known.get(endpoint.id),
+        "trust": overlap.trust(cluster, endpoint.id),
+        "hit_ratio": asdict(service.state.hit_ratios.read_shares((cluster, endpoint.id))),
+        "block_bytes": TEXT_BLOCK_BYTES,
+        "precise_blocks": indexes.precise.count_rows(endpoint.id),
+    }
+
+
+def engine_status(service: KvCache, endpoint: Endpoint) -> dict[str, object] | None:
+    """What the engine's own metrics said last; None before that."""
+    reading = service.scraper.signals.latest_scrape(endpoint)
+    if reading is None:
+        return None
+    age_s, metrics = reading
+    cache = metrics.cache
+    return {
+        "age_s": age_s,
+        "kind": metrics.kind.value,
+        "asleep": metrics.asleep,
+        "kv_usage": metrics.kv_usage,
+        "waiting": metrics.waiting,
+        "running": metrics.running,
+        "capacity_tokens": None if cache is None else cache.capacity_tokens,
+        "prefix_caching": None if cache is None else cache.prefix_caching,
     }

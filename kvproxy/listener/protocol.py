@@ -1,4 +1,5 @@
-"""One client connection: its requests in order, and the bounds on what the client may hold or make us wait for."""
+"""One client connection: its requests in order, the bounds on what the client may hold or make us wait for, and its
+end."""
 
 from __future__ import annotations
 
@@ -11,11 +12,8 @@ from typing import Any, cast
 import uvicorn
 from uvicorn.server import ServerState
 
-from kvproxy.listener.cycle import RequestCycle
-from kvproxy.listener.limits import ListenerLimits
-from kvproxy.listener.linger import LONGEST_S, Linger
-from kvproxy.listener.parser import BadRequest, RequestParser, Scope
-from kvproxy.listener.response_head import error_response, raw_error
+from kvproxy.listener.cycle import RequestCycle, error_response, raw_error
+from kvproxy.listener.parser import BadRequest, ListenerLimits, RequestParser, Scope
 from kvproxy.types import CONNECTION
 
 #: Of a body that goes on after its answer; one that does not end there costs its connection.
@@ -25,6 +23,11 @@ _REFUSED_POLITELY = 256
 #: What may be many pipelined requests is parsed in pieces of this size, as their turn comes. A head is rarely longer,
 #: and bodies as a rule hold no carriage return: most requests are parsed in one piece, however long.
 _PIECE_BYTES = 2048
+
+#: However much a client still sends after its last answer, it is cut after this long.
+LONGEST_S = 30.0
+#: Nor is more than this of it dropped, however fast it comes: about twice the largest body that is usually taken.
+MOST_BYTES = 64 * 1024 * 1024
 
 
 class ClientProtocol(asyncio.Protocol):
@@ -325,3 +328,56 @@ async def _no_place(scope: Any, receive: Any, send: Any) -> None:
     )
     await send({"type": "http.response.start", "status": status.value, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+class Linger:
+    """Says that no more is coming, drops what the client sends, and closes once it has its answer and falls silent, or
+    after a while.
+
+    A socket closed with bytes left unread is reset, and the reset may overtake an answer that the client has not read
+    yet (RFC 9112 9.6). Costs a socket for `longest_s` at most, the reading of `MOST_BYTES`, and no memory.
+    """
+
+    __slots__ = ("_end", "_heard", "_left_bytes", "_loop", "_silence_s", "_timer", "_transport")
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        silence_s: float,
+        longest_s: float = LONGEST_S,
+    ) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._silence_s = silence_s
+        self._end = loop.time() + longest_s
+        self._heard = False
+        self._left_bytes = MOST_BYTES
+        if transport.can_write_eof():
+            transport.write_eof()
+        self._timer = loop.call_later(silence_s, self._look)
+
+    def heard(self, size_bytes: int) -> None:
+        """The client sent that much; it is dropped."""
+        self._heard = True
+        self._left_bytes -= size_bytes
+        if self._left_bytes < 0:
+            self._timer.cancel()
+            self._transport.abort()
+
+    def cancel(self) -> None:
+        """The connection is gone."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        if self._transport.is_closing():
+            return
+        if self._loop.time() >= self._end:
+            self._transport.abort()
+            return
+        if not self._heard and not self._transport.get_write_buffer_size():
+            self._transport.close()
+            return
+        self._heard = False
+        self._timer = self._loop.call_later(self._silence_s, self._look)

@@ -7,9 +7,11 @@ import contextlib
 import errno
 import functools
 import logging
+import os
 import re
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -17,8 +19,7 @@ import uvicorn
 from kvproxy.background_task import cancel_tasks
 from kvproxy.config.schema import ListenerTls
 from kvproxy.errors import ConfigError, Problem
-from kvproxy.listener.limits import ListenerLimits
-from kvproxy.listener.port_holder import holder_of
+from kvproxy.listener.parser import ListenerLimits
 from kvproxy.listener.protocol import ClientProtocol
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,11 @@ logger = logging.getLogger(__name__)
 #: Whose server makes our protocols: the range of pyproject.toml (a test compares them); its first and last are tested.
 UVICORN = "uvicorn>=0.35,<0.55"
 _LOOK_AGAIN_S = 0.005
+_BACKLOG = 2048
 _SAY_AGAIN_S = 60.0
+
+#: In the tables of Linux: the state of a socket that listens.
+_LISTENING = "0A"
 
 
 def require_uvicorn(version: str) -> None:
@@ -62,6 +67,8 @@ class _Server(uvicorn.Server):
         state = self.server_state
         for server in self.servers:
             server.close()
+        for one in sockets or ():
+            one.close()
         for connection in list(state.connections):
             connection.shutdown()
         await self._quiet(self._drain_s, self._hurry)
@@ -88,7 +95,8 @@ class Server:
 
     Leaving stops accepting, closes idle connections, lets running requests end for at most `drain_s` (or until `hurry`
     is set), then cuts what is left and gives its apps `cut_grace_s` to notice before they are cancelled. `limits` bound
-    what clients may hold; `on_refused` hears of each connection beyond them.
+    what clients may hold; `on_refused` hears of each connection beyond them. `sockets` listen already, maybe for other
+    processes too; they are closed when it stops accepting.
     """
 
     def __init__(
@@ -97,6 +105,7 @@ class Server:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
+        sockets: Sequence[socket.socket] | None = None,
         drain_s: float = 5.0,
         cut_grace_s: float = 1.0,
         hurry: asyncio.Event | None = None,
@@ -126,6 +135,7 @@ class Server:
         }
         config = uvicorn.Config(app, host=host, port=port, **(defaults | options))
         self._server = _Server(config, drain_s=drain_s, cut_grace_s=cut_grace_s, hurry=hurry)
+        self._sockets = None if sockets is None else list(sockets)
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -142,8 +152,7 @@ class Server:
     @property
     def url(self) -> str:
         """Base URL."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{'https' if self._tls else 'http'}://{host}:{self.port}"
+        return url_of(self._host, self.port, tls=self._tls)
 
     async def __aenter__(self) -> Server:
         self._task = asyncio.create_task(self._serve(), name=f"server {self._host}")
@@ -170,9 +179,36 @@ class Server:
     async def _serve(self) -> None:
         logging.getLogger("uvicorn.error").addFilter(_is_no_bind_error)  # the exception below says it, and more
         try:
-            await self._server.serve()
+            await self._server.serve(self._sockets)
         except SystemExit as error:  # uvicorn's word for "cannot bind"
             raise OSError(_why_not(self._host, self._server.config.port, error.__context__)) from error
+
+
+def url_of(host: str, port: int, *, tls: bool) -> str:
+    """The base URL of a listener."""
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+async def bind_sockets(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen at every address the host has, for processes that share them. OSError says what to do."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    bound: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            one = socket.socket(family, kind, protocol)
+            bound.append(one)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            one.bind(address)
+            one.listen(_BACKLOG)
+            one.setblocking(False)
+    except OSError as error:
+        for one in bound:
+            one.close()
+        raise OSError(_why_not(host, port, error)) from error
+    return bound
 
 
 def _is_no_bind_error(record: logging.LogRecord) -> bool:
@@ -199,3 +235,48 @@ async def serve(app: Any, **options: Any) -> AsyncIterator[str]:
     """The base URL of `app`, served for the length of the block."""
     async with Server(app, **options) as server:
         yield server.url
+
+
+def holder_of(port: int, *, proc: Path = Path("/proc")) -> str:
+    """Which process listens on a port, for the message when it is taken: `python3 (pid 4711)`, or empty where this user
+    may not see it, and where this is not Linux."""
+    sockets = {f"socket:[{inode}]" for inode in _inodes(port, proc)}
+    if not sockets:
+        return ""
+    for process in proc.iterdir():
+        if process.name.isdigit() and _holds(process, sockets):
+            return f"{_name_of(process)} (pid {process.name})"
+    return ""
+
+
+def _inodes(port: int, proc: Path) -> Iterator[str]:
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = (proc / "net" / table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+                yield fields[9]
+
+
+def _holds(process: Path, sockets: set[str]) -> bool:
+    try:
+        return any(_target(file) in sockets for file in (process / "fd").iterdir())
+    except OSError:
+        return False
+
+
+def _target(file: Path) -> str:
+    try:
+        return os.readlink(file)
+    except OSError:
+        return ""
+
+
+def _name_of(process: Path) -> str:
+    try:
+        return (process / "comm").read_text().strip()
+    except OSError:
+        return "a process"

@@ -183,6 +183,10 @@ class EndpointStateMetrics:
             ["cluster", "endpoint", "outcome"], registry=r,
         )  # fmt: skip  # renumbered, dropped, doubted, late
         self.discovery = Counter("kvproxy_discovery_updates", "Discovery results", ["cluster", "outcome"], registry=r)
+        self.discovery_failing = Gauge(
+            "kvproxy_discovery_failing", "1: this source of endpoints does not answer, and what it said last stands",
+            ["cluster", "source"], registry=r,
+        )  # fmt: skip
 
 
 class ConnectionMetrics:
@@ -400,6 +404,10 @@ class ProcessMetrics:
             self.reloads.labels(result)
         self.build_info = Gauge("kvproxy_build_info", "1, with the version of kvproxy", ["version"], registry=r)
         self.build_info.labels(__version__).set(1)
+        self.workers = CallbackGauge(
+            "kvproxy_workers", "Workers that serve; no series where one process does all", registry=r
+        )
+        self.worker_restarts = Counter("kvproxy_worker_restarts", "Workers started again after they ended", registry=r)
         self.loop_lag = Histogram(
             "kvproxy_event_loop_lag_seconds", "How late the event loop woke a task, sampled four times a second",
             buckets=LAG_BUCKETS_S, registry=r,

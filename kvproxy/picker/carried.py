@@ -8,25 +8,23 @@ import math
 
 import msgspec
 
-from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
-from kvproxy.cluster.router_queue import QueueFull
 from kvproxy.cluster.routes import Routes, RouteTarget
 from kvproxy.cluster.screening import Refusal
 from kvproxy.config.filter_schema import InferenceRequestSettings
+from kvproxy.errors import QueueFull
 from kvproxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.filters.kvcache import KvCacheLearning, needs_facts
+from kvproxy.forward.asking import priority_of
 from kvproxy.forward.body_guard import with_model
 from kvproxy.forward.metrics import RouteMetrics
-from kvproxy.forward.request_options import priority_of
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.picker.placing import (
     PickerTarget,
-    address_of,
+    list_endpoints,
     outside_subset,
     pick_request,
-    rank_headers,
     read_headers,
     refusal_reply,
     shed_reply,
@@ -182,7 +180,7 @@ class CarriedRequest:
         if pick is None:
             raise refusal_reply(self._refusal, outside)
         self.exchange.body = None
-        self.listed = [pick.endpoint, *self._further(cluster, pick.endpoint)]
+        self.listed = list_endpoints(cluster, self.asked, pick.endpoint, placer.clock(), most=placer.fallbacks)
 
     def _ask(self, target: RouteTarget, outside: frozenset[EndpointId]) -> PickRequest:
         exchange, service = self.exchange, self.placer.target.kvcache
@@ -214,20 +212,6 @@ class CarriedRequest:
         if len(verdict.candidates) <= MAX_REMEMBERED:
             outcome.candidates, outcome.costs = verdict.candidates, verdict.costs
         return pick
-
-    def _further(self, cluster: Cluster, chosen: Endpoint) -> list[Endpoint]:
-        """Where to go instead, in order: the same decision without those before."""
-        found: list[Endpoint] = []
-        excluded, now = self.asked.excluded | {chosen.id}, self.placer.clock()
-        while len(found) < self.placer.fallbacks:
-            verdict = cluster.decide(msgspec.structs.replace(self.asked, excluded=excluded, preferred=None), now)
-            if isinstance(verdict, Refusal):
-                break
-            excluded |= {verdict.endpoint.id}
-            same = {address_of(each) for each in (chosen, *found)}
-            if address_of(verdict.endpoint) not in same and rank_headers(verdict.endpoint) == rank_headers(chosen):
-                found.append(verdict.endpoint)
-        return found
 
     def give_back(self) -> None:
         """The place is not wanted any more."""

@@ -54,15 +54,13 @@ class Conversation:
 
     def __init__(self, shared: Conversations, replies: Replies) -> None:
         self._shared, self._replies = shared, replies
-        self._stage = _Stage.HEADERS
+        self._stage, self._mode = _Stage.HEADERS, "headers"
         self._request: CarriedRequest
         self._answer: CarriedAnswer
         self._begun: Beginning
-        self._pieces: list[bytes] = []
-        self._size = 0
+        self._pieces, self._size = list[bytes](), 0
         self._trailers = False
         self._task: asyncio.Task[None] | None = None
-        self._mode = "headers"
 
     def message(self, raw: bytes) -> None:
         """As of Call."""
@@ -71,13 +69,13 @@ class Conversation:
         try:
             said = ProcessingRequest.FromString(raw)
         except DecodeError:
-            self._break("not a ProcessingRequest")
+            self._fail("malformed", Status.INVALID_ARGUMENT, "not a ProcessingRequest")
             return
         kind = said.WhichOneof("request")
         if kind == "request_headers" and self._stage is _Stage.HEADERS:
             self._take_headers(said)
         elif self._stage is _Stage.HEADERS:
-            self._break("the first message is not request_headers")
+            self._fail("malformed", Status.INVALID_ARGUMENT, "the first message is not request_headers")
         elif kind == "request_body":
             self._take_body(said.request_body.body, ended=said.request_body.end_of_stream)
         elif kind == "request_trailers":
@@ -90,7 +88,7 @@ class Conversation:
             self._replies.send(messages.RESPONSE_TRAILERS_TAKEN)
             self._complete()
         else:
-            self._break(f"{kind} out of turn")
+            self._fail("malformed", Status.INVALID_ARGUMENT, f"{kind} out of turn")
 
     def half_closed(self) -> None:
         """As of Call: the request is over."""
@@ -104,9 +102,7 @@ class Conversation:
     def body_is_late(self) -> None:
         """The client's body did not arrive in time. Envoy may not expect an answer now: the stream ends, and the client
         gets what `status_on_error` says."""
-        self._count("body_timeout")
-        self._replies.end(Status.DEADLINE_EXCEEDED, "the request body did not arrive in time")
-        self._end()
+        self._fail("body_timeout", Status.DEADLINE_EXCEEDED, "the request body did not arrive in time")
 
     def _take_headers(self, said: Message) -> None:
         begun = self._begun = messages.read_beginning(said)
@@ -122,7 +118,7 @@ class Conversation:
     def _take_body(self, body: bytes, *, ended: bool) -> None:
         if self._stage is not _Stage.BODY:
             if self._begun.request_mode in _WAITS_FOR_BODY:
-                self._break("request_body out of turn")
+                self._fail("malformed", Status.INVALID_ARGUMENT, "request_body out of turn")
             else:
                 self._replies.send(messages.REQUEST_BODY_TAKEN)
             return
@@ -164,9 +160,7 @@ class Conversation:
             raise
         except Exception:
             log.exception("a request could not be placed")
-            self._count("error")
-            self._replies.end(Status.INTERNAL, "the picker failed; its log says why")
-            self._end()
+            self._fail("error", Status.INTERNAL, "the picker failed; its log says why")
             return
         self._stage = _Stage.PLACED
         self._shared.metrics.picker.seconds.observe(self._shared.placer.clock() - began)
@@ -195,11 +189,10 @@ class Conversation:
             return
         self._stage = _Stage.ANSWERED
         address, details = messages.served_by(said)
-        request = self._request
-        self._answer = CarriedAnswer(request, *messages.read_answer(said))
+        self._answer = CarriedAnswer(self._request, *messages.read_answer(said))
         result = self._answer.locate(address, details)
         self._shared.metrics.picker.served.labels(result).inc()
-        endpoint = request.exchange.outcome.endpoint
+        endpoint = self._request.exchange.outcome.endpoint
         local = result in ("none", "unknown") or endpoint is None
         self._replies.send(messages.RESPONSE_HEADERS_TAKEN if local else messages.served_headers(str(endpoint)))
         if said.response_headers.end_of_stream:
@@ -229,9 +222,9 @@ class Conversation:
         self._replies.send(messages.refused(why, self._request.path))
         self._request.refused(why)
 
-    def _break(self, what: str) -> None:
-        self._count("malformed")
-        self._replies.end(Status.INVALID_ARGUMENT, what)
+    def _fail(self, result: str, status: Status, what: str) -> None:
+        self._count(result)
+        self._replies.end(status, what)
         self._end()
 
     def _end(self) -> None:

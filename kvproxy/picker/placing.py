@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import msgspec
+
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routes import Routes, RouteTarget
@@ -85,6 +87,21 @@ def address_of(endpoint: Endpoint) -> str:
     """`host:port`, as Envoy names an endpoint."""
     host = endpoint.origin.host
     return f"[{host}]:{endpoint.origin.port}" if ":" in host else f"{host}:{endpoint.origin.port}"
+
+
+def list_endpoints(cluster: Cluster, asked: PickRequest, chosen: Endpoint, now: float, *, most: int) -> list[Endpoint]:
+    """The chosen endpoint, and up to `most` to go to if it cannot be reached, in order: each is where the same decision
+    leads without those before it. One at the same address, or of another rank number, is none."""
+    found, excluded = [chosen], asked.excluded | {chosen.id}
+    while len(found) <= most:
+        verdict = cluster.decide(msgspec.structs.replace(asked, excluded=excluded, preferred=None), now)
+        if isinstance(verdict, Refusal):
+            break
+        excluded |= {verdict.endpoint.id}
+        known = address_of(verdict.endpoint) in map(address_of, found)
+        if not known and rank_headers(verdict.endpoint) == rank_headers(chosen):
+            found.append(verdict.endpoint)
+    return found
 
 
 def read_headers(headers: Headers, sessions: SessionHeaders) -> tuple[Caller, bool, str]:

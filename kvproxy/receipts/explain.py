@@ -7,8 +7,7 @@ from typing import Any
 
 from kvproxy.filters.access_log import printable
 from kvproxy.prefix.hygiene.causes import ADVICE, PrefixBreak
-from kvproxy.receipts.forecast import matched_tokens, prefill_s
-from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate
+from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate, matched_tokens, prefill_s
 from kvproxy.routing import selector
 from kvproxy.routing.registry import POLICIES
 
@@ -18,7 +17,7 @@ REASONS = {**selector.REASONS, **{reason: text for kind in POLICIES.values() for
 _HEADER = ("", "endpoint", "cost", "wait", "prefill", "cached", "known from", "in flight", "pending")
 
 
-def explain(receipt: Receipt) -> str:
+def explain_receipt(receipt: Receipt) -> str:
     """Several lines for a terminal."""
     return "\n".join([*_heading(receipt), *_decisions(receipt), "", *_outcome(receipt)])
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import merge
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 
 import msgspec
 
 from kvproxy.errors import KvproxyError
 from kvproxy.filters.access_log import printable
-from kvproxy.receipts.receipt import Receipt, decode
+from kvproxy.receipts.receipt import Receipt, decode_receipt
 
 _MAX_SIMILAR = 20
 _MAX_SHOWN = 4
@@ -20,7 +24,8 @@ _MAX_SHOWN = 4
 class RotatingFile:
     """At most `max_files` files of about `max_bytes` each (a line is never cut). Appends to what is there already.
 
-    Not safe for two writers: each proxy has a path of its own. Any method may raise OSError; the next call tries again.
+    Not safe for two writers: each proxy, and each of its workers, has a path of its own. Any method may raise OSError;
+    the next call tries again.
     """
 
     def __init__(self, path: Path, *, max_bytes: int, max_files: int) -> None:
@@ -95,6 +100,18 @@ def rotated_path(path: Path, number: int) -> Path:
     return path.with_name(f"{path.name}.{number}") if number else path
 
 
+def worker_path(path: Path, index: int) -> Path:
+    """The file of one of several workers; the first one's is `path` itself."""
+    return path.with_name(f"{path.name}.worker-{index}") if index else path
+
+
+def list_workers(path: Path) -> list[Path]:
+    """The present file of every worker that wrote to `path`, the first one's before the others'."""
+    beside = re.compile(rf"{re.escape(path.name)}\.worker-\d+")
+    names = {match[0] for one in path.parent.iterdir() if (match := beside.match(one.name))}
+    return [path, *(path.with_name(name) for name in sorted(names))]
+
+
 def list_files(path: Path) -> Iterator[Path]:
     """The file and its predecessors, the newest first; FileNotFoundError when there is none."""
     number, found = 0, False
@@ -118,14 +135,18 @@ class Ambiguous(KvproxyError):
 
 @dataclass(slots=True)
 class ReceiptReader:
-    """All receipts of a file and its predecessors. `broken` counts lines that are none (a disk that was full)."""
+    """All receipts of a file and its predecessors, and of other workers' files beside it. `broken` counts lines that
+    are none (a disk that was full)."""
 
     path: Path
     broken: int = 0
 
     def oldest_first(self) -> Iterator[Receipt]:
         """In the order they were written. FileNotFoundError when there is no such file."""
-        for path in reversed(list(list_files(self.path))):
+        yield from merge(*map(self._of_one_worker, list_workers(self.path)), key=attrgetter("time"))
+
+    def _of_one_worker(self, newest: Path) -> Iterator[Receipt]:
+        for path in reversed(list(list_files(newest))):
             with path.open("rb") as lines:
                 yield from self._receipts(lines)
 
@@ -136,25 +157,24 @@ class ReceiptReader:
         """
         wanted = msgspec.json.encode(request_id)[:-1]
         found: dict[str, list[Receipt]] = {}
-        for path in list_files(self.path):
+        for path in chain(*map(list_files, list_workers(self.path))):
             with path.open("rb") as lines:
                 here = [one for one in self._receipts(line for line in lines if wanted in line)
                         if one.request_id.startswith(request_id)]  # fmt: skip
             for one in reversed(here):
                 if one.request_id in found or one.request_id == request_id or len(found) < _MAX_SIMILAR:
                     found.setdefault(one.request_id, []).append(one)
-        if request_id in found:
-            return found[request_id]
-        if len(found) > 1:
+        if request_id not in found and len(found) > 1:
             raise Ambiguous(list(found))
-        return next(iter(found.values()), [])
+        chosen = found.get(request_id) or next(iter(found.values()), [])
+        return sorted(chosen, key=attrgetter("time"), reverse=True)  # several workers may have had it
 
     def _receipts(self, lines: Iterable[bytes]) -> Iterator[Receipt]:
         for line in lines:
             if line.isspace():
                 continue
             try:
-                receipt = decode(line)
+                receipt = decode_receipt(line)
             except ValueError:
                 self.broken += 1
             else:

@@ -16,10 +16,8 @@ from kvproxy.config.schema import ReceiptSettings
 from kvproxy.filters.chain import WallClock
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.receipts.files import RotatingFile
-from kvproxy.receipts.forecast import wait_s
 from kvproxy.receipts.observed import AttemptLog, Placed
-from kvproxy.receipts.prefixes import encode_prefixes
-from kvproxy.receipts.receipt import Attempt, Receipt, encode
+from kvproxy.receipts.receipt import Attempt, Receipt, encode_prefixes, encode_receipt, wait_s
 from kvproxy.receipts.writer import Writer
 from kvproxy.request.exchange import Exchange, Outcome
 from kvproxy.request.observer import RequestObserver
@@ -120,13 +118,20 @@ class Recorder(RequestObserver):
     """Entered before the first request and left after the last."""
 
     def __init__(
-        self, settings: ReceiptSettings, *, metrics: Metrics, clock: Clock, wall_clock: WallClock, rng: random.Random
+        self,
+        settings: ReceiptSettings,
+        *,
+        metrics: Metrics,
+        clock: Clock,
+        wall_clock: WallClock,
+        rng: random.Random,
+        key: bytes | None = None,
     ) -> None:
         self._sample = settings.sample
         self._clock = clock
         self._wall_clock = wall_clock
         self._rng = rng
-        key = os.urandom(16)
+        key = os.urandom(16) if key is None else key
         self._hash = keyed_hash(key)
         self._key = key if settings.prefixes else None
         file = RotatingFile(Path(settings.path), max_bytes=settings.max_file, max_files=settings.max_files)
@@ -172,7 +177,7 @@ class Recorder(RequestObserver):
 
     def _line(self, over: FinishedRequest) -> bytes:
         ended = self._wall_clock() - timedelta(seconds=self._clock() - over.ended_at)
-        return encode(compose_receipt(over, ended=ended, hashed=self._hash, key=self._key))
+        return encode_receipt(compose_receipt(over, ended=ended, hashed=self._hash, key=self._key))
 
 
 class RecorderTarget(Protocol):
@@ -186,9 +191,9 @@ class RecorderTarget(Protocol):
     def wall_clock(self) -> WallClock: ...
 
 
-def make_recorder(proxy: RecorderTarget, settings: ReceiptSettings) -> Recorder | None:
-    """The recorder these settings ask for."""
+def make_recorder(proxy: RecorderTarget, settings: ReceiptSettings, *, key: bytes | None = None) -> Recorder | None:
+    """The recorder these settings ask for. `key` hides names: one of its own unless several proxies share it."""
     if not settings.path:
         return None
     rng = random.Random()
-    return Recorder(settings, metrics=proxy.metrics, clock=proxy.clock, wall_clock=proxy.wall_clock, rng=rng)
+    return Recorder(settings, metrics=proxy.metrics, clock=proxy.clock, wall_clock=proxy.wall_clock, rng=rng, key=key)

@@ -15,14 +15,14 @@ import httpx
 from kvproxy.errors import KvproxyError, describe_os_error
 from kvproxy.receipts.files import ReceiptReader
 from kvproxy.replay.catalogue import find_scenarios, list_scenarios
-from kvproxy.replay.compare import ComparisonPlan, ProgressBar, compare
+from kvproxy.replay.compare import ComparisonPlan, PolicySpec, compare
 from kvproxy.replay.decided import decide_again
 from kvproxy.replay.live import LiveReplay, LiveSettings
-from kvproxy.replay.live_report import ROW, LiveReport, report_live
 from kvproxy.replay.options import DEFAULT_LOAD, DEFAULT_POLICIES
 from kvproxy.replay.plot import render_html
+from kvproxy.replay.report import ProgressBar
+from kvproxy.replay.reports import ROW, LiveReport, report_live
 from kvproxy.replay.results import GoodputLimits
-from kvproxy.replay.scenario import PolicySpec
 from kvproxy.replay.settings import ENGINES, Pace, ReplayFleet
 from kvproxy.replay.trace import Trace, read_trace
 

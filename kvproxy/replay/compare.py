@@ -1,67 +1,128 @@
-"""Several policies on one paced trace, each over several seeds, with a progress bar."""
+"""Policies on a paced trace: one run of one, as the proxy would build it, and several side by side over seeds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from random import Random
 from typing import TextIO
 
+from kvproxy.config.cluster_schema import POLICY_ALIASES, ClusterSettings, PolicyName
+from kvproxy.config.paths import spelling_hint
+from kvproxy.errors import KvproxyError
 from kvproxy.replay.pooled import Bound, measure_bound
-from kvproxy.replay.report import ReplayReport
-from kvproxy.replay.results import GoodputLimits, Summary, summarize_outcomes
-from kvproxy.replay.scenario import PolicySpec, play_policy
-from kvproxy.replay.settings import ReplayFleet
+from kvproxy.replay.report import ProgressBar, ReplayReport, announce_part
+from kvproxy.replay.results import GoodputLimits, ReplayOutcome, Summary, summarize_outcomes
+from kvproxy.replay.router import SimEndpoint, VirtualRouter
+from kvproxy.replay.settings import Pace, ReplayFleet
 from kvproxy.replay.trace import Trace
-from kvproxy.simulator.engine_io import TokenGaps
+from kvproxy.replay.view import IndexView, endpoint_id
+from kvproxy.replay.virtual_time import Change, VirtualTime
+from kvproxy.routing.fair_queue import QueueSettings
+from kvproxy.routing.policy import Policy
+from kvproxy.routing.registry import POLICIES, make_policy
+from kvproxy.routing.speeds import SpeedModel, SpeedPriors
+from kvproxy.simulator.engine import Engine
+from kvproxy.simulator.engine_io import Scheduling
+from kvproxy.simulator.timing import TokenGaps
 
-_WIDTH = 30
+#: Behind a policy's name: with the router queue in front of it, and with a priority for the engine in each request.
+QUEUE_SUFFIX, PRIORITY_SUFFIX = "+queue", "+priority"
 
 
-def announce_part(what: str, out: TextIO) -> None:
-    """A part without figures begins; on a terminal the bar takes the line over."""
-    out.write(f"\r\033[K{what} ..." if out.isatty() else f"{what} ...\n")
-    out.flush()
+class UnknownPolicy(KvproxyError):
+    """No policy of this name, or none that can go with the queue or with priorities."""
 
 
-class ProgressBar:
-    """One line, redrawn at most a hundred times."""
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """What to run: a policy of the configuration, with or without the router queue, with or without engine priority."""
 
-    def __init__(self, total: int, *, out: TextIO) -> None:
-        self._total = max(1, total)
-        self._out = out if out.isatty() else None
-        self._plain = None if out.isatty() else out
-        self._drawn = -1
-        self._label = ""
-        self._before = 0
+    name: PolicyName
+    queue: bool = False
+    priority: bool = False
 
-    def begin(self, label: str) -> None:
-        """A part of the work begins; `advance` counts within it."""
-        self._label = label
-        self._drawn = -1
-        if self._plain is not None:
-            announce_part(f"replaying {label}", self._plain)
-        self.advance(0)
+    @classmethod
+    def parse(cls, text: str) -> PolicySpec:
+        """From `kv_aware`, `kv_aware+queue`, `kv_aware+priority` or with both, in any order."""
+        name, *extras = text.strip().split("+")
+        suffixes = [f"+{extra}" for extra in extras]
+        if name not in PolicyName.__members__.values():
+            alias = POLICY_ALIASES.get(re.sub(r"[^a-z0-9]", "", name.casefold()))
+            hint = f"did you mean {str(alias)!r}?" if alias else spelling_hint(name, map(str, PolicyName))
+            raise UnknownPolicy(f"no policy {name!r} ({hint})")
+        if unknown := [suffix for suffix in suffixes if suffix not in (QUEUE_SUFFIX, PRIORITY_SUFFIX)]:
+            hint = spelling_hint(unknown[0], (QUEUE_SUFFIX, PRIORITY_SUFFIX))
+            raise UnknownPolicy(f"nothing {unknown[0]!r} goes behind a policy ({hint})")
+        if suffixes and not POLICIES[PolicyName(name)].learns_speeds:
+            raise UnknownPolicy(
+                f"{name} does not know how long a prefill takes; {suffixes[0]} needs kv_aware or least_ttft"
+            )
+        return cls(PolicyName(name), QUEUE_SUFFIX in suffixes, PRIORITY_SUFFIX in suffixes)
 
-    def advance(self, done: int) -> None:
-        """`done` of this part is finished."""
-        percent = min(100, 100 * (self._before + done) // self._total)
-        if self._out is None or percent == self._drawn:
-            return
-        self._drawn = percent
-        filled = percent * _WIDTH // 100
-        self._out.write(f"\r\033[K[{'#' * filled}{'.' * (_WIDTH - filled)}] {percent:3d} %  {self._label}")
-        self._out.flush()
+    def __str__(self) -> str:
+        return self.name.value + (QUEUE_SUFFIX if self.queue else "") + (PRIORITY_SUFFIX if self.priority else "")
 
-    def end(self, done: int) -> None:
-        """The part is finished."""
-        self._before += done
+    def make(self, *, rng: Random, prior_factor: float = 1.0, settings: ClusterSettings | None = None) -> Policy:
+        """A fresh policy; learned speeds start from priors wrong by `prior_factor`."""
+        priors = SpeedPriors()
+        priors = SpeedPriors(
+            priors.request_s / prior_factor, priors.tokens_per_s * prior_factor, priors.quadratic_tokens
+        )
+        policy = make_policy(self.name, settings or ClusterSettings(policy=self.name), rng=rng)
+        if policy.learns_speeds:
+            policy.speeds = SpeedModel(priors)
+        return policy
 
-    def close(self) -> None:
-        """Takes the bar away."""
-        if self._out is not None:
-            self._out.write("\r\033[K")
-            self._out.flush()
+
+def play_policy(
+    trace: Trace,
+    pace: Pace,
+    fleet: ReplayFleet,
+    policy: Policy,
+    *,
+    queue: bool = False,
+    priority: bool = False,
+    seed: int = 0,
+    streamed: float = 1.0,
+    token_gaps: TokenGaps | None = None,
+    progress: Callable[[int], None] = lambda finished: None,
+    router_type: type[VirtualRouter] = VirtualRouter,
+) -> Sequence[ReplayOutcome]:
+    """Every request of the trace, as its client saw it. The policy is a fresh one: it learns as it goes; `streamed` is
+    the share of requests whose first token it sees; with `priority` the engines schedule by what it sends; any `seed`
+    but 0 moves the arrivals a little; `token_gaps` is given the times between tokens."""
+    fleet = replace(fleet, scheduling=Scheduling.PRIORITY) if priority else fleet
+    blocks, duration_s = fleet.blocks_of(trace), pace.duration_s(trace)
+    settings = [fleet.engine_settings(blocks.size, index, duration_s) for index in range(fleet.instances)]
+    endpoints = [SimEndpoint(endpoint_id(index), index, Engine(each)) for index, each in enumerate(settings)]
+    changes = [
+        Change(share * duration_s, endpoints[index], Engine(settings[index]) if joins else None)
+        for share, index, joins in fleet.changes()
+    ]
+    view = IndexView(fleet, blocks.size, rng=Random(seed + 1))
+    held = QueueSettings(limit=100_000) if queue else None
+    first = [endpoints[index] for index in sorted(fleet.there_at_first())]
+    router = router_type(first, policy, view, queue=held, priority=priority, reports_cached=fleet.reports_cached)
+    chance = Random(seed + 2)
+    run = VirtualTime(
+        blocks,
+        pace,
+        router,
+        view,
+        index_delay_s=fleet.index_delay_s,
+        changes=changes,
+        jitter=Random(seed + 3) if seed else None,
+        streams=lambda: chance.random() < streamed,
+        progress=progress,
+    )
+    engines = [endpoint.engine for endpoint in endpoints] + [each.engine for each in changes if each.engine is not None]
+    outcomes = run.run()
+    if token_gaps is not None:
+        for engine in engines:
+            token_gaps.update(engine.counters.token_gaps)
+    return outcomes
 
 
 @dataclass(frozen=True, slots=True)

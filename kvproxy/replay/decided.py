@@ -14,11 +14,10 @@ from itertools import islice
 from random import Random
 
 from kvproxy.receipts.files import ReceiptReader
-from kvproxy.receipts.forecast import first_token_s, matched_tokens, own_work
-from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate
-from kvproxy.replay.decided_report import Recorded, Review, Verdict, mean
+from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate, first_token_s, matched_tokens, own_work
+from kvproxy.replay.compare import PolicySpec
+from kvproxy.replay.reports import Recorded, Review, Verdict, mean
 from kvproxy.replay.results import percentile
-from kvproxy.replay.scenario import PolicySpec
 from kvproxy.routing.load import Backlog, Features
 from kvproxy.routing.policy import OverlapFacts, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel

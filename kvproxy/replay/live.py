@@ -13,43 +13,13 @@ import msgspec
 
 from kvproxy.errors import KvproxyError
 from kvproxy.replay.results import ReplayOutcome
-from kvproxy.replay.settings import Pace
+from kvproxy.replay.settings import Pace, make_prompt
 from kvproxy.replay.trace import Trace, Turn
-from kvproxy.simulator.engine_io import TokenGaps
+from kvproxy.simulator.timing import TokenGaps
 from kvproxy.types import Clock
 
-#: Common English words, each one token (with its space) to most tokenizers.
-_WORDS = (  # noqa: SIM905 - a list literal would be 60 lines
-    "time year people way day man thing woman life child world school state family student group country problem hand "
-    "part place case week company system program question work number night point home water room mother area money "
-    "story fact month lot right study book eye job word business issue side kind head house service friend father power"
-).split()
 _DATA, _DONE = "data:", "[DONE]"
 _CONNECT_TIMEOUT_S = 10.0
-
-
-def make_prompt(turn: Turn, block_size: int) -> str:
-    """About `turn.prompt_tokens` tokens: a text for each whole block, then a tail no other request has."""
-    pieces = [make_block(block, block_size) for block in turn.blocks]
-    rest = turn.prompt_tokens - len(turn.blocks) * block_size
-    if rest > 0:
-        last = turn.blocks[-1] if turn.blocks else 0
-        pieces.append(make_block((last << 20) + turn.prompt_tokens, rest))
-    return " ".join(pieces)
-
-
-def make_block(block: int, tokens: int) -> str:
-    """The same words for the same block, its id spelled out first so that no two blocks are alike."""
-    base = len(_WORDS)
-    state, digits, left = block, [], block
-    while left:
-        digits.append(left % base)
-        left //= base
-    words = [_WORDS[digit] for digit in (len(digits), *digits)]  # no id's spelling begins another's
-    while len(words) < tokens:
-        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
-        words.append(_WORDS[(state >> 33) % base])
-    return " ".join(words[: max(1, tokens)])
 
 
 class _Details(msgspec.Struct):

@@ -20,13 +20,12 @@ from kvproxy.replay.settings import Pace, ReplayFleet
 from kvproxy.replay.trace import Trace, Turn
 from kvproxy.replay.view import Settle, endpoint_id
 from kvproxy.replay.virtual_time import VirtualTime
-from kvproxy.routing.costs import least
 from kvproxy.routing.load import Features, features_of, seconds_of
-from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy
+from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy, least
 from kvproxy.simulator.block_cache import PooledCache
 from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import FirstToken, Rejected, SimRequest, TokenGaps
-from kvproxy.simulator.kv_event import KvEvent
+from kvproxy.simulator.engine_io import FirstToken, KvEvent, Rejected, SimRequest
+from kvproxy.simulator.timing import TokenGaps
 
 #: Sessions in flight must outnumber what the wanted rate needs by this much, or turns would wait for turns.
 _SESSION_RESERVE = 1.25

@@ -11,14 +11,13 @@ from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.trace import Turn
 from kvproxy.replay.view import CacheView, Settle
 from kvproxy.routing import selector
-from kvproxy.routing.costs import Best, best_of, engine_wait_s, least_own_s
-from kvproxy.routing.engine_priority import AGEING, EPOCH_S, engine_priority
 from kvproxy.routing.engine_samples import NOTHING_READ, EndedWork, Reading
 from kvproxy.routing.fair_queue import FairQueue, QueueSettings
 from kvproxy.routing.load import EndpointLoad, Reservation
-from kvproxy.routing.policy import OverlapFacts, PickRequest, Policy
+from kvproxy.routing.policy import Best, OverlapFacts, PickRequest, Policy, best_of, engine_wait_s, least_own_s
 from kvproxy.routing.room import EngineState
 from kvproxy.routing.selector import Decision
+from kvproxy.routing.waiting_lines import AGEING, EPOCH_S, engine_priority
 from kvproxy.simulator.engine import Engine
 from kvproxy.types import EndpointId
 
@@ -45,9 +44,9 @@ class SimEndpoint:
         tokens = (so_far.computed_tokens or 0) + computed_tokens
         self.prefills = Reading(so_far.prefills + 1, so_far.seconds + prefill_s, tokens)
 
-    def scrape(self, now: float) -> None:
+    def scrape_engine(self, now: float) -> None:
         """The engine's metrics are read, as the proxy reads them."""
-        self.ended.read(self.prefills, now)
+        self.ended.read_counters(self.prefills, now)
         settings, load = self.engine.settings, self.engine.load
         capacity_tokens = settings.capacity_blocks * settings.block_size
         state = EngineState(now, capacity_tokens, load.kv_usage, load.running, load.waiting)
@@ -150,7 +149,7 @@ class VirtualRouter:
             endpoint.load.first_token(placement.reservation, now)
         endpoint.load.release(placement.reservation, now)
         if outcome.first_token_at is not None:
-            endpoint.ended.add(placement.reservation)
+            endpoint.ended.add_request(placement.reservation)
         predicted = outcome.predicted_tokens
         cached = outcome.cached_tokens if self._reports_cached else 0
         placement.settle(predicted, cached)

@@ -1,19 +1,27 @@
-"""What one replay runs with."""
+"""What a replay runs with: engines, what the router knows of them, and a trace's prompts for an engine."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import chain
 from random import Random
 
-from kvproxy.replay.engine_blocks import EngineBlocks
-from kvproxy.replay.trace import Trace
+from kvproxy.replay.trace import Trace, TraceError, Turn
 from kvproxy.simulator.engine_io import EngineSettings, Scheduling
 from kvproxy.simulator.timing import EngineTiming
 
 #: By how much at most a seed moves the start of a session.
 JITTER_S = 0.5
+
+#: Common English words, each one token (with its space) to most tokenizers.
+_WORDS = (  # noqa: SIM905 - a list literal would be 60 lines
+    "time year people way day man thing woman life child world school state family student group country problem hand "
+    "part place case week company system program question work number night point home water room mother area money "
+    "story fact month lot right study book eye job word business issue side kind head house service friend father power"
+).split()
 
 
 class IndexMode(StrEnum):
@@ -127,3 +135,66 @@ class Pace:
                 arrivals.append((at, number, turn_number))
                 at += self.service_s
         return arrivals
+
+
+class EngineBlocks:
+    """Turns in blocks of `block_size` tokens, of which a trace's block is a multiple; 0: in the trace's own.
+
+    Of a prompt's last tokens, which fill no block of the trace, nothing is known, in smaller blocks either. With
+    `reuse_outputs` an answer's blocks are found by the next turn, as engines do that hash what they generate.
+    """
+
+    def __init__(self, trace: Trace, block_size: int = 0, *, reuse_outputs: bool = False) -> None:
+        self.trace = trace
+        self.size = block_size or trace.block_size
+        self._reuse_outputs = reuse_outputs
+        self._parts, rest = divmod(trace.block_size, self.size)
+        if rest or not self._parts:
+            whole = trace.block_size
+            raise TraceError(f"{trace.name}: its blocks of {whole} tokens are not made of {block_size} each")
+
+    def turn(self, session: int, number: int) -> Turn:
+        """One turn for an engine."""
+        return self.split(self.trace.sessions[session].turns[number])
+
+    def split(self, turn: Turn) -> Turn:
+        """A turn for an engine. Made when it is played: a long one has thousands of them."""
+        if self._parts == 1:
+            return turn
+        parts = (range(block * self._parts, (block + 1) * self._parts) for block in turn.blocks)
+        return replace(turn, blocks=array("Q", chain.from_iterable(parts)))
+
+    def left_by(self, session: int, number: int) -> array[int]:
+        """Blocks of a turn once it is answered: those of its prompt and, where the next turn's prompt goes on from it
+        and is long enough to hold the answer, those it shares with that. (A trace does not say what is in a prompt: the
+        answer is taken to come next, as in a chat's history.)"""
+        turns, turn = self.trace.sessions[session].turns, self.turn(session, number)
+        computed = turn.prompt_tokens + turn.output_tokens - 1  # the last token's KV is never needed
+        if not self._reuse_outputs or number + 1 == len(turns) or turns[number + 1].prompt_tokens <= computed:
+            return turn.blocks
+        following = self.turn(session, number + 1).blocks[: computed // self.size]
+        return following if following[: len(turn.blocks)] == turn.blocks else turn.blocks
+
+
+def make_prompt(turn: Turn, block_size: int) -> str:
+    """About `turn.prompt_tokens` tokens: a text for each whole block, then a tail no other request has."""
+    pieces = [make_block(block, block_size) for block in turn.blocks]
+    rest = turn.prompt_tokens - len(turn.blocks) * block_size
+    if rest > 0:
+        last = turn.blocks[-1] if turn.blocks else 0
+        pieces.append(make_block((last << 20) + turn.prompt_tokens, rest))
+    return " ".join(pieces)
+
+
+def make_block(block: int, tokens: int) -> str:
+    """The same words for the same block, its id spelled out first so that no two blocks are alike."""
+    base = len(_WORDS)
+    state, digits, left = block, [], block
+    while left:
+        digits.append(left % base)
+        left //= base
+    words = [_WORDS[digit] for digit in (len(digits), *digits)]  # no id's spelling begins another's
+    while len(words) < tokens:
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        words.append(_WORDS[(state >> 33) % base])
+    return " ".join(words[: max(1, tokens)])

@@ -13,10 +13,9 @@ from enum import IntEnum
 from random import Random
 from typing import Any
 
-from kvproxy.replay.engine_blocks import EngineBlocks
 from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
-from kvproxy.replay.settings import Pace
+from kvproxy.replay.settings import EngineBlocks, Pace
 from kvproxy.replay.view import CacheView
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import CacheChanged, Finished, FirstToken, Preempted, Rejected, SimRequest
@@ -200,7 +199,7 @@ class VirtualTime:
 
     def _scrape(self, now: float) -> None:
         for endpoint in self._router.endpoints:
-            endpoint.scrape(now)
+            endpoint.scrape_engine(now)
         if self._events:  # something is still to come
             self._push(now + _SCRAPE_S, _Kind.SCRAPE, None)
 

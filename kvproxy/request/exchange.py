@@ -1,7 +1,8 @@
-"""What the filters of one request tell each other: one object beside the ASGI scope."""
+"""What the filters of one request tell each other, one object beside the ASGI scope; what became of it; and its ids."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ _FAILED_ENDS = frozenset({"engine_error", "upstream_died", "aborted", ""})
 FAILED = "failed"
 #: What may become of a request; a metric label.
 RESULTS = ("ok", FAILED, "client_error", "client_left")
+
+#: Of random bytes at a time: a system call for each id would cost more than the rest of it.
+_DRAWN_BYTES = 2048
 
 
 def result_of(end: str, status: int) -> str:
@@ -186,3 +190,23 @@ class _Callbacks:
     def finished(self, exchange: Exchange, now: float) -> None:
         for callback in self.at_end:
             callback(exchange)
+
+
+class RandomHex:
+    """A stock of unguessable hexadecimal digits, drawn from the system many at a time; none is handed out twice."""
+
+    __slots__ = ("_at", "_draw", "_stock")
+
+    def __init__(self, draw: Callable[[int], bytes] = os.urandom) -> None:
+        self._draw = draw
+        self._stock = ""
+        self._at = 0
+
+    def take(self, digits: int) -> str:
+        """The next `digits` (at most 4096)."""
+        at, end = self._at, self._at + digits
+        if end > len(self._stock):
+            self._stock = self._draw(_DRAWN_BYTES).hex()
+            at, end = 0, digits
+        self._at = end
+        return self._stock[at:end]

@@ -43,6 +43,7 @@ _LISTED_BYTES = 256 * 1024
 #: A longer scalar is looked at by its digest alone.
 _MAX_SCALAR_BYTES = 64 * 1024
 _MAX_TOKENS = 2**31
+_SYSTEM_PROMPTS = ("system", "instructions")  # fields
 
 #: The first items of a list; the decoder passes over all that follow. A last one that is set tells that there are more.
 _First: Any = msgspec.defstruct(
@@ -83,6 +84,7 @@ class _Reader:
         self._max_tokens = max_tokens  # names of the limit, the one that wins first
         fields = msgspec.structs.fields(struct)
         raw = [field.name for field in fields if field.type is Raw and field.name != single]
+        raw.sort(key=lambda name: name not in _SYSTEM_PROMPTS)  # most templates print it in front of the tools
         self._names = frozenset(field.name for field in fields)
         self._scalars = {field.name: field.type for field in fields if field.type is not Raw and field.name != listed}
         self._ids = tuple([name for name in ("previous_response_id", "conversation") if name in raw])

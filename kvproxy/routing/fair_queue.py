@@ -18,9 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic
 
-from kvproxy.routing.costs import Best
-from kvproxy.routing.engine_priority import AGEING, LEVEL_S, urgency_s
-from kvproxy.routing.waiting_lines import Heap, ItemT, Ticket, WaitingLines
+from kvproxy.routing.policy import Best
+from kvproxy.routing.waiting_lines import AGEING, LEVEL_S, Heap, ItemT, Ticket, WaitingLines, urgency_s
 from kvproxy.types import EndpointId
 
 #: Requests asked in one poll where they would go; the next poll goes on from there.
@@ -39,7 +38,7 @@ class QueueSettings:
 
 class FairQueue(Generic[ItemT]):
     """Releases, among the tenants whose requests may go, from the one granted the least work so far; within a tenant
-    the most urgent (engine_priority.py).
+    the most urgent (waiting_lines.py).
 
     No request goes before another of its tenant and level, where both may go, that came more than its own work over
     `ageing` earlier: what a request waits is bounded by the work that came until then. A poll looks at the endpoints

@@ -16,7 +16,7 @@ behind them, and bringing lower-tier tokens up. A greedy router stops at wait + 
   endpoint that is always busy.
 
 With an operator's `target_itl` it also costs a share of what all answers there end late by for it: one sequence more
-makes every step longer, those over the target count (steps.py), and the prefill holds up every sequence under way.
+makes every step longer, those over the target count (`StepModel`), and the prefill holds up every sequence under way.
 Without one nothing is learned of that. A request for an adapter also costs the seconds until it is loaded there
 (cluster/adapters.py).
 
@@ -31,15 +31,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from random import Random
 
-import msgspec
-
 from kvproxy.config.cluster_schema import KvAwareSettings
-from kvproxy.routing.costs import least, own_s
+from kvproxy.routing.engine_samples import StepModel
 from kvproxy.routing.load import Features, prefill_s
-from kvproxy.routing.policy import Candidate, Choice, OverlapFacts, PickRequest, Policy
+from kvproxy.routing.policy import Candidate, Choice, OverlapFacts, PickRequest, Policy, least, own_s
 from kvproxy.routing.speeds import SpeedModel
-from kvproxy.routing.steps import StepModel
-from kvproxy.routing.traffic import ArrivalStats, EndpointArrivals, Utilisation
+from kvproxy.routing.traffic import ArrivalStats, EndpointArrivals, Pool, PoolSpeeds, Utilisation
 from kvproxy.types import EndpointId
 
 #: Work is believed to delay at most this many of those bound to the endpoint, and as many of all.
@@ -64,35 +61,12 @@ LARGE = 32
 TICK_S = 0.02
 
 
-class _Pool:
-    """One set of candidates by columns."""
-
-    __slots__ = ("candidates", "ids", "index_of", "loads", "weights")
-
-    def __init__(self, candidates: Sequence[Candidate]) -> None:
-        self.candidates = candidates
-        self.ids = [candidate.id for candidate in candidates]
-        self.loads = [candidate.load for candidate in candidates]
-        self.weights = [candidate.weight for candidate in candidates]
-        self.index_of = {endpoint: index for index, endpoint in enumerate(self.ids)}
-
-
-class _Speeds(msgspec.Struct, frozen=True):
-    """The speeds of one pool at one moment."""
-
-    pool: _Pool
-    model: SpeedModel
-    at: float
-    seconds: Features
-    slowness: Sequence[float]
-
-
 class _CostedChoice(Choice, frozen=True, kw_only=True):
     """With what the placement that may follow counts and remembers."""
 
     own_s: float  # pooled seconds of the request's prefill where it goes
     bound: bool  # it would take much longer elsewhere
-    speeds: _Speeds
+    speeds: PoolSpeeds
     arrivals: Sequence[EndpointArrivals]
 
 
@@ -117,8 +91,8 @@ class KvAware(Policy):
         self.utilisation = Utilisation()
         self.arrivals = ArrivalStats()
         self.steps = StepModel()  # learned while there is a target
-        self._pool: _Pool | None = None  # of the latest candidates
-        self._latest: _Speeds | None = None  # of the latest placement, where it was in a large pool
+        self._pool: Pool | None = None  # of the latest candidates
+        self._latest: PoolSpeeds | None = None  # of the latest placement, where it was in a large pool
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         facts, settings = request.facts, self.settings
@@ -136,7 +110,7 @@ class KvAware(Policy):
         arrivals = self.arrivals.estimate(pool.ids, waits, now)
         crowding, delayed, stall, foresight = 0.0, settings.kappa, settings.stall, settings.foresight
         if delayed is None:
-            rho, arrivals_per_s = self.utilisation.rates(now)
+            rho, arrivals_per_s = self.utilisation.estimate_rates(now)
             idle = 1.0 - rho
             crowding = settings.crowding / idle
             delayed = settings.congestion * arrivals_per_s / idle * sum(waits) / len(waits)
@@ -169,7 +143,7 @@ class KvAware(Policy):
         bound = here > 0 and is_bound(own, facts, elsewhere, len(owns), seconds)
         return _CostedChoice(index, reason, costs, own_s=own, bound=bound, speeds=speeds, arrivals=arrivals)
 
-    def _own_s(self, facts: OverlapFacts, pool: _Pool, seconds: Features) -> tuple[list[float], list[int]]:
+    def _own_s(self, facts: OverlapFacts, pool: Pool, seconds: Features) -> tuple[list[float], list[int]]:
         """Pooled seconds of the request's own prefill by candidate, hot tokens discounted, and the tokens each holds;
         empty where none holds any."""
         request_s, token_s, attention_s, lower_s = seconds
@@ -200,16 +174,16 @@ class KvAware(Policy):
             owns[index], held[index] = own, matched
         return owns, held
 
-    def _speeds_of(self, candidates: Sequence[Candidate], now: float) -> _Speeds:
+    def _speeds_of(self, candidates: Sequence[Candidate], now: float) -> PoolSpeeds:
         """Those at present; of a large pool those of the latest placement, if that is not long ago."""
         pool, model, latest = self._pool, self.speeds, self._latest
         if pool is None or pool.candidates is not candidates:
-            pool = _Pool(candidates)
+            pool = Pool(candidates)
             if isinstance(candidates, tuple):  # the same one is the same endpoints, with the same weights
                 self._pool = pool
         elif latest is not None and latest.pool is pool and latest.model is model and 0.0 <= now - latest.at < TICK_S:
             return latest
-        return _Speeds(pool, model, now, model.seconds, model.slowness_of_all(pool.ids, now))
+        return PoolSpeeds(pool, model, now, model.seconds, model.slowness_of_all(pool.ids, now))
 
     def placed(
         self, request: PickRequest, candidates: Sequence[Candidate], index: int, now: float, *, choice: Choice | None
@@ -233,7 +207,7 @@ class KvAware(Policy):
             self.arrivals.record_arrival(candidates[index].id)
 
     def estimates(self, now: float) -> Mapping[str, object]:
-        known, (rho, arrivals_per_s) = self.arrivals.known(), self.utilisation.rates(now)
+        known, (rho, arrivals_per_s) = self.arrivals.known(), self.utilisation.estimate_rates(now)
         return {
             **asdict(self.speeds.estimates(now)),
             **self.steps.estimates(),
@@ -253,7 +227,7 @@ class KvAware(Policy):
     ) -> None:
         if self.settings.target_itl is not None:
             slowness = self.speeds.slowness(endpoint, now)
-            self.steps.observe(output_tokens, decode_s / slowness, sequences)
+            self.steps.observe_answer(output_tokens, decode_s / slowness, sequences)
 
     def forget(self, endpoint: EndpointId) -> None:
         self.speeds.forget(endpoint)

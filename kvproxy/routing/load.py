@@ -17,8 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-from kvproxy.routing.live_blocks import LiveBlocks
-from kvproxy.routing.room import HEAD_TOKENS, EngineState, Room, room_of
+from kvproxy.routing.room import HEAD_TOKENS, EngineState, LiveBlocks, Room, room_of
 
 #: (requests, sum u, sum u*(c+u/2), sum l) for u uncached tokens after c cached ones, l of these on lower tiers:
 #: what prefill time is linear in.
@@ -181,7 +180,7 @@ class EndpointLoad:
 
     def leading_live_blocks(self, blocks: Sequence[int]) -> int:
         """Leading blocks of a prompt that are among them."""
-        return 0 if self._live is None else self._live.leading(blocks)
+        return 0 if self._live is None else self._live.count_leading(blocks)
 
     def count_live_blocks(self, wanted: bool) -> None:
         """Whether they are counted from now on; of requests already in flight they never are."""

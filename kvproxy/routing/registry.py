@@ -14,16 +14,19 @@ from kvproxy.config.decode import describe_problem
 from kvproxy.config.model import Model
 from kvproxy.config.paths import dotted_path
 from kvproxy.errors import ConfigError
-from kvproxy.routing.consistent_hash import ConsistentHash
-from kvproxy.routing.dynamo import Dynamo, DynamoAgentic
+from kvproxy.routing.consistent_hash import ConsistentHash, Session
 from kvproxy.routing.kv_aware import KvAware
-from kvproxy.routing.least_ttft import LeastTtft
-from kvproxy.routing.llm_d import LlmD, LlmDSticky
-from kvproxy.routing.lmetric import LMetric
 from kvproxy.routing.policy import Policy
-from kvproxy.routing.prefix_affinity import PrefixAffinity
-from kvproxy.routing.session import Session
-from kvproxy.routing.simple import LeastRequest, PowerOfTwo, RandomPolicy, RoundRobin
+from kvproxy.routing.published import Dynamo, DynamoAgentic, LlmD, LlmDSticky
+from kvproxy.routing.simple import (
+    LeastRequest,
+    LeastTtft,
+    LMetric,
+    PowerOfTwo,
+    PrefixAffinity,
+    RandomPolicy,
+    RoundRobin,
+)
 
 POLICIES: Mapping[PolicyName, type[Policy]] = {
     PolicyName.RANDOM: RandomPolicy,

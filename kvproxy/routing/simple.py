@@ -1,12 +1,16 @@
-"""The four policies that look at weights and requests in flight alone."""
+"""The policies that are one rule each: chance, turns, fewest requests, and the short formulas of other schedulers."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from random import Random
 
-from kvproxy.routing.costs import least_loaded
-from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
+from kvproxy.config.cluster_schema import PrefixAffinitySettings
+from kvproxy.routing.load import Features
+from kvproxy.routing.policy import LOWEST_COST, Candidate, Choice, PickRequest, Policy, least, least_loaded, own_s
+from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
 
 #: Endpoints that left are forgotten once the memory of a policy is this many entries beyond the present ones.
@@ -119,3 +123,92 @@ class PowerOfTwo(Policy):
         a, b = candidates[first], candidates[second]
         first_is_less = (a.load.in_flight + 1) * b.weight <= (b.load.in_flight + 1) * a.weight
         return self._choices[first if first_is_less else second]
+
+
+class LMetric(Policy):
+    """Uncached pending tokens times batch size, the product of the LMetric paper on LLM request scheduling.
+
+        cost = (pending uncached tokens + this request's) * (requests in flight + 1)
+
+    Nothing to tune and nothing learned: the peer that is hardest to beat.
+    """
+
+    uses_overlap = True
+    reasons = LOWEST_COST
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        facts = request.facts
+        costs = []
+        for candidate in candidates:
+            load = candidate.load
+            uncached = facts.prompt_tokens - facts.matched_tokens(candidate.id)
+            costs.append((load.pending_tokens + uncached) * (load.in_flight + 1) / candidate.weight)
+        return Choice(least(costs, self._rng), "lowest_cost", costs)
+
+
+class LeastTtft(Policy):
+    """Greedy by estimated time to first token, as Mooncake's Conductor schedules.
+
+        cost = wait + slowness * own
+
+    The same ledger and the same learned speeds as kv_aware, without what makes that one look further than this request.
+    """
+
+    uses_overlap = True
+    learns_speeds = True
+    reasons = LOWEST_COST
+    speeds: SpeedModel
+
+    def __init__(self, *, rng: Random, speeds: SpeedModel | None = None) -> None:
+        super().__init__(rng=rng)
+        self.speeds = SpeedModel() if speeds is None else speeds
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        facts, speeds, costs = request.facts, self.speeds, []
+        for candidate in candidates:
+            slowness = speeds.slowness(candidate.id, now)
+            wait = candidate.load.wait_s(speeds.seconds, slowness, now)
+            costs.append((wait + slowness * own_s(facts, candidate.id, speeds.seconds)) / candidate.weight)
+        return Choice(least(costs, self._rng), "lowest_cost", costs)
+
+    def estimates(self, now: float) -> Mapping[str, object]:
+        return asdict(self.speeds.estimates(now))
+
+    def observe_sample(
+        self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
+    ) -> None:
+        self.speeds.observe(endpoint, work, busy_s, now, scraped=scraped)
+
+    def forget(self, endpoint: EndpointId) -> None:
+        self.speeds.forget(endpoint)
+
+
+class PrefixAffinity(Policy):
+    """Follows the longest known prefix while the cluster is balanced.
+
+    The `cache_aware` policy of SGLang's router (now the Shepherd model gateway) and of vllm-router, with its
+    thresholds: when loads are far apart the least loaded endpoint is taken; otherwise the endpoint that holds the
+    longest prefix, if that is a large enough share of the prompt; otherwise the least loaded one.
+    """
+
+    uses_overlap = True
+    reasons = {
+        "overlap": "no other endpoint holds more of this prompt",
+        "no_overlap": "no endpoint is known to hold any of this prompt",
+        "imbalanced": "the loads are far apart, so the least loaded was taken",
+    }
+    settings: PrefixAffinitySettings
+
+    def __init__(self, *, rng: Random, settings: PrefixAffinitySettings = PrefixAffinitySettings()) -> None:
+        super().__init__(rng=rng, settings=settings)
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        loads = [candidate.load.in_flight for candidate in candidates]
+        settings, busiest, idlest = self.settings, max(loads), min(loads)
+        if busiest - idlest > settings.balance_abs_threshold and busiest > idlest * settings.balance_rel_threshold:
+            return Choice(least_loaded(candidates, self._rng), "imbalanced")
+        facts = request.facts
+        matched = [facts.matched_tokens(candidate.id) for candidate in candidates]
+        if facts.prompt_tokens == 0 or max(matched) / facts.prompt_tokens <= settings.cache_threshold:
+            return Choice(least_loaded(candidates, self._rng), "no_overlap")
+        return Choice(least([-tokens for tokens in matched], self._rng), "overlap")

@@ -1,4 +1,4 @@
-"""What is routed to a pool: how busy it is, how often it is asked, and which endpoint requests keep coming back to.
+"""A pool of candidates: how busy it is, how often it is asked, and which endpoint requests keep coming back to.
 
 Asking changes nothing; placements do.
 """
@@ -10,10 +10,36 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from kvproxy.routing.load import Features
+from kvproxy.routing.policy import Candidate
+from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
 
 #: After a window without requests those that come are counted over this much more than the time they came in.
 _BEGINNING_S = 1.0
+
+
+class Pool:
+    """One set of candidates by columns."""
+
+    __slots__ = ("candidates", "ids", "index_of", "loads", "weights")
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        self.candidates = candidates
+        self.ids = [candidate.id for candidate in candidates]
+        self.loads = [candidate.load for candidate in candidates]
+        self.weights = [candidate.weight for candidate in candidates]
+        self.index_of = {endpoint: index for index, endpoint in enumerate(self.ids)}
+
+
+class PoolSpeeds(msgspec.Struct, frozen=True):
+    """The speeds of one pool at one moment."""
+
+    pool: Pool
+    model: SpeedModel
+    at: float
+    seconds: Features
+    slowness: Sequence[float]
 
 
 class Utilisation:
@@ -46,7 +72,7 @@ class Utilisation:
         self._work += work_s / endpoints
         self._arrived += 1.0 / endpoints
 
-    def rates(self, now: float) -> tuple[float, float]:
+    def estimate_rates(self, now: float) -> tuple[float, float]:
         """rho, the share of the pool's time that is prefill, at most the ceiling; and requests a second for each
         endpoint. Both over the window under way and the rest of the one before it."""
         started_at, window_s = self._started_at, self._window_s

@@ -1,4 +1,10 @@
-"""Requests that wait at the router, by the endpoint they are held for and by tenant, the most urgent first. Pure."""
+"""In which order requests wait, at the router and in an engine: the one scale of urgency, and lines by tenant.
+
+Least goes first. Own work counts in seconds, so that short prompts overtake long ones (that shortens the mean wait
+most), and each second of waiting outweighs `ageing` seconds of it, so that no prompt waits for ever: only those go past
+a request that are shorter by more than `ageing` times what they came later. As a number that is fixed at arrival it
+needs no keeping up, and every router, restart and engine that is given it agrees on the order. Pure.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +13,74 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvproxy.routing.costs import Best
+from kvproxy.routing.policy import Best
 from kvproxy.types import EndpointId
+
+#: Seconds of own work that one second of waiting outweighs.
+AGEING = 0.3
+
+#: Seconds that one level of a client's priority is worth: at the default ageing, ten seconds of waiting.
+LEVEL_S = 3.0
+
+#: What a tenant was granted counts half after this long.
+HALF_LIFE_S = 60.0
+#: No tenant is put behind by more: its requests wait, and do not starve.
+MAX_BEHIND_S = 10.0
+#: Tenants followed at once; further ones are never put behind.
+MAX_TENANTS = 1024
+
+_REFRESH_S = 1.0
+_FORGOTTEN_S = 0.001
+
+#: 2026-01-01 00:00 UTC: wall-clock seconds since then keep the numbers positive (what carries none counts as 0 in an
+#: engine and goes first) and exact.
+EPOCH_S = 1_767_225_600.0
+
+
+def urgency_s(
+    own_s: float, now: float, *, slowness: float = 1.0, ageing: float = AGEING, class_s: float = 0.0
+) -> float:
+    """Where a request that came at `now` stands: `own_s` pooled seconds of prefill on an endpoint `slowness` times as
+    slow as the pool, and `class_s` seconds that its class or tenant puts it ahead by (negative: behind)."""
+    return slowness * own_s + ageing * now - class_s
+
+
+def engine_priority(urgency: float) -> int:
+    """The same in milliseconds, as vLLM takes it in `priority`: an integer, the lower first."""
+    return round(1000.0 * urgency)
+
+
+class TenantTurns:
+    """Granted prefill seconds by tenant, decaying. A tenant is behind by what it was granted, an endpoint, above the
+    mean of all that were granted something; one alone is never behind."""
+
+    def __init__(self) -> None:
+        self._granted: dict[str, float] = {}
+        self._mean_s = 0.0
+        self._at = 0.0  # when all of it was decayed last
+
+    def grant_work(self, tenant: str, own_s: float, now: float) -> None:
+        """A request of so much work was placed."""
+        self._refresh(now)
+        granted = self._granted
+        if tenant in granted or len(granted) < MAX_TENANTS:
+            granted[tenant] = granted.get(tenant, 0.0) + own_s
+
+    def behind_s(self, tenant: str, endpoints: int, now: float) -> float:
+        """Seconds of urgency that the tenant's next request comes later, among so many endpoints."""
+        self._refresh(now)
+        excess = self._granted.get(tenant, 0.0) - self._mean_s
+        return min(MAX_BEHIND_S, max(0.0, excess / max(1, endpoints)))
+
+    def _refresh(self, now: float) -> None:
+        """Once a second at most, so that a request costs a look-up however many tenants there are."""
+        if now - self._at < _REFRESH_S:
+            return
+        left = 0.5 ** ((now - self._at) / HALF_LIFE_S)
+        granted = {tenant: s * left for tenant, s in self._granted.items() if s * left > _FORGOTTEN_S}
+        self._granted, self._at = granted, now
+        self._mean_s = sum(granted.values()) / len(granted) if granted else 0.0
+
 
 ItemT = TypeVar("ItemT")
 

@@ -1,18 +1,21 @@
-"""What one configuration is built into: clusters, services and the chain."""
+"""What one configuration is built into, what outlives it at a reload, and how one generation follows another."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import random
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar, cast
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.prober import HttpProbe
 from kvproxy.cluster.routes import Routes
+from kvproxy.cluster.verdicts import HttpProbe
 from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.config.filter_schema import DEFAULT_FILTERS
 from kvproxy.config.schema import Config, FilterSpec
@@ -24,9 +27,77 @@ from kvproxy.request.body import HeldBodies
 from kvproxy.request.error_reply import local_reply
 from kvproxy.request.observer import RequestObserver
 from kvproxy.routing.registry import configured, runtime_overrides
-from kvproxy.runtime.state import StateStore
 from kvproxy.types import Clock
 from kvproxy.upstream.pool import UpstreamPool
+
+log = logging.getLogger("kvproxy")
+
+T = TypeVar("T")
+
+Key = tuple[type, Hashable]
+Close = Callable[[Any], None]
+
+_LOOK_AGAIN_S = 0.1
+Part = AbstractAsyncContextManager[object]
+
+
+class StateStore:
+    """Knows the states of the living generations and nothing else: what none of them uses is forgotten by that."""
+
+    def __init__(self) -> None:
+        self._living: list[GenerationStates] = []  # the oldest first
+
+    def draft(self) -> GenerationStates:
+        """For a generation that is being built: it finds what is there, and adds nothing before it is kept."""
+        return GenerationStates(self._living)
+
+
+class GenerationStates:
+    """The states one generation uses; asked for while it is built, kept while it lives."""
+
+    def __init__(self, living: list[GenerationStates]) -> None:
+        self._living = living
+        self._used: dict[Key, object] = {}
+        self._closes: dict[Key, Close] = {}
+
+    def get(
+        self, kind: type[T], name: Hashable, make: Callable[[], T], *, close: Callable[[T], None] | None = None
+    ) -> T:
+        """The state of this kind and name: this generation's, else that of the latest living one that has it, else a
+        new one, whose making must have no effect beyond itself. `close` is called once no living generation uses it.
+        """
+        key = (kind, name)
+        if key not in self._used:
+            earlier = (other._used[key] for other in reversed(self._living) if key in other._used)
+            found = next(earlier, None)
+            self._used[key] = make() if found is None else found
+            if close is not None:
+                self._closes[key] = close
+        return cast("T", self._used[key])
+
+    def next_of(self, kind: type[T], make: Callable[[], T]) -> T:
+        """The state of the next part that asks for this kind without a name: one with the same place among its equals
+        finds it."""
+        place = 0
+        while (kind, place) in self._used:
+            place += 1
+        return self.get(kind, place, make)
+
+    def keep(self) -> None:
+        """The generation lives from now on."""
+        self._living.append(self)
+
+    def release(self) -> None:
+        """The generation lives no longer: what only it used is closed and forgotten."""
+        self._living.remove(self)
+        for key, close in self._closes.items():
+            state = self._used[key]
+            if any(other._used.get(key) is state for other in self._living):
+                continue
+            try:
+                close(state)
+            except Exception:
+                log.exception("a state that no configuration uses any more cannot be closed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +171,7 @@ class Generation:
     def _cluster(self, name: str, settings: ClusterSettings) -> Cluster:
         shared = self._shared
         return Cluster(
-            name,
-            settings,
-            metrics=shared.metrics,
-            clock=shared.clock,
-            rng=shared.rng,
-            probe=self._probe(settings),
+            name, settings, metrics=shared.metrics, clock=shared.clock, rng=shared.rng, probe=self._probe(settings)
         )
 
     def _probe(self, settings: ClusterSettings) -> HttpProbe:
@@ -118,7 +184,66 @@ class Generation:
         await local_reply(scope, send, status=404, reason="no_filter", message=message, metrics=metrics)
 
 
-def needs_restart(old: Config, new: Config) -> list[str]:
-    """Settings whose change takes effect only at the next start of the process, by path."""
-    names = ("listen", "admin", "picker", "limits", "pool", "shutdown", "log", "receipts")
-    return [name for name in names if getattr(old, name) != getattr(new, name)]
+class Reloader:
+    """Owns what runs. Leaving it ends everything, in the reverse order of its start."""
+
+    def __init__(self, *, clock: Clock, patience_s: float) -> None:
+        self.ended = 0  # generations
+        self._clock = clock
+        self._patience_s = patience_s
+        self._living: list[Generation] = []
+        self._alive: dict[Part, AsyncExitStack] = {}
+        self._retiring: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Reloader:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._retiring:
+            task.cancel()
+        await asyncio.gather(*self._retiring, return_exceptions=True)
+        await self._end(list(self._alive))
+
+    async def begin(self, generation: Generation) -> None:
+        """Keep its states and start those of its parts that do not run yet; if one cannot start, undo it and raise its
+        error."""
+        generation.states.keep()  # at once: the end of an earlier one, meanwhile, must not close what this one found
+        self._living.append(generation)
+        try:
+            for part in generation.parts:
+                if part not in self._alive:
+                    stack = AsyncExitStack()
+                    await stack.enter_async_context(part)
+                    self._alive[part] = stack
+        except BaseException:
+            await self._forget(generation)
+            raise
+
+    def retire(self, generation: Generation) -> None:
+        """End what only this one needs, once its last request is over or patience is."""
+        task = asyncio.create_task(self._retire(generation), name="retire generation")
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+
+    async def _retire(self, generation: Generation) -> None:
+        give_up_at = self._clock() + self._patience_s
+        while generation.running and self._clock() < give_up_at:  # noqa: ASYNC110 - a count kept on the hot path
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        await self._forget(generation)
+        self.ended += 1
+
+    async def _forget(self, generation: Generation) -> None:
+        self._living.remove(generation)
+        generation.states.release()  # before any wait: a generation built meanwhile must not find what ends here
+        needed = [part for other in self._living for part in other.parts]
+        await self._end([part for part in generation.parts if part not in needed])
+
+    async def _end(self, parts: list[Part]) -> None:
+        for part in reversed(parts):
+            stack = self._alive.pop(part, None)
+            if stack is None:
+                continue
+            try:
+                await stack.aclose()
+            except Exception:
+                log.exception("a part of the proxy did not end well")

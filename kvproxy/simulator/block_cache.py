@@ -6,8 +6,7 @@ from collections import OrderedDict
 from collections.abc import Container, Sequence
 from typing import Protocol
 
-from kvproxy.simulator.checkpoints import GROUP
-from kvproxy.simulator.kv_event import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from kvproxy.simulator.engine_io import GROUP, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 
 
 class PrefixCache(Protocol):

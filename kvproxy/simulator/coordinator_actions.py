@@ -6,8 +6,8 @@ import random
 from collections import Counter
 from typing import Any
 
-from kvproxy.simulator.chunk_store import CHUNK_TOKENS
 from kvproxy.simulator.http_call import Request, detail_error
+from kvproxy.simulator.lmcache_chunks import CHUNK_TOKENS
 from kvproxy.simulator.lmcache_directory import ChunkKey, Directory, MpServer, make_keys
 
 _TOKENS = {"model_name": str, "world_size": int, "token_ids?": list, "cache_salt?": str}

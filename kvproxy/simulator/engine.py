@@ -21,9 +21,8 @@ from kvproxy.simulator.engine_io import (
     SimRequest,
     Tokens,
 )
-from kvproxy.simulator.lora_slots import LoraSlots
 from kvproxy.simulator.scheduler import Batch, Scheduler
-from kvproxy.simulator.sequence import Sequence
+from kvproxy.simulator.sequence import LoraSlots, Sequence
 from kvproxy.simulator.timing import Stretch
 
 

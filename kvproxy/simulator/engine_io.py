@@ -2,15 +2,77 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvproxy.simulator.checkpoints import Checkpoints
-from kvproxy.simulator.kv_event import KvEvent
-from kvproxy.simulator.timing import EngineTiming
+from kvproxy.simulator.timing import EngineTiming, TokenGaps
+
+#: The KV cache group of these layers, as events number and name it; 0 is that of full attention.
+GROUP, KIND = 1, "mamba"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """States stand at multiples of `interval_tokens`: at all of them, or with `ends_only` (vLLM's default) at the last
+    one of each prompt, and where a prompt was seen to part from what is held."""
+
+    interval_tokens: int
+    ends_only: bool = False
+
+    def count_reusable(self, block_hashes: Sequence[int], held: int, block_size: int, states: Container[int]) -> int:
+        """Of `held` leading blocks, those up to the last one at whose end there is a state."""
+        step = self.interval_tokens // block_size
+        for end in range(held - held % step, 0, -step):
+            if block_hashes[end - 1] in states:
+                return end
+        return 0
+
+    def find_ends(self, first: int, last: int, *, prompt_tokens: int, parted: int, block_size: int) -> list[int]:
+        """Numbers of blocks, over `first` and up to `last`, after which a state is kept. `parted` of them were held
+        before, without a state."""
+        step = self.interval_tokens // block_size
+        if self.ends_only:
+            places = {(prompt_tokens - 1) // self.interval_tokens * step, parted - parted % step}
+            return sorted(end for end in places if first < end <= last)
+        return list(range(first - first % step + step, last + 1, step))
+
+
+#: Extra keys of one block, as an event shows them: the cache salt (first block only), the LoRA name (every block).
+ExtraKeys = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """A run of consecutive blocks became reusable; `parent` is the hash before the first one (None at the start).
+
+    Of another `group` than that of full attention, `kind` says which, only those with hashes did: the tokens are those
+    of all blocks of the run."""
+
+    block_hashes: tuple[int, ...]
+    parent: int | None
+    token_ids: tuple[int, ...] = ()
+    lora_id: int | None = None
+    lora_name: str | None = None
+    extra_keys: tuple[ExtraKeys | None, ...] = ()
+    group: int = 0
+    kind: str = "full_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """One block left the cache."""
+
+    block_hash: int
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """The whole prefix cache was dropped."""
+
+
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class Scheduling(StrEnum):
@@ -143,37 +205,6 @@ class CacheChanged:
 
 
 EngineOutput = FirstToken | Tokens | Finished | Rejected | Preempted | CacheChanged
-
-
-class TokenGaps:
-    """Times from one token of an answer to the next, all answers together, in steps of two per cent."""
-
-    _STEP = math.log(1.02)
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
-
-    def add(self, gap_s: float, count: int = 1) -> None:
-        """`count` tokens came `gap_s` after the one before them."""
-        self._counts[round(math.log(max(gap_s, 1e-6)) / self._STEP)] += count
-
-    @property
-    def total(self) -> int:
-        """How many there were."""
-        return self._counts.total()
-
-    def update(self, other: TokenGaps) -> None:
-        """Adds the other's tokens."""
-        self._counts.update(other._counts)
-
-    def percentile(self, share: float) -> float:
-        """Seconds that so many of the gaps do not exceed, within one per cent; 0 of none."""
-        left = share * self.total
-        for step, count in sorted(self._counts.items()):
-            left -= count
-            if left < 0:
-                return math.exp(step * self._STEP)
-        return math.exp(max(self._counts) * self._STEP) if self._counts else 0.0
 
 
 @dataclass(slots=True)

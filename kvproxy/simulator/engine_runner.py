@@ -7,8 +7,16 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import CacheChanged, EngineOutput, Finished, FirstToken, Rejected, SimRequest, Tokens
-from kvproxy.simulator.kv_event import KvEvent
+from kvproxy.simulator.engine_io import (
+    CacheChanged,
+    EngineOutput,
+    Finished,
+    FirstToken,
+    KvEvent,
+    Rejected,
+    SimRequest,
+    Tokens,
+)
 from kvproxy.types import Clock
 
 OnEvents = Callable[[Sequence[KvEvent]], Awaitable[None]]

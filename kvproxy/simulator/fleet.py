@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from kvproxy.simulator.lmcache_chunks import WorkerSettings
 from kvproxy.simulator.lmcache_controller import ControllerApp, ControllerSettings, create_controller_app
 from kvproxy.simulator.lmcache_coordinator import CoordinatorApp, CoordinatorSettings, create_coordinator_app
-from kvproxy.simulator.lmcache_worker import WorkerSettings
 from kvproxy.simulator.sglang.server import SglangApp, create_sglang_app
 from kvproxy.simulator.sglang.settings import SglangSettings
 from kvproxy.simulator.vllm_ranks import RankedSettings, RankedVllm

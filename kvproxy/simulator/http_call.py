@@ -35,47 +35,46 @@ class HttpCall:
     """Wraps one ASGI HTTP scope. Header names are lower case; the body is read once, by `read`."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope, self.receive, self.send = scope, receive, send
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.query: bytes = scope.get("query_string", b"")
         self.headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         self.reply_headers: dict[str, str] = {}
-        self._receive = receive
-        self._send = send
 
-    async def read(self) -> bytes:
+    async def read_body(self) -> bytes:
         """The whole request body."""
         chunks = []
         while True:
-            message = await self._receive()
+            message = await self.receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
             chunks.append(message.get("body", b""))
             if not message.get("more_body"):
                 return b"".join(chunks)
 
-    async def reply(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+    async def send_reply(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         """A complete answer."""
-        await self.start(status, {**(headers or {}), "content-length": str(len(body))})
-        await self._send({"type": "http.response.body", "body": body})
+        await self.start_reply(status, {**(headers or {}), "content-length": str(len(body))})
+        await self.send({"type": "http.response.body", "body": body})
 
     async def reply_json(self, body: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
         """A complete JSON answer."""
-        await self.reply(status, encode_json(body), {**JSON, **(headers or {})})
+        await self.send_reply(status, encode_json(body), {**JSON, **(headers or {})})
 
-    async def start(self, status: int, headers: dict[str, str]) -> None:
+    async def start_reply(self, status: int, headers: dict[str, str]) -> None:
         """Sends the response head; `write` and `finish` follow."""
         fields = {**headers, **self.reply_headers}
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        await self.send({"type": "http.response.start", "status": status, "headers": raw})
 
-    async def write(self, data: bytes) -> None:
+    async def write_chunk(self, data: bytes) -> None:
         """One chunk of a streamed body."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        await self.send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def finish(self) -> None:
+    async def finish_reply(self) -> None:
         """The proper end of a streamed body. Returning without it makes the server break the connection."""
-        await self._send({"type": "http.response.body", "body": b""})
+        await self.send({"type": "http.response.body", "body": b""})
 
     async def run_while_connected(self, work: Coroutine[Any, Any, None]) -> bool:
         """Runs `work` until it ends (True) or the client leaves, which cancels it (False). Call after `read`."""
@@ -93,7 +92,7 @@ class HttpCall:
         return done
 
     async def _disconnected(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+        while (await self.receive())["type"] != "http.disconnect":
             continue
 
 
@@ -138,7 +137,25 @@ class Request:
 Handler = Callable[[Request], Awaitable[Any]]
 
 
-class JsonApp:
+class HttpApp:
+    """The ASGI side of a simulated server: an exchange is answered as a call, and an error as its body says."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"no {scope['type']} here")
+        call = HttpCall(scope, receive, send)
+        with contextlib.suppress(ClientGone):
+            try:
+                await self.answer_call(call)
+            except HttpError as error:
+                await call.reply_json(error.body, error.status)
+
+    async def answer_call(self, call: HttpCall) -> None:
+        """Replies, or raises HttpError."""
+        raise NotImplementedError
+
+
+class JsonApp(HttpApp):
     """Routes by method and path template (`/instances/{id}`); `calls` counts them. A handler returns the body of a
     200, or a tuple of status and body."""
 
@@ -151,15 +168,8 @@ class JsonApp:
         pattern = re.compile(re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", path))
         self._routes.append((method, path, pattern, handler))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call = HttpCall(scope, receive, send)
-        with contextlib.suppress(ClientGone):
-            try:
-                await self._route(call)
-            except HttpError as error:
-                await call.reply_json(error.body, error.status)
-
-    async def _route(self, call: HttpCall) -> None:
+    async def answer_call(self, call: HttpCall) -> None:
+        """By the first route that matches."""
         allowed = []
         for method, path, pattern, handler in self._routes:
             match = pattern.fullmatch(call.path)
@@ -176,14 +186,14 @@ class JsonApp:
 
     async def _answer(self, call: HttpCall, handler: Handler, path_values: dict[str, str]) -> None:
         pairs = [pair.partition("=") for pair in call.query.decode().split("&") if pair]
-        request = Request(path_values, {name: value for name, _, value in pairs}, await call.read())
+        request = Request(path_values, {name: value for name, _, value in pairs}, await call.read_body())
         await call.run_while_connected(self._run(call, handler, request))
 
     async def _run(self, call: HttpCall, handler: Handler, request: Request) -> None:
         answer = await handler(request)
         status, body = answer if isinstance(answer, tuple) else (200, answer)
         if status == 204:
-            await call.reply(204)
+            await call.send_reply(204)
         else:
             await call.reply_json(body, status)
 

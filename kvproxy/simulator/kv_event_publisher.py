@@ -16,7 +16,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvproxy.simulator.kv_event import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from kvproxy.simulator.engine_io import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 
 #: What a replay ends with: a sequence number of -1 and nothing in it.
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)

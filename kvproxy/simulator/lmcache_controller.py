@@ -9,9 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvproxy.simulator.chunk_store import CHUNK_TOKENS, ChunkStore, hash_chunks
 from kvproxy.simulator.http_call import JsonApp, Request, detail_error
-from kvproxy.simulator.lmcache_worker import CPU, DISK, LmcacheWorker, WorkerSettings
+from kvproxy.simulator.lmcache_chunks import (
+    CHUNK_TOKENS,
+    CPU,
+    DISK,
+    ChunkStore,
+    LmcacheWorker,
+    WorkerSettings,
+    hash_chunks,
+)
 from kvproxy.types import Clock
 
 _TARGET = {"instance_id": str, "location": str}

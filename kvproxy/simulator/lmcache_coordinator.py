@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvproxy.simulator.chunk_store import CHUNK_TOKENS
 from kvproxy.simulator.coordinator_actions import CacheActions, decode_key, paginate, parse_keys
 from kvproxy.simulator.http_call import HttpError, JsonApp, Request
+from kvproxy.simulator.lmcache_chunks import CHUNK_TOKENS
 from kvproxy.simulator.lmcache_directory import Directory, MpServer, make_keys
 from kvproxy.types import Clock
 

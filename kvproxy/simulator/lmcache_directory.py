@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvproxy.simulator.block_hashing import hash_blocks
-from kvproxy.simulator.chunk_store import CHUNK_TOKENS, ChunkStore
+from kvproxy.simulator.lmcache_chunks import CHUNK_TOKENS, ChunkStore
+from kvproxy.simulator.tokenizer import hash_blocks
 from kvproxy.types import Clock
 
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from kvproxy.simulator.answer import Answer, AnswerUsage, Delta
+from kvproxy.simulator.generation import Answer, AnswerUsage, Delta
 from kvproxy.simulator.http_call import encode_json
 
 DONE = b"data: [DONE]\n\n"

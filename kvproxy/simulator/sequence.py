@@ -1,15 +1,55 @@
-"""The requests of a simulated engine: how far each is, and the line in which they wait."""
+"""The requests of a simulated engine: how far each is, the line in which they wait, and the slots of their adapters."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import count
 
-from kvproxy.simulator.checkpoints import GROUP, KIND
-from kvproxy.simulator.engine_io import Scheduling, SimRequest
-from kvproxy.simulator.kv_event import BlockStored, ExtraKeys
+from kvproxy.simulator.engine_io import GROUP, KIND, BlockStored, ExtraKeys, Scheduling, SimRequest
+
+#: What runs and what waits, as lists of names, and when an engine step last had it so.
+Combination = tuple[str, str]
+
+
+class LoraSlots:
+    """An adapter stays loaded until another one needs its slot, the one least recently used first. `slots` 0: there is
+    room for all."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._loaded: OrderedDict[str, None] = OrderedDict()
+        self._seen: dict[Combination, float] = {}
+
+    @property
+    def seen(self) -> Mapping[Combination, float]:
+        """Every combination there was; vLLM shows them all for ever."""
+        return self._seen
+
+    def admits(self, adapter: str | None, running: Iterable[str | None]) -> bool:
+        """Whether a request of it may run beside those that do. (vLLM passes over a request that may not; here it holds
+        up those behind it.)"""
+        in_use = {each for each in running if each is not None}
+        return not self._slots or adapter is None or adapter in in_use or len(in_use) < self._slots
+
+    def take_slot(self, adapter: str | None, running: Iterable[str | None]) -> bool:
+        """A request of it begins. Whether it has to be loaded first."""
+        if adapter is None:
+            return False
+        missing = adapter not in self._loaded
+        self._loaded[adapter] = None
+        self._loaded.move_to_end(adapter)
+        in_use = set(running)
+        while self._slots and len(self._loaded) > self._slots:
+            del self._loaded[next(each for each in self._loaded if each not in in_use)]
+        return missing
+
+    def note_step(self, running: Iterable[str | None], waiting: Iterable[str | None], now: float) -> None:
+        """How it stands in an engine step."""
+        names = [",".join(sorted({each for each in some if each is not None})) for some in (running, waiting)]
+        self._seen[names[0], names[1]] = now
 
 
 class Sequence:

@@ -1,9 +1,10 @@
-"""How long a simulated engine's steps take."""
+"""How long a simulated engine's steps take, and the gaps between tokens that come of it."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass
 
 #: The unit the decode cost of resident KV is stated in.
@@ -97,3 +98,34 @@ class Stretch:
         linear = self.step_s - half
         root = (-linear + math.sqrt(linear * linear + 4 * half * elapsed_s)) / (2 * half)
         return max(1, math.ceil(root - 1e-9))
+
+
+class TokenGaps:
+    """Times from one token of an answer to the next, all answers together, in steps of two per cent."""
+
+    _STEP = math.log(1.02)
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+
+    def add(self, gap_s: float, count: int = 1) -> None:
+        """`count` tokens came `gap_s` after the one before them."""
+        self._counts[round(math.log(max(gap_s, 1e-6)) / self._STEP)] += count
+
+    @property
+    def total(self) -> int:
+        """How many there were."""
+        return self._counts.total()
+
+    def update(self, other: TokenGaps) -> None:
+        """Adds the other's tokens."""
+        self._counts.update(other._counts)
+
+    def percentile(self, share: float) -> float:
+        """Seconds that so many of the gaps do not exceed, within one per cent; 0 of none."""
+        left = share * self.total
+        for step, count in sorted(self._counts.items()):
+            left -= count
+            if left < 0:
+                return math.exp(step * self._STEP)
+        return math.exp(max(self._counts) * self._STEP) if self._counts else 0.0

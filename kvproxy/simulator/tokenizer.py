@@ -1,4 +1,4 @@
-"""A small, real tokenizer: deterministic, reversible, nothing to download.
+"""A small, real tokenizer: deterministic, reversible, nothing to download; and the chained hashes of token blocks.
 
 Text is cut as GPT-like tokenizers cut it (words with their leading space, digits, punctuation, white space), so that
 tokens of a prefix stay the same when text follows; each piece becomes the longest vocabulary entries that fit, and
@@ -9,8 +9,11 @@ special tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+
+import xxhash
 
 _PIECES = """
 th he in er an re on at en nd ti es or te of ed is it al ar st to nt ng se ha as ou io le ve co me de hi ri ro ic ne ea
@@ -140,3 +143,18 @@ def _visible_bytes() -> list[str]:
 
 
 _VISIBLE = _visible_bytes()
+
+
+def hash_blocks(
+    token_ids: Sequence[int], block_size: int, *, lora: str | None = None, salt: str | None = None
+) -> list[int]:
+    """One 64-bit hash a full block, each over its tokens and the whole prefix; LoRA and salt are part of the chain."""
+    raw = memoryview(array("q", token_ids).tobytes())
+    width = 8 * block_size
+    extra = f"{'' if lora is None else 'l' + lora}\0{'' if salt is None else 's' + salt}"
+    parent = xxhash.xxh3_64_intdigest(extra.encode())
+    hashes = []
+    for start in range(0, len(raw) - width + 1, width):
+        parent = xxhash.xxh3_64_intdigest(raw[start : start + width], seed=parent)
+        hashes.append(parent)
+    return hashes

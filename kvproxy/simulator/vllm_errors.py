@@ -6,20 +6,20 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvproxy.simulator.http_call import HttpError
+
 BUSY = "The engine is currently busy and cannot accept new requests. Please try again later or on a different instance."
 ENGINE_DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 SCALE_OUT_DISABLED = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
 
 
-class VllmError(Exception):
+class VllmError(HttpError):
     """Becomes `{"error": {message, type, param, code}}`."""
 
     def __init__(
         self, message: str, *, kind: str = "BadRequestError", param: str | None = None, code: int = 400
     ) -> None:
-        super().__init__(message)
-        self.code = code
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        super().__init__(code, {"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
 def model_not_found(model: str, known: Sequence[str]) -> VllmError:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from kvproxy.simulator.http_call import ClientGone, HttpCall, Receive, Scope, Send
+from kvproxy.simulator.http_call import HttpApp, HttpCall
 from kvproxy.simulator.vllm_errors import VllmError
 from kvproxy.simulator.vllm_info import describe_event_source
 from kvproxy.simulator.vllm_server import VllmApp, create_engine_app, utc_seconds
@@ -42,7 +42,7 @@ class RankedSettings:
     front_end: FrontEnd = FrontEnd.PYTHON
 
 
-class RankedVllm:
+class RankedVllm(HttpApp):
     """Serve it (it is an ASGI app) while it is entered. `ranks` are the engines, each a whole server of its own."""
 
     def __init__(
@@ -77,32 +77,24 @@ class RankedVllm:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            raise RuntimeError(f"no {scope['type']} here")
-        path, call = scope["path"], HttpCall(scope, receive, send)
-        first = next(iter(self.ranks.values()))
-        with contextlib.suppress(ClientGone):
-            if path in _BALANCED:
-                try:
-                    app = self._asked(call.headers.get(RANK_HEADER, "") if path in _STEERED else "")
-                except VllmError as error:
-                    await call.reply_json(error.body, error.code)
-                else:
-                    await app(scope, receive, send)
-            elif path == "/metrics":
-                text = merge_expositions([app.state.metrics.render_exposition() for app in self.ranks.values()])
-                await call.reply(200, text, {"content-type": "text/plain; version=1.0.0; charset=utf-8"})
-            elif path == "/kv_event_sources":
-                sources = {str(rank): describe_event_source(app.state) for rank, app in self.ranks.items()}
-                await call.reply_json({rank: source for rank, source in sources.items() if source is not None})
-            elif path in _EVERYWHERE:
-                await self._everywhere(call, scope, send)
-            elif path == "/health":
-                dead = [app for app in self.ranks.values() if app.state.faults.values.engine_dead]
-                await call.reply(503 if dead else 200)
-            else:
-                await first(scope, receive, send)
+    async def answer_call(self, call: HttpCall) -> None:
+        """By one rank, by all, or for all of them."""
+        if call.path in _BALANCED:
+            app = self._asked(call.headers.get(RANK_HEADER, "") if call.path in _STEERED else "")
+            await app.answer_call(call)
+        elif call.path == "/metrics":
+            text = merge_expositions([app.state.metrics.render_exposition() for app in self.ranks.values()])
+            await call.send_reply(200, text, {"content-type": "text/plain; version=1.0.0; charset=utf-8"})
+        elif call.path == "/kv_event_sources":
+            sources = {str(rank): describe_event_source(app.state) for rank, app in self.ranks.items()}
+            await call.reply_json({rank: source for rank, source in sources.items() if source is not None})
+        elif call.path in _EVERYWHERE:
+            await self._answer_everywhere(call)
+        elif call.path == "/health":
+            dead = [app for app in self.ranks.values() if app.state.faults.values.engine_dead]
+            await call.send_reply(503 if dead else 200)
+        else:
+            await next(iter(self.ranks.values())).answer_call(call)
 
     def _asked(self, header: str) -> VllmApp:
         """The engine of the rank in the header, or the least busy one. VllmError for a rank that there is not."""
@@ -127,9 +119,9 @@ class RankedVllm:
         self._next = (apps.index(app) + 1) % len(apps)
         return app
 
-    async def _everywhere(self, call: HttpCall, scope: Scope, send: Send) -> None:
+    async def _answer_everywhere(self, call: HttpCall) -> None:
         """Every engine is asked; the last one's answer is the answer."""
-        body = await call.read()
+        body = await call.read_body()
 
         async def receive() -> MutableMapping[str, Any]:
             return {"type": "http.request", "body": body}
@@ -139,7 +131,7 @@ class RankedVllm:
 
         apps = list(self.ranks.values())
         for app in apps:
-            await app(scope, receive, send if app is apps[-1] else ignore)
+            await app(call.scope, receive, call.send if app is apps[-1] else ignore)
 
 
 def merge_expositions(texts: list[bytes]) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvproxy.simulator.generation_request import GenerationPlan
+from kvproxy.simulator.generation import GenerationPlan
 from kvproxy.simulator.http_call import HttpCall
 from kvproxy.simulator.vllm_errors import SCALE_OUT_DISABLED, VllmError
 from kvproxy.simulator.vllm_generate import read_json

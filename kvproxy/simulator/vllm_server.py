@@ -10,19 +10,16 @@ from datetime import UTC, datetime
 
 from kvproxy.simulator import vllm_info as info
 from kvproxy.simulator import vllm_render as render
-from kvproxy.simulator.anthropic_shape import AnthropicShape
 from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import EngineOutput, FirstToken
+from kvproxy.simulator.engine_io import EngineOutput, FirstToken, KvEvent
 from kvproxy.simulator.engine_runner import EngineRunner, SequenceProgress
-from kvproxy.simulator.generation_request import Planner
-from kvproxy.simulator.http_call import ClientGone, HttpCall, Receive, Scope, Send
-from kvproxy.simulator.kv_event import KvEvent
+from kvproxy.simulator.event_shapes import AnthropicShape, ResponsesShape
+from kvproxy.simulator.generation import Planner
+from kvproxy.simulator.http_call import HttpApp, HttpCall
 from kvproxy.simulator.kv_event_publisher import EventEncoder, KvEventPublisher
 from kvproxy.simulator.openai_shapes import ChatShape, CompletionShape
 from kvproxy.simulator.prompts import Prompts
-from kvproxy.simulator.responses_shape import ResponsesShape
 from kvproxy.simulator.tokenizer import Tokenizer
-from kvproxy.simulator.vllm_errors import VllmError
 from kvproxy.simulator.vllm_generate import GenerateRoute, answer_generation
 from kvproxy.simulator.vllm_metrics import VllmMetrics
 from kvproxy.simulator.vllm_settings import VllmSettings
@@ -77,7 +74,7 @@ def utc_seconds() -> float:
     return datetime.now(UTC).timestamp()
 
 
-class VllmApp:
+class VllmApp(HttpApp):
     """Serve it (it is an ASGI app) while it is entered (it is an async context manager)."""
 
     def __init__(
@@ -119,17 +116,8 @@ class VllmApp:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            raise RuntimeError(f"no {scope['type']} here")
-        call = HttpCall(scope, receive, send)
-        with contextlib.suppress(ClientGone):
-            try:
-                await self._route(call)
-            except VllmError as error:
-                await call.reply_json(error.body, error.code)
-
-    async def _route(self, call: HttpCall) -> None:
+    async def answer_call(self, call: HttpCall) -> None:
+        """By path, then method."""
         generating = _GENERATE.get(call.path)
         methods = {"POST": None} if generating is not None else _HANDLERS.get(call.path)
         if methods is None:

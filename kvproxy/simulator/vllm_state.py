@@ -6,11 +6,11 @@ import asyncio
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from kvproxy.simulator.engine_runner import EngineRunner
-from kvproxy.simulator.generation_request import GenerationPlan, Planner
+from kvproxy.simulator.generation import GenerationPlan, Planner
 from kvproxy.simulator.kv_event_publisher import KvEventPublisher
 from kvproxy.simulator.prompts import Prompts
 from kvproxy.simulator.tokenizer import Tokenizer
@@ -75,6 +75,17 @@ class Faults:
             setattr(self.values, name, value)
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def apply_changes(
+        self, changes: dict[str, Any], runner: EngineRunner, publisher: KvEventPublisher | None
+    ) -> dict[str, Any]:
+        """`update`, and what strikes at once in the engine and its events. All values as they are now."""
+        self.update(changes)
+        if self.values.engine_dead:
+            runner.kill()
+        if publisher is not None:
+            publisher.lose_next, publisher.repeat_next = self.values.lose_events, self.values.repeat_events
+        return asdict(self.values)
 
     async def stall(self, seconds: float) -> None:
         """Waits that long, or until the faults change."""

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from kvproxy.errors import FirstByteTimeout, IdleTimeout, UpstreamDisconnected, UpstreamError, UpstreamProtocolError
-from kvproxy.upstream.parser import ResponseParser
 from kvproxy.upstream.request import WireRequest, send_body
-from kvproxy.upstream.response import UpstreamResponse
+from kvproxy.upstream.response import ResponseParser, UpstreamResponse
 
 #: A longer read most likely leaves more to be read.
 _FULL_READ_BYTES = 64 * 1024

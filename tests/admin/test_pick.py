@@ -172,7 +172,7 @@ async def test_too_many_open_reservations_are_refused() -> None:
     proxy = proxy_of(endpoints=ENDPOINTS, policy="kv_aware")
     held = Reservations(metrics=proxy.metrics, clock=proxy.clock, limit=1)
     app = Starlette(
-        routes=PickRoutes(proxy, reservations=held).routes(), exception_handlers={RequestRefused: on_refused}
+        routes=PickRoutes(proxy, reservations=held).list_routes(), exception_handlers={RequestRefused: on_refused}
     )
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:

@@ -12,9 +12,9 @@ from kvproxy.admin.operated import ConfigFinding
 from kvproxy.app import Proxy
 from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.cluster.prober import ProbeOutcome
+from kvproxy.cluster.verdicts import ProbeOutcome
 from kvproxy.errors import ClientUnavailable
-from kvproxy.kvcache.feedback.cache_losses import LossReason
+from kvproxy.kvcache.feedback.trust import LossReason
 from kvproxy.request.exchange import Exchange, Outcome
 from kvproxy.types import EndpointId
 from tests.admin.support import admin_of, proxy_of
@@ -117,7 +117,7 @@ async def test_a_cache_that_was_lost_is_a_note_for_a_while(clock: FakeClock) -> 
     place = Place(clock)
     kvcache = place.proxy.kvcache
     assert kvcache is not None
-    kvcache.state.losses.note("default", EndpointId("b"), LossReason.CLEARED)
+    kvcache.state.losses.note_loss("default", EndpointId("b"), LossReason.CLEARED)
     [found] = (await place.live())["findings"]
     assert (found["severity"], found["where"]) == ("note", "default/b")
     assert found["what"] == "dropped its cache (its KV events say so)"
@@ -132,7 +132,7 @@ async def test_events_that_are_not_believed_are_named(clock: FakeClock) -> None:
     assert kvcache is not None
     for _ in range(5):
         missed = kvcache.overlap.indexes["default"].missed
-        missed.observe(EndpointId("c"), announced_tokens=0, reused_tokens=4000)
+        missed.observe_reuse(EndpointId("c"), announced_tokens=0, reused_tokens=4000)
     [found] = (await place.live())["findings"]
     assert (found["severity"], found["where"]) == ("warning", "default/c")
     assert "announce less than it reuses (0 of 4,000 tokens; 5 of the last 8)" in found["what"]

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.advise.advice import Confidence, Gain, Ratio, Setting, spell_flag
-from kvproxy.advise.gains import Figures, Fit, compute_gain, why_not_given
+from kvproxy.advise.advice import (
+    Confidence,
+    Figures,
+    Fit,
+    Gain,
+    Ratio,
+    Setting,
+    compute_gain,
+    spell_flag,
+    why_not_given,
+)
 from kvproxy.clients.engine_metrics import EngineKind
 
 SAME = Ratio(1.0, 0.0)

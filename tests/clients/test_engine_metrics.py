@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvproxy.clients.engine_metrics import CacheConfig, EngineKind, EngineMetrics, parse_engine_metrics
+from kvproxy.clients.engine_metrics import (
+    MAX_LORA_NAMES,
+    CacheConfig,
+    EngineKind,
+    EngineMetrics,
+    LoraUse,
+    parse_engine_metrics,
+    parse_lora_use,
+)
 from tests.clients.support import FIXTURES
 
 PAGE = (FIXTURES / "vllm_http/metrics.txt").read_bytes()
@@ -254,3 +262,41 @@ def test_labels_of_the_configuration_are_bounded() -> None:
     metrics = parse_engine_metrics(long + good)
     assert metrics.cache is not None
     assert (metrics.cache.capacity_tokens, metrics.cache.ranks) == (1600, 1)
+
+
+def line(running: str, waiting: str, at: float | str, slots: str = "2") -> str:
+    labels = f'max_lora="{slots}",running_lora_adapters="{running}",waiting_lora_adapters="{waiting}"'
+    return f"vllm:lora_requests_info{{{labels}}} {at}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "use"),
+    [
+        ("", None),
+        ("vllm:num_requests_running 3\n", None),
+        (line("", "", 1.0), LoraUse(2, frozenset(), frozenset())),
+        (line("a", "", 10.0) + line("b", "c", 20.0), LoraUse(2, frozenset("b"), frozenset("c"))),
+        (line("b", "c", "1.7e9") + line("a", "", 10.0), LoraUse(2, frozenset("b"), frozenset("c"))),
+        (line("a,b", "a,c", 10.0), LoraUse(2, frozenset("ab"), frozenset("ac"))),
+        (line("a", "", "NaN") + line("b", "", "inf"), None),
+        (line("a", "", "1e5e5") + line("b", "", 5.0), LoraUse(2, frozenset("b"), frozenset())),
+        (line("a", "", 5.0, slots="many"), LoraUse(0, frozenset("a"), frozenset())),
+        (line("a", "", 5.0, slots="9" * 40), LoraUse(0, frozenset("a"), frozenset())),
+    ],
+)
+def test_the_newest_line_counts(text: str, use: LoraUse | None) -> None:
+    assert parse_lora_use(text.encode()) == use
+    assert parse_engine_metrics(text.encode()).lora == use
+
+
+def test_data_parallel_ranks_write_in_turn() -> None:
+    """Lines of the same two seconds are the ranks' own, so that none flickers; older ones are over."""
+    text = line("a", "", 100.0) + line("b", "", 101.5) + line("", "", 101.9) + line("old", "old", 99.0)
+    assert parse_lora_use(text.encode()) == LoraUse(2, frozenset("ab"), frozenset())
+
+
+def test_names_are_bounded() -> None:
+    names = ",".join(f"n{number}" for number in range(2 * MAX_LORA_NAMES))
+    use = parse_lora_use(line(names, "", 1.0).encode())
+    assert use is not None
+    assert len(use.running) == MAX_LORA_NAMES

@@ -14,6 +14,7 @@ from kvproxy.clients.lmcache.coordinator_wire import (
     CacheScope,
     DirectoryStats,
     FleetUsage,
+    HeldPrefix,
     Instance,
     InstanceUsage,
     MemoryModule,
@@ -21,7 +22,6 @@ from kvproxy.clients.lmcache.coordinator_wire import (
     Prefetch,
     PrefetchStatus,
 )
-from kvproxy.clients.lmcache.directory import HeldPrefix
 from kvproxy.errors import BadResponse, ClientUnavailable, NotSupported, Refused, UnknownInstance
 from tests.clients.support import Handler, Upstream
 

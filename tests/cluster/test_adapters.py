@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvproxy.clients.lora_use import LoraUse
+from kvproxy.clients.engine_metrics import LoraUse
 from kvproxy.cluster import adapters as module
 from kvproxy.cluster.adapters import Adapters, AdapterState, KnownAdapters, LoadTimes
 from kvproxy.cluster.cluster import Cluster

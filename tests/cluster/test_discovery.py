@@ -24,13 +24,8 @@ from kvproxy.cluster.discovery import (
     parse_endpoints,
     sources_of,
 )
-from kvproxy.config.cluster_schema import (
-    ClusterSettings,
-    DiscoverySettings,
-    DnsDiscoverySettings,
-    EndpointSettings,
-    FileDiscoverySettings,
-)
+from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
+from kvproxy.config.discovery_schema import DiscoverySettings, DnsDiscoverySettings, FileDiscoverySettings
 from kvproxy.errors import DiscoveryError
 from kvproxy.metrics.catalog import Metrics
 from tests.cluster.conftest import MakeCluster, configs

@@ -9,11 +9,11 @@ import pytest
 
 from kvproxy.cluster.engine_priority import ClusterPriority, EndpointPriority, PriorityState
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, EnginePriorityMode
-from kvproxy.routing.engine_priority import EPOCH_S, LEVEL_S
 from kvproxy.routing.load import EndpointLoad, EngineState
 from kvproxy.routing.policy import Overlap, OverlapFacts
-from kvproxy.routing.priority_payoff import ENOUGH, WINDOW_S, PriorityPayoff
+from kvproxy.routing.priority_trial import ENOUGH, WINDOW_S, PriorityPayoff
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.routing.waiting_lines import EPOCH_S, LEVEL_S
 from kvproxy.types import EndpointId
 from tests.cluster.conftest import MakeCluster
 from tests.support.clock import FakeClock

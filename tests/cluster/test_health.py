@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.cluster.health import Health
+from kvproxy.cluster.engine import Health
 from kvproxy.config.cluster_schema import HealthCheckSettings
 
 

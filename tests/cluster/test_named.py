@@ -9,9 +9,9 @@ import pytest
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
 from kvproxy.routing.kv_aware import KvAware
-from kvproxy.routing.least_ttft import LeastTtft
 from kvproxy.routing.load import features_of
 from kvproxy.routing.policy import Overlap, OverlapFacts, Policy
+from kvproxy.routing.simple import LeastTtft
 from kvproxy.types import EndpointId
 from tests.cluster.conftest import Bench, MakeCluster, configs
 
@@ -79,7 +79,7 @@ def test_utilisation_counts_what_others_place(make_cluster: MakeCluster) -> None
             bench.picked(policy=name, facts=facts)
         aware = bench.cluster.policy
         assert isinstance(aware, KvAware)
-        return aware.utilisation.rates(bench.clock())[0]
+        return aware.utilisation.estimate_rates(bench.clock())[0]
 
     assert rho_after("round_robin", "round_robin") > rho_after("round_robin") > rho_after()
     assert rho_after("") == pytest.approx(rho_after("round_robin"), rel=1e-6)

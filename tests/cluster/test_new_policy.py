@@ -7,11 +7,11 @@ from random import Random
 
 import pytest
 
-from kvproxy.admin.routing import describe_routing
+from kvproxy.admin.clusters import describe_routing
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.filters.kvcache import prefers
-from kvproxy.replay.scenario import PolicySpec
+from kvproxy.replay.compare import PolicySpec
 from kvproxy.routing import registry
 from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from kvproxy.background_task import TaskSet
 from kvproxy.cluster.endpoint import Condition
 from kvproxy.cluster.engine import Engine as ClusterEngine
-from kvproxy.cluster.prober import FIRST_PROBES_S, MAX_CONCURRENT, HttpProbe, ProbeOutcome, Prober
+from kvproxy.cluster.verdicts import FIRST_PROBES_S, MAX_CONCURRENT, HttpProbe, ProbeOutcome, Prober
 from kvproxy.config.cluster_schema import EndpointSettings, HealthCheckSettings
 from kvproxy.errors import ConnectError, FirstByteTimeout, NoDescriptors
 from kvproxy.upstream.pool import UpstreamPool

@@ -13,7 +13,7 @@ import pytest
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
-from kvproxy.cluster.router_queue import QueueFull, RouterQueue
+from kvproxy.cluster.router_queue import RouterQueue
 from kvproxy.cluster.screening import Refusal
 from kvproxy.config.cluster_schema import (
     ClusterSettings,
@@ -22,6 +22,7 @@ from kvproxy.config.cluster_schema import (
     PolicyName,
     RouterQueueSettings,
 )
+from kvproxy.errors import QueueFull
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import Overlap, OverlapFacts, PickRequest
 from kvproxy.routing.selector import Decision

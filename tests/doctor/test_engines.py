@@ -14,9 +14,8 @@ from kvproxy.clients.kv_events.source import KvEventSource
 from kvproxy.doctor.listening import StreamObservation
 from kvproxy.doctor.report import DoctorReport, Severity
 from kvproxy.doctor.tools import VisitTimeouts
-from kvproxy.simulator.checkpoints import Checkpoints
+from kvproxy.simulator.engine_io import BlockStored, Checkpoints
 from kvproxy.simulator.fleet import Fleet, FleetSettings
-from kvproxy.simulator.kv_event import BlockStored
 from kvproxy.simulator.kv_event_publisher import EventEncoder, EventEncoding, PublisherSettings
 from tests.doctor.setup import ENGINE, FAST, SHORT, cluster, only, visit
 from tests.support.loopback import serve

@@ -12,9 +12,9 @@ import httpx
 
 from kvproxy.config.schema import ListenerTls
 from kvproxy.doctor.report import Severity, print_table
+from kvproxy.simulator.lmcache_chunks import WorkerSettings
 from kvproxy.simulator.lmcache_controller import ControllerSettings
 from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
-from kvproxy.simulator.lmcache_worker import WorkerSettings
 from tests.doctor.setup import ENGINE, FAST, SHORT, cluster, only, visit
 from tests.doctor.test_engines import Front
 from tests.support.certificates import make_certificate

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvproxy.doctor.checks.ranks import judge_ranks
-from kvproxy.doctor.ranks import RankAnswers
+from kvproxy.doctor.checks.engine_setup import judge_ranks
 from kvproxy.doctor.report import DoctorReport, Finding, Severity
+from kvproxy.doctor.trial import RankAnswers
 from kvproxy.simulator.vllm_ranks import FrontEnd, RankedSettings
 from tests.doctor.setup import ENGINE, cluster, only, visit
 

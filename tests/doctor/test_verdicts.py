@@ -15,7 +15,7 @@ from kvproxy.doctor.checks.lmcache import judge_strategies
 from kvproxy.doctor.checks.lookup import judge_chunk_size, judge_lookup_times
 from kvproxy.doctor.checks.models import may_be_one
 from kvproxy.doctor.checks.trial import judge_caching, judge_tokenize
-from kvproxy.doctor.exposition import Counters, PromptLengths, parse_counters, parse_prompt_lengths
+from kvproxy.doctor.engine import Counters, PromptLengths, parse_counters, parse_prompt_lengths
 from kvproxy.doctor.listening import StreamObservation
 from kvproxy.doctor.report import Severity
 from kvproxy.doctor.trial import Trial, TrialPlan, TrialReply, count_words

@@ -9,7 +9,7 @@ import pytest
 from kvproxy.config.filter_schema import RateLimitSettings
 from kvproxy.filters.buckets import Buckets, BucketTable, Limit, TokenBucket
 from kvproxy.filters.rate_limit import build
-from kvproxy.runtime.state import StateStore
+from kvproxy.runtime.generation import StateStore
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.clock import FakeClock
 from tests.support.filter_context import counted, filter_context

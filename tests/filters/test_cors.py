@@ -6,7 +6,7 @@ import pytest
 
 from kvproxy.config.filter_schema import CorsSettings
 from kvproxy.errors import ConfigError
-from kvproxy.filters.cors import build
+from kvproxy.filters.registry import build_cors
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.filter_context import filter_context
 
@@ -16,7 +16,7 @@ ORIGIN = (b"origin", b"https://app.example")
 async def test_a_preflight_is_answered_here() -> None:
     """Browsers send it without credentials, so nothing behind this filter sees it."""
     inner = Inner()
-    app = build(inner, CorsSettings(allow_origins=("https://app.example",), max_age="2m"), filter_context())
+    app = build_cors(inner, CorsSettings(allow_origins=("https://app.example",), max_age="2m"), filter_context())
     headers = [ORIGIN, (b"access-control-request-method", b"POST")]
     reply = await call(app, http_scope("/v1/completions", method="OPTIONS", headers=headers))
     assert (reply.status, inner.scopes) == (200, [])
@@ -34,7 +34,7 @@ async def test_a_preflight_is_answered_here() -> None:
 )
 async def test_who_may_read_the_answer(settings: CorsSettings, allowed: bytes | None) -> None:
     """Allowed origins get the header, others get the plain answer."""
-    reply = await call(build(Inner(), settings, filter_context()), http_scope(headers=[ORIGIN]))
+    reply = await call(build_cors(Inner(), settings, filter_context()), http_scope(headers=[ORIGIN]))
     assert reply.headers.get(b"access-control-allow-origin") == allowed
     assert reply.body == b"ok"
 
@@ -42,7 +42,7 @@ async def test_who_may_read_the_answer(settings: CorsSettings, allowed: bytes | 
 async def test_exposed_headers() -> None:
     """Pages may read which endpoint served them."""
     reply = await call(
-        build(Inner(), CorsSettings(allow_origins=("*",)), filter_context()), http_scope(headers=[ORIGIN])
+        build_cors(Inner(), CorsSettings(allow_origins=("*",)), filter_context()), http_scope(headers=[ORIGIN])
     )
     assert reply.headers[b"access-control-expose-headers"] == b"x-request-id, x-kvproxy-endpoint"
 
@@ -54,4 +54,4 @@ async def test_exposed_headers() -> None:
 def test_settings_that_cannot_work(settings: CorsSettings, message: str) -> None:
     """Said at start, not at the first request."""
     with pytest.raises(ConfigError, match=message):
-        build(Inner(), settings, filter_context())
+        build_cors(Inner(), settings, filter_context())

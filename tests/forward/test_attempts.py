@@ -9,7 +9,7 @@ from typing import cast
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.cluster_schema import EndpointRetrySettings
 from kvproxy.config.schema import RetrySettings
-from kvproxy.forward.retry import Attempts
+from kvproxy.forward.answer import Attempts
 from kvproxy.types import EndpointId
 
 

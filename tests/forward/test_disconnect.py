@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from kvproxy.forward.disconnect import DisconnectWatcher, new_arming
+from kvproxy.forward.relay import DisconnectWatcher, new_arming
 from kvproxy.types import CONNECTION
 
 

@@ -12,9 +12,9 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.config.kvcache_schema import CacheStrategySettings, KvCacheSettings
 from kvproxy.errors import ClientUnavailable
-from kvproxy.kvcache.actions.hotness import Hotness, KnownPrefix
+from kvproxy.kvcache.actions.signals import Hotness, KnownPrefix
 from kvproxy.kvcache.actions.strategies import Lease
-from kvproxy.kvcache.endpoint_status import index_worth
+from kvproxy.kvcache.overlap.gauges import index_worth
 from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.status import SLICE_RUNS, cache_status, hot_prefixes, leases, troubles
 from kvproxy.metrics.catalog import Metrics
@@ -95,7 +95,7 @@ def test_counted_pins_do_not_lapse(clock: FakeClock) -> None:
     pin = service.actions.pin
     assert pin is not None
     hotness = Hotness(window_s=1.0, max_records=1, max_keys=1)
-    [prefix] = hotness.use([5], model="m", cache_salt="", instance="i", now=clock())
+    [prefix] = hotness.count_use([5], model="m", cache_salt="", instance="i", now=clock())
     assert isinstance(prefix, KnownPrefix)
     pin._leases["i", 5] = Lease(prefix, 32, clock())
     pin.counted = True

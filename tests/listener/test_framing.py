@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 
 from kvproxy.config.schema import ListenerTls
-from kvproxy.listener.limits import ListenerLimits
-from kvproxy.listener.linger import MOST_BYTES
-from kvproxy.listener.parser import MAX_FRAMING_BYTES
-from kvproxy.listener.protocol import MAX_UNWANTED_BYTES
+from kvproxy.listener.parser import MAX_FRAMING_BYTES, ListenerLimits
+from kvproxy.listener.protocol import MAX_UNWANTED_BYTES, MOST_BYTES
 from kvproxy.listener.server import Server, serve
 from tests.listener.client import Client, body_of, connect, echo
 from tests.support.certificates import make_certificate

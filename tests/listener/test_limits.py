@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvproxy.config.load import check_config, load_config
-from kvproxy.listener.limits import ListenerLimits
+from kvproxy.listener.parser import ListenerLimits
 
 ENDPOINTS = ["http://127.0.0.1:9"]
 

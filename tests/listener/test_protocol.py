@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 
 from kvproxy.errors import ConfigError
-from kvproxy.listener.limits import ListenerLimits
+from kvproxy.listener.parser import ListenerLimits
 from kvproxy.listener.protocol import ClientProtocol
 from kvproxy.listener.server import UVICORN, require_uvicorn, serve
 from tests.listener.client import body_of, connect, echo, opened

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvproxy.listener.limits import ListenerLimits
+from kvproxy.listener.parser import ListenerLimits
 from kvproxy.types import CONNECTION
 from tests.listener.requests import INVALID, Sent, cuts, valid_requests
 from tests.listener.wire import Wire

@@ -9,7 +9,7 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from kvproxy.listener.limits import ListenerLimits
+from kvproxy.listener.parser import ListenerLimits
 from kvproxy.listener.protocol import ClientProtocol
 from tests.support.until import until
 

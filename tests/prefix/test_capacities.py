@@ -13,7 +13,7 @@ import pytest
 from kvproxy.prefix.approximate.capacity import Capacities
 from kvproxy.prefix.approximate.index import ApproximateIndex
 from kvproxy.simulator.block_cache import BlockCache
-from kvproxy.simulator.kv_event import BlockStored
+from kvproxy.simulator.engine_io import BlockStored
 from tests.prefix.support import A, B, chained
 
 TRUE_CAPACITY = 1200

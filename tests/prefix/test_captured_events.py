@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.clients.kv_events.codec import decode_batch
-from kvproxy.clients.kv_events.events import Skipped
+from kvproxy.clients.kv_events.events import Skipped, decode_batch
 from kvproxy.prefix.hashing import token_blocks
 from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch, precise_root
 from tests.prefix.support import A

@@ -241,15 +241,15 @@ def test_every_cause_has_its_advice() -> None:
 
 
 def test_what_came_again_is_counted_in_bytes() -> None:
-    """Behind a date in the first system block: its other lines, the other block, and all messages of the last turn."""
+    """Behind a date in the first system block: its other lines and blocks, tools, all messages of the last turn."""
     conversations = Conversations()
     before = edited(FIRST, "system.0.text", dated("2026-09-01"))
     conversations.send(before)
     change = conversations.send(edited(NEXT, "system.0.text", dated("2026-09-02")))
     assert change is not None
     messages = sum(len(json.dumps(message)) for message in before["messages"])
-    behind = len(words("end")) + len(words("project")) + len(words("more"))
-    assert messages + behind <= change.again_bytes <= messages + behind + 150
+    behind = len(words("end")) + len(words("project")) + len(words("more")) + len(json.dumps(before["tools"]))
+    assert messages + behind <= change.again_bytes <= messages + behind + 200
 
 
 def test_a_chat_has_its_system_prompt_among_its_messages() -> None:

@@ -16,11 +16,10 @@ import pytest
 
 from kvproxy.replay.catalogue import SCENARIOS
 from kvproxy.replay.command import run
-from kvproxy.replay.compare import ProgressBar
-from kvproxy.replay.decided_report import Recorded, Review, Verdict
 from kvproxy.replay.options import add_arguments
 from kvproxy.replay.plot import render_html
-from kvproxy.replay.report import ReplayReport
+from kvproxy.replay.report import ProgressBar, ReplayReport
+from kvproxy.replay.reports import Recorded, Review, Verdict
 from kvproxy.replay.results import summarize_outcomes
 from kvproxy.replay.trace import Half
 from tests.replay.test_live import FakeServer

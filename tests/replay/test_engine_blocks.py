@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.replay.engine_blocks import EngineBlocks
+from kvproxy.replay.settings import EngineBlocks
 from kvproxy.replay.trace import Trace, TraceError, parse_trace
 from tests.replay.traces import chat_trace, lines
 

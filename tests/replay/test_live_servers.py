@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvproxy.replay.live import LiveReplay, LiveSettings
-from kvproxy.replay.live_report import report_live
+from kvproxy.replay.reports import report_live
 from kvproxy.replay.settings import Pace
 from kvproxy.replay.trace import Trace, parse_trace
 from kvproxy.simulator.engine_io import EngineSettings

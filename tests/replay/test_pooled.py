@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from kvproxy.config.cluster_schema import PolicyName
+from kvproxy.replay.compare import PolicySpec, play_policy
 from kvproxy.replay.pooled import measure_bound, measure_offered_rate, measure_throughput, play_on_pool
 from kvproxy.replay.results import summarize_outcomes
-from kvproxy.replay.scenario import PolicySpec, play_policy
 from kvproxy.replay.settings import ENGINES, ReplayFleet
 from kvproxy.replay.trace import Trace, parse_trace
 from kvproxy.simulator.engine_io import Scheduling

@@ -10,7 +10,7 @@ import pytest
 from kvproxy.replay.report import FIGURES, MORE_FIGURES, ReplayReport, align_columns
 from kvproxy.replay.results import GoodputLimits, Ratio, ReplayOutcome, mean_ratio, summarize_outcomes
 from kvproxy.replay.trace import Half, Trace, TraceError, parse_trace, read_trace
-from kvproxy.simulator.engine_io import TokenGaps
+from kvproxy.simulator.timing import TokenGaps
 from tests.replay.traces import chat_trace, lines
 
 TRACES = Path(__file__).parents[2] / "benchmarks" / "traces"

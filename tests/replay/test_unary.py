@@ -9,10 +9,9 @@ from random import Random
 
 import pytest
 
-from kvproxy.replay.compare import ComparisonPlan, compare
+from kvproxy.replay.compare import ComparisonPlan, PolicySpec, compare, play_policy
 from kvproxy.replay.pooled import Bound, measure_bound
 from kvproxy.replay.results import ReplayOutcome, summarize_outcomes
-from kvproxy.replay.scenario import PolicySpec, play_policy
 from kvproxy.replay.settings import JITTER_S, Pace, ReplayFleet
 from kvproxy.replay.trace import read_trace
 from kvproxy.routing.kv_aware import KvAware

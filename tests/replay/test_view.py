@@ -8,7 +8,7 @@ from random import Random
 from kvproxy.replay.settings import IndexMode, ReplayFleet
 from kvproxy.replay.trace import Turn
 from kvproxy.replay.view import IndexView, endpoint_id
-from kvproxy.simulator.kv_event import AllBlocksCleared, BlockRemoved, BlockStored
+from kvproxy.simulator.engine_io import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.replay.traces import shared_prefix_trace
 
 TURN = shared_prefix_trace().sessions[0].turns[0]

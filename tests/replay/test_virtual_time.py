@@ -9,9 +9,9 @@ from random import Random
 import pytest
 
 from kvproxy.config.cluster_schema import PolicyName
+from kvproxy.replay.compare import PolicySpec, UnknownPolicy, play_policy
 from kvproxy.replay.results import ReplayOutcome, Summary, compute_rate, percentile, summarize_outcomes
 from kvproxy.replay.router import LiveRequest, SimEndpoint, VirtualRouter
-from kvproxy.replay.scenario import PolicySpec, UnknownPolicy, play_policy
 from kvproxy.replay.settings import IndexMode, Pace, ReplayFleet
 from kvproxy.replay.trace import Trace, parse_trace
 from kvproxy.replay.view import IndexView, endpoint_id

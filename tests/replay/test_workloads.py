@@ -10,7 +10,7 @@ import pytest
 
 from kvproxy.replay import workloads
 from kvproxy.replay.catalogue import SCENARIOS, Scenario, UnknownScenario, find_scenarios
-from kvproxy.replay.scenario import PolicySpec, play_policy
+from kvproxy.replay.compare import PolicySpec, play_policy
 from kvproxy.replay.settings import Pace, ReplayFleet
 from kvproxy.replay.trace import Half, Trace
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 from kvproxy.request.exchange import MAX_REMEMBERED, Exchange, Outcome
-from kvproxy.request.recent import RecentDecisions
+from kvproxy.request.observer import RecentDecisions
 from kvproxy.routing.policy import Overlap, OverlapFacts
 from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind
 

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
-from kvproxy.routing.consistent_hash import LOAD_FACTOR, ConsistentHash, HashRing
+from kvproxy.routing.consistent_hash import LOAD_FACTOR, ConsistentHash, HashRing, Session
 from kvproxy.routing.policy import PickRequest
 from kvproxy.routing.registry import POLICIES, make_policy
-from kvproxy.routing.session import Session
 from kvproxy.types import EndpointId
 from tests.routing.fleet import FakeCandidate, fleet, occupy
 

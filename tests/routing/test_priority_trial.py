@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvproxy.routing.engine_priority import urgency_s
 from kvproxy.routing.priority_trial import GAP_S, PriorityTrial, Verdict
+from kvproxy.routing.waiting_lines import urgency_s
 
 
 class Request:

@@ -8,9 +8,7 @@ from typing import Any, Self, cast
 
 import pytest
 
-from kvproxy.runtime.generation import Generation
-from kvproxy.runtime.reload import Reloader
-from kvproxy.runtime.state import StateStore
+from kvproxy.runtime.generation import Generation, Reloader, StateStore
 from tests.support.clock import FakeClock
 from tests.support.until import until
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from kvproxy.runtime.state import GenerationStates, StateStore
+from kvproxy.runtime.generation import GenerationStates, StateStore
 
 
 class Counter:

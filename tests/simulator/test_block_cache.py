@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvproxy.simulator.block_cache import BlockCache
-from kvproxy.simulator.kv_event import AllBlocksCleared, BlockRemoved, BlockStored
+from kvproxy.simulator.engine_io import AllBlocksCleared, BlockRemoved, BlockStored
 
 
 def hold(cache: BlockCache, hashes: list[int]) -> list[int]:

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvproxy.simulator.checkpoints import Checkpoints
 from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import FirstToken
-from kvproxy.simulator.kv_event import BlockRemoved, BlockStored
+from kvproxy.simulator.engine_io import BlockRemoved, BlockStored, Checkpoints, FirstToken
 from tests.simulator.test_engine import SMALL, events_of, first_token, of, request, run
 
 EVERY = replace(SMALL, capacity_blocks=128, max_batched_tokens=64, checkpoints=Checkpoints(64))

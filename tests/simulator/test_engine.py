@@ -9,18 +9,21 @@ import pytest
 
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
     CacheChanged,
     EngineOutput,
     EngineSettings,
     Finished,
     FirstToken,
+    KvEvent,
     Preempted,
     Rejected,
     RejectReason,
     SimRequest,
     Tokens,
 )
-from kvproxy.simulator.kv_event import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from kvproxy.simulator.timing import EngineTiming
 
 SMALL = EngineSettings(capacity_blocks=64, block_size=16, max_batched_tokens=64, max_sequences=8)

@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 
 from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import EngineOutput, SimRequest
+from kvproxy.simulator.engine_io import BlockStored, EngineOutput, KvEvent, SimRequest
 from kvproxy.simulator.engine_runner import EngineRunner, SequenceProgress
-from kvproxy.simulator.kv_event import BlockStored, KvEvent
 from tests.simulator.support import FAST
 
 

@@ -7,9 +7,9 @@ import contextlib
 import httpx
 
 from kvproxy.simulator.fleet import Fleet, FleetSettings, clone_engines
+from kvproxy.simulator.lmcache_chunks import CPU, WorkerSettings
 from kvproxy.simulator.lmcache_controller import ControllerSettings
 from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
-from kvproxy.simulator.lmcache_worker import CPU, WorkerSettings
 from tests.simulator.support import TINY
 from tests.support.loopback import serve
 

@@ -12,7 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvproxy.simulator.kv_event import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from kvproxy.simulator.engine_io import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from kvproxy.simulator.kv_event_publisher import EventEncoder, EventEncoding, KvEventPublisher, PublisherSettings
 from tests.simulator.support import FIXTURES, Running, engine, shape
 

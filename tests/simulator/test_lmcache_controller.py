@@ -10,9 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.simulator.chunk_store import hash_chunks
+from kvproxy.simulator.lmcache_chunks import CPU, DISK, WRONG_STATE, WorkerSettings, hash_chunks
 from kvproxy.simulator.lmcache_controller import ControllerApp, ControllerSettings, create_controller_app
-from kvproxy.simulator.lmcache_worker import CPU, DISK, WRONG_STATE, WorkerSettings
 from tests.support.clock import FakeClock
 from tests.support.loopback import serve
 

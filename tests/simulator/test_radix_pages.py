@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvproxy.simulator.kv_event import AllBlocksCleared, BlockRemoved, BlockStored
+from kvproxy.simulator.engine_io import AllBlocksCleared, BlockRemoved, BlockStored
 from kvproxy.simulator.sglang.radix_pages import RadixPages, hash_pages
 
 SIZE = 2

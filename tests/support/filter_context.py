@@ -10,7 +10,7 @@ from kvproxy.config.schema import Config, LimitSettings, LogSettings
 from kvproxy.filters.chain import FilterContext, Services
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.body import HeldBodies
-from kvproxy.runtime.state import StateStore
+from kvproxy.runtime.generation import StateStore
 from kvproxy.upstream.pool import UpstreamPool
 from tests.support.clock import FakeClock
 

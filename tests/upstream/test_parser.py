@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvproxy.errors import UpstreamDisconnected, UpstreamError, UpstreamProtocolError
-from kvproxy.upstream.parser import MAX_HEAD_BYTES, MAX_HEADERS, ResponseParser
+from kvproxy.upstream.response import MAX_HEAD_BYTES, MAX_HEADERS, ResponseParser
 
 Seen = tuple[int, bytes, list[tuple[bytes, bytes]], bytes, bool, bool]
 

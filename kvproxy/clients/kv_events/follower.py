@@ -6,8 +6,15 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from enum import Enum
 
-from kvproxy.clients.kv_events.codec import KvEventBatch, decode_batch, sequence_number
-from kvproxy.clients.kv_events.events import AllBlocksCleared, KvEvent, Skipped, sliced
+from kvproxy.clients.kv_events.events import (
+    AllBlocksCleared,
+    KvEvent,
+    KvEventBatch,
+    Skipped,
+    decode_batch,
+    sequence_number,
+    slice_events,
+)
 from kvproxy.clients.kv_events.status import StreamHealth, StreamMeter, StreamReason
 from kvproxy.errors import BadResponse, ClientError, ClientTimeout
 
@@ -275,7 +282,7 @@ class StreamFollower:
         skipped = Skipped()
         if batch.seq == 0:  # the very first one: there is nothing before it
             self._missing = None
-        for piece, cost in sliced(batch.steps(skipped), self._slice_blocks):
+        for piece, cost in slice_events(batch.steps(skipped), self._slice_blocks):
             self._apply(piece)
             self._meter.count_events(piece)
             if any(isinstance(event, AllBlocksCleared) for event in piece):

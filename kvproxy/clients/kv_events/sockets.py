@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 
-from kvproxy.clients.kv_events.codec import END_OF_REPLAY, MAX_PAYLOAD_BYTES
+from kvproxy.clients.kv_events.events import END_OF_REPLAY, MAX_PAYLOAD_BYTES
 from kvproxy.clients.kv_events.source import KvEventSource
 from kvproxy.clients.kv_events.zmtp import ReceiveMemory, ZmtpConnection, open_connection, parse_address
 from kvproxy.errors import BadResponse, ClientTimeout
@@ -120,7 +120,7 @@ class Subscription:
         self._wake.set()
 
 
-async def replayed(
+async def read_replay(
     address: str, start: int, *, idle_timeout_s: float, memory: ReceiveMemory | None = None
 ) -> AsyncGenerator[list[bytes], None]:
     """Messages of a replay from batch `start` on, the end marker last.

@@ -11,6 +11,7 @@ from kvproxy.clients.api import ServiceClient, query_string
 from kvproxy.clients.lmcache.coordinator_wire import (
     CacheChange,
     CacheScope,
+    DirectoryLookup,
     DirectoryStats,
     FleetUsage,
     Instance,
@@ -18,11 +19,12 @@ from kvproxy.clients.lmcache.coordinator_wire import (
     Pins,
     Prefetch,
     PrefetchStatus,
+    WireDirectory,
     WireHealth,
     WireInstances,
     WirePins,
+    directory_lookup,
 )
-from kvproxy.clients.lmcache.directory import DirectoryLookup, WireDirectory, directory_lookup
 from kvproxy.clients.tokens import TokenIds, body_with_tokens
 from kvproxy.errors import NotSupported, Refused, UnknownInstance
 

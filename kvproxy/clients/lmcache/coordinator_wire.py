@@ -1,11 +1,130 @@
-"""What LMCache's coordinator answers, besides directory lookups."""
+"""What LMCache's coordinator answers; a directory lookup reduced to contiguous prefixes per instance. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
+
+#: LMCache's default chunk; used when an answer leaves the real size open.
+DEFAULT_CHUNK_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPrefix:
+    """Leading tokens of one prompt that one instance can load, contiguous from the start."""
+
+    l1_tokens: int  # from its own memory
+    tokens: int  # from memory, its own disk or pool, and pools every instance shares
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryLookup:
+    """The holders of each chunk of one prompt: exact, all of them, for one model and salt."""
+
+    chunks: int
+    chunk_tokens: int
+    holders: tuple[frozenset[str], ...]  # of each chunk: instances with every rank of it, on any tier of their own
+    by_instance: Mapping[str, HeldPrefix]  # instances with at least one leading chunk
+    shared_tokens: int  # leading tokens any instance can load from a shared pool
+
+
+class _Key(msgspec.Struct):
+    chunk_hash_hex: str
+    kv_rank: int = 0
+
+
+class _Placement(msgspec.Struct):
+    instance_id: str
+    tier: Literal["l1", "l2"]
+    shared: bool = False
+
+
+class _Result(msgspec.Struct):
+    key: _Key
+    placements: list[_Placement] = []
+    token_ids: msgspec.Raw = msgspec.Raw(b"[]")
+
+
+class WireDirectory(msgspec.Struct):
+    """`/directory/lookup`: one result a chunk and rank, in order."""
+
+    chunks: int
+    results: list[_Result] = []
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Holders of one chunk: the instances that have every rank of it."""
+
+    l1: set[str]
+    own: set[str]
+    shared: bool
+
+
+def directory_lookup(answer: WireDirectory, *, prompt_tokens: int) -> DirectoryLookup:
+    """`answer` for a prompt of `prompt_tokens` tokens."""
+    chunks = _chunks(answer.results)
+    chunk_tokens = _chunk_tokens(answer, prompt_tokens)
+    shared = _leading(chunk.shared for chunk in chunks)
+    named = {name for chunk in chunks for name in chunk.own}
+    by_instance = {
+        name: HeldPrefix(
+            l1_tokens=_leading(name in chunk.l1 for chunk in chunks) * chunk_tokens,
+            tokens=_leading(chunk.shared or name in chunk.own for chunk in chunks) * chunk_tokens,
+        )
+        for name in named
+    }
+    return DirectoryLookup(
+        chunks=answer.chunks,
+        chunk_tokens=chunk_tokens,
+        holders=tuple(frozenset(chunk.own) for chunk in chunks),
+        by_instance={name: held for name, held in by_instance.items() if held.tokens},
+        shared_tokens=shared * chunk_tokens,
+    )
+
+
+def _chunks(results: Sequence[_Result]) -> list[_Chunk]:
+    """The results of each chunk's ranks put together, in order. Hashes are chained: within one prompt none repeats."""
+    chunks: dict[str, _Chunk] = {}
+    for result in results:
+        l1 = {p.instance_id for p in result.placements if p.tier == "l1" and not p.shared}
+        own = {p.instance_id for p in result.placements if not p.shared}
+        shared = any(p.shared for p in result.placements)
+        known = chunks.get(result.key.chunk_hash_hex)
+        if known is None:
+            chunks[result.key.chunk_hash_hex] = _Chunk(l1, own, shared)
+        else:
+            known.l1 &= l1
+            known.own &= own
+            known.shared &= shared
+    return list(chunks.values())
+
+
+def _leading(held: Iterable[bool]) -> int:
+    count = 0
+    for each in held:
+        if not each:
+            break
+        count += 1
+    return count
+
+
+def _chunk_tokens(answer: WireDirectory, prompt_tokens: int) -> int:
+    """Tokens a chunk: told by a known chunk's ids, else bounded by how many whole chunks the prompt has."""
+    for result in answer.results:
+        ids = bytes(result.token_ids).strip()
+        if len(ids) > 2:
+            return ids.count(b",") + 1
+    if answer.chunks <= 0:
+        return DEFAULT_CHUNK_TOKENS
+    most, least = prompt_tokens // answer.chunks, prompt_tokens // (answer.chunks + 1) + 1
+    if least <= DEFAULT_CHUNK_TOKENS <= most:
+        return DEFAULT_CHUNK_TOKENS
+    power = 1 << (most.bit_length() - 1) if most > 0 else 0
+    return power if power >= least else most
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from typing import Any
 
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.config.paths import Path
-from kvproxy.config.pixiu.schema import LlmMeta, PixiuCluster, PixiuEndpoint, RetrySettings, Translation
+from kvproxy.config.pixiu.schema import LlmMeta, PixiuCluster, PixiuEndpoint, RetrySettings
+from kvproxy.config.shorthand import Translation
 
 _MAX_ATTEMPTS = 20
 _DEFAULT_TIMES = 2

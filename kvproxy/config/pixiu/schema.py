@@ -1,17 +1,13 @@
-"""The part of a Dubbo-go-Pixiu file that is understood, in Pixiu's own names, and the form it is translated into."""
+"""The part of a Dubbo-go-Pixiu file that is understood, in Pixiu's own names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from kvproxy.config.decode import UNKNOWN_KEY, decode_model
 from kvproxy.config.model import Duration, Model, Port, Secret
-from kvproxy.config.paths import Origins, Path, dotted_path
-from kvproxy.config.shorthand import Canonical
-from kvproxy.errors import Problem
 
 
 class PixiuModel(Model):
@@ -125,10 +121,8 @@ class LlmProxy(PixiuModel):
     @model_validator(mode="before")
     @classmethod
     def _in_any_case(cls, raw: Any) -> Any:
-        if not isinstance(raw, Mapping):
-            return raw
         known = {name.casefold(): name for name in (field.alias or key for key, field in cls.model_fields.items())}
-        return {known.get(str(key).casefold(), key): value for key, value in raw.items()}
+        return {known.get(str(k).casefold(), k): v for k, v in raw.items()} if isinstance(raw, Mapping) else raw
 
     timeout: Duration | None = None
     max_idle: int = Field(default=0, ge=0, alias="maxIdleConns")
@@ -254,42 +248,3 @@ class PixiuFile(Resources):
     dynamic_resources: Any = None
     metric: Metric | None = None
     node: Any = None
-
-
-K = TypeVar("K", bound=Model)
-
-
-class Translation:
-    """The form being built. With `lenient`, what we do not have is a warning instead of an error."""
-
-    def __init__(self, *, lenient: bool) -> None:
-        self.form = Canonical({}, lenient=lenient)
-
-    def decode(self, kind: type[K], raw: Mapping[str, Any] | None, at: Path) -> K | None:
-        """`raw` (nothing: defaults) as `kind`; its problems are kept."""
-        decoded = decode_model(kind, raw or {}, Origins([((), at)]))
-        for problem in decoded.problems:
-            self.form.add_problem(problem, tolerable=problem.message == UNKNOWN_KEY)
-        return decoded.value
-
-    def set_value(self, section: str, key: str, value: Any, at: Path) -> None:
-        """Set one of our settings, written at `at`."""
-        self.form.data.setdefault(section, {})[key] = value
-        self.form.origins.add_move((section, key), at)
-
-    def add_note(self, at: Path, message: str) -> None:
-        """We knowingly do this otherwise."""
-        self.form.add_problem(Problem(dotted_path(at), message, severity="note"))
-
-    def add_warning(self, at: Path, message: str, hint: str = "") -> None:
-        """Loads, but is probably not what was meant."""
-        self.form.add_problem(Problem(dotted_path(at), message, hint, "warning"))
-
-    def add_error(self, at: Path, message: str, hint: str = "") -> None:
-        """Cannot be used; said once where the value was already found to be wrong."""
-        if all(problem.path != dotted_path(at) for problem in self.form.problems):
-            self.form.add_error(at, message, hint)
-
-    def add_unsupported(self, at: Path, message: str, hint: str = "") -> None:
-        """Pixiu has it, we do not."""
-        self.form.add_problem(Problem(dotted_path(at), message, hint), tolerable=True)

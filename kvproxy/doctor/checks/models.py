@@ -9,8 +9,7 @@ from itertools import combinations
 
 from kvproxy.doctor.checks.trial import TRIAL_CALLS
 from kvproxy.doctor.deployment import ClusterCheck, Deployment, gather_facts, list_routed_models
-from kvproxy.doctor.engine import EngineCheck, EngineFacts
-from kvproxy.doctor.exposition import Counters, parse_counters
+from kvproxy.doctor.engine import Counters, EngineCheck, EngineFacts, parse_counters
 from kvproxy.doctor.report import Finding, ok, problem, warning
 from kvproxy.errors import ClientError
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from kvproxy.clients.engine_metrics import EngineMetrics, parse_engine_metrics
-from kvproxy.doctor.connect import ConnectResult, explain_failure
 from kvproxy.doctor.engine import EngineCheck, EngineFacts
 from kvproxy.doctor.report import Finding, ok, problem, warning
+from kvproxy.doctor.tools import ConnectResult, explain_failure
 from kvproxy.errors import BadResponse, ClientError, ClientTimeout, ClientUnavailable, NotSupported, Refused
 from kvproxy.types import Clock
 from kvproxy.upstream.origin import Origin

@@ -1,9 +1,10 @@
-"""What the gauges show of the indexes of all clusters: how much they hold and what it takes."""
+"""What is shown of the indexes of all clusters: how much they hold, what it takes, and what it is worth."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from kvproxy.clients.kv_events.status import StreamState, StreamStatus
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
@@ -12,6 +13,9 @@ from kvproxy.types import EndpointId
 
 #: Rows of the precise index with their share of its tables, as benchmarks/prefix_index.py measures them.
 PRECISE_ROW_BYTES = 100
+
+#: The worst stream decides what an endpoint's index is worth.
+_WORST_FIRST = (StreamState.APPROXIMATE, StreamState.DEGRADED, StreamState.CONNECTING)
 
 #: Label values, and a value.
 Series = Iterable[tuple[tuple[str, ...], float]]
@@ -83,3 +87,11 @@ class _Shown:
         for name, endpoint in self._endpoints():
             for source, share in self._trust(name, endpoint.id).items():
                 yield (name, str(endpoint.id), source), share
+
+
+def index_worth(streams: dict[int, StreamStatus]) -> StreamState:
+    """What an index fed by these streams is worth; without any, only what was routed is known."""
+    if not streams:
+        return StreamState.APPROXIMATE
+    states = {one.state for one in streams.values()}
+    return next((state for state in _WORST_FIRST if state in states), StreamState.EXACT)

@@ -1,23 +1,136 @@
-"""What of a running service is worth keeping over a restart, taken and put back in small steps.
+"""What of a running service is worth keeping over a restart, as bytes and back, taken and put back in small steps.
 
 Kept are the approximate index, when each engine's process began, learned speeds and prompt lengths. Left out are the
 precise index (engines replay their events), token memory (token ids are the prompt), and heat (a few hundred requests
-teach it again).
+teach it again). As bytes: head, contents (msgpack), the indexes' hashes, checksum of all before it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from struct import Struct
 
 import msgspec
+from xxhash import xxh3_64
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.kvcache.snapshot.file_format import ClusterKept, EndpointKept, Kept, Outcome, Snapshot, Unusable, encode
 from kvproxy.kvcache.state import CacheState
 from kvproxy.prefix.approximate.snapshot import IndexColumns, Restoration, dump, fingerprint
+from kvproxy.routing.speeds import SpeedState
 from kvproxy.types import Clock, EndpointId
+
+_MAGIC = b"kvpxwarm"
+#: Of the layout and of what is hashed (how a request becomes a prompt): raise it when either changes.
+VERSION = 2
+_HEAD = Struct("<8sHxxxxxxQ")  # magic, version, bytes of the contents
+_CHECKSUM = Struct("<Q")  # xxh3_64
+
+
+class Outcome(StrEnum):
+    """What became of a snapshot at the start; a metric label."""
+
+    RESTORED = "restored"
+    NONE = "none"
+    UNREADABLE = "unreadable"
+    TOO_LARGE = "too_large"
+    NOT_A_SNAPSHOT = "not_a_snapshot"
+    OTHER_VERSION = "other_version"
+    OTHER_HASHES = "other_hashes"
+    CORRUPT = "corrupt"
+    TOO_OLD = "too_old"
+    OTHER_ENDPOINTS = "other_endpoints"
+
+
+class Unusable(Exception):
+    """Why a snapshot is not used."""
+
+    def __init__(self, outcome: Outcome, detail: str = "") -> None:
+        super().__init__(detail or outcome.value.replace("_", " "))
+        self.outcome = outcome
+
+
+class EndpointKept(msgspec.Struct, array_like=True, frozen=True):
+    """An endpoint the index speaks of."""
+
+    id: str
+    address: str  # another address under the same id is another engine
+    started_at: float | None  # of its process, by its own clock; None: it does not say
+    engine: str = ""  # of a data-parallel rank: its engine
+    rank: int | None = None
+
+
+class ClusterKept(msgspec.Struct, array_like=True, frozen=True):
+    """One cluster."""
+
+    name: str
+    endpoints: list[EndpointKept]
+    index: IndexColumns
+    speeds: SpeedState | None
+
+
+class Kept(msgspec.Struct, array_like=True, frozen=True):
+    """Everything but the hashes."""
+
+    taken_at: float  # wall clock, seconds since the epoch
+    hashing: int
+    bytes_per_token: dict[str, float]
+    clusters: list[ClusterKept]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What was kept, with each cluster's hashes."""
+
+    kept: Kept
+    hashes: Sequence[memoryview]
+    size_bytes: int
+
+
+_decoder = msgspec.msgpack.Decoder(Kept)
+
+
+def encode(kept: Kept, hashes: Iterable[bytes]) -> list[bytes]:
+    """The file in pieces, all but its checksum. `hashes` are the clusters' one after another."""
+    contents = msgspec.msgpack.encode(kept)
+    return [_HEAD.pack(_MAGIC, VERSION, len(contents)) + contents, *hashes]
+
+
+def pack_checksum(seen: xxh3_64) -> bytes:
+    """The last piece of the file, over all pieces before it."""
+    return _CHECKSUM.pack(seen.intdigest())
+
+
+def decode(data: bytes) -> Snapshot:
+    """Raises Unusable for anything that this version did not write, whole and with the same hashes."""
+    if len(data) < _HEAD.size + _CHECKSUM.size or not data.startswith(_MAGIC):
+        raise Unusable(Outcome.NOT_A_SNAPSHOT)
+    _, version, contents_bytes = _HEAD.unpack_from(data)
+    if version != VERSION:
+        raise Unusable(Outcome.OTHER_VERSION, f"of version {version}, not {VERSION}")
+    body = memoryview(data)[: -_CHECKSUM.size]
+    if pack_checksum(xxh3_64(body)) != data[-_CHECKSUM.size :]:
+        raise Unusable(Outcome.CORRUPT, "damaged or cut short")
+    try:
+        kept = _decoder.decode(body[_HEAD.size : _HEAD.size + contents_bytes])
+        hashes = _divided(kept, body[_HEAD.size + contents_bytes :])
+    except (msgspec.DecodeError, ValueError) as error:
+        raise Unusable(Outcome.CORRUPT, f"damaged: {error}") from error
+    if kept.hashing != fingerprint():
+        raise Unusable(Outcome.OTHER_HASHES, "prompts were hashed another way")
+    return Snapshot(kept, hashes, len(data))
+
+
+def _divided(kept: Kept, hashes: memoryview) -> list[memoryview]:
+    parts, start = [], 0
+    for cluster in kept.clusters:
+        end = start + 8 * cluster.index.blocks
+        parts.append(hashes[start:end])
+        start = end
+    return parts
+
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -72,7 +185,7 @@ class Contents:
         if not any(same.values()):
             raise Unusable(Outcome.OTHER_ENDPOINTS, "of endpoints that are not configured, or not at those addresses")
         restorations = self._restorations(snapshot)
-        self._state.bytes_per_token.resume(kept.bytes_per_token)
+        self._state.bytes_per_token.resume_from(kept.bytes_per_token)
         for one in known:
             _resume_ranks(self._clusters[one.name], same[one.name].values())
             yield from self._fill(one, restorations[one.name], same[one.name], kept.taken_at)
@@ -109,7 +222,7 @@ class Contents:
                 cluster.speeds.resume(kept.speeds, self._clock(), keep=same, away_s=away_s)
             except ValueError as error:
                 log.info("[kvcache] learned speeds of cluster %s are not taken over: %s", kept.name, error)
-        yield from restoration.into(index.approximate, keep=same)
+        yield from restoration.restore_into(index.approximate, keep=same)
         for name, one in same.items():
             # An engine whose start is not known is another process if it began after the snapshot.
             index.started_at[EndpointId(name)] = taken_at if one.started_at is None else one.started_at

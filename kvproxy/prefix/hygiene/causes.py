@@ -1,7 +1,9 @@
-"""Why returning prompts could not be reused: the causes, what helps against each, and one break."""
+"""Why returning prompts could not be reused: the causes, how their texts look, what helps, and one break."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -84,3 +86,46 @@ class PrefixBreak(msgspec.Struct, frozen=True, omit_defaults=True):
     part: str  # "system block 1, line 14", "tool 3", "message 5", "template", "model"; "engine": nothing changed
     tokens: int
     seconds: float | None = None  # of prefill, at the speeds learned; None: none were learned
+
+
+#: Of a changed text, what is looked at.
+_LOOKED_AT_BYTES = 64 * 1024
+
+_is_header = re.compile(rb'(?:^|")\s*x-[a-z][a-z0-9-]{2,60}:', re.IGNORECASE).search
+_is_counter = re.compile(
+    rb"total_tokens|\d tokens? (?:left|remaining|used)|tokens?[ _](?:left|remaining|used|budget)\W{1,3}\d|"
+    rb"context (?:left|remaining|used)\W{1,3}\d",
+    re.IGNORECASE,
+).search
+_is_date_or_id = re.compile(
+    rb"\d{4}-\d\d-\d\d|\d\d?:\d\d|\d\d?[./]\d\d?[./]\d{2,4}|\b[0-9a-f]{8}-[0-9a-f]{4}-|"
+    rb"\b(?=[a-z]{0,15}\d)[0-9a-f]{8,64}\b|\b\d{6,20}\b|"
+    rb"\b(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]{0,6} \d|"
+    rb"\b(?=[a-z_-]{0,32}\d)[a-z]{2,12}_[a-z0-9]{8,64}\b",
+    re.IGNORECASE,
+).search
+#: How clients say that a summary stands for what was said before.
+is_summary = re.compile(
+    rb"continued from a previous conversation|summary of (?:the|our|this) (?:previous |earlier |prior )?"
+    rb"(?:conversation|session)|conversation (?:so far )?(?:was|has been) (?:compacted|summarized)|"
+    rb"produced a summary of|<(?:conversation_)?summary>",
+    re.IGNORECASE,
+).search
+
+
+def common_volatile_cause(texts: Sequence[bytes]) -> Cause | None:
+    """What the first of these texts has in it, if all of them hold something that changes by itself."""
+    causes = [volatile_cause(text[:_LOOKED_AT_BYTES]) for text in texts if text.strip()]
+    return causes[0] if causes and None not in causes else None
+
+
+_LOOKS: Sequence[tuple[Cause, Callable[[bytes], object]]] = (
+    (Cause.VOLATILE_HEADER, _is_header),
+    (Cause.TOKEN_COUNTER, _is_counter),
+    (Cause.DATE_OR_ID, _is_date_or_id),
+)
+
+
+def volatile_cause(text: bytes) -> Cause | None:
+    """What it has in it that changes by itself, by the strictest look first."""
+    return next((cause for cause, looks in _LOOKS if looks(text)), None)

@@ -18,50 +18,26 @@ side requests, branches) begin threads of their own; what they share with others
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from kvproxy.prefix.approximate.radix import common_blocks
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
-from kvproxy.prefix.hygiene.causes import Cause
+from kvproxy.prefix.hygiene.causes import Cause, common_volatile_cause, is_summary, volatile_cause
 from kvproxy.prefix.hygiene.parts import HeadText, Line, PartKind, head_texts, items_of, lines_behind
 from kvproxy.prefix.hygiene.threads import LENGTH, Session, Thread
 from kvproxy.prefix.tokens.session_hashes import PromptText
 
 #: A value that was written again changed the size of its part by no more.
 _NEAR_BYTES = 64
-#: Of a changed text, what is looked at.
-_LOOKED_AT_BYTES = 64 * 1024
 #: A summary takes the place of a history of at least so many messages.
 _LONG_HISTORY = 4
 _SUMMARY_WITHIN_BYTES = 4096
 #: Less that came again behind a change of messages is no sign of the same conversation.
 _LEAST_AGAIN_BYTES = 256
-
-_is_header = re.compile(rb'(?:^|")\s*x-[a-z][a-z0-9-]{2,60}:', re.IGNORECASE).search
-_is_counter = re.compile(
-    rb"total_tokens|\d tokens? (?:left|remaining|used)|tokens?[ _](?:left|remaining|used|budget)\W{1,3}\d|"
-    rb"context (?:left|remaining|used)\W{1,3}\d",
-    re.IGNORECASE,
-).search
-_is_date_or_id = re.compile(
-    rb"\d{4}-\d\d-\d\d|\d\d?:\d\d|\d\d?[./]\d\d?[./]\d{2,4}|\b[0-9a-f]{8}-[0-9a-f]{4}-|"
-    rb"\b(?=[a-z]{0,15}\d)[0-9a-f]{8,64}\b|\b\d{6,20}\b|"
-    rb"\b(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]{0,6} \d|"
-    rb"\b(?=[a-z_-]{0,32}\d)[a-z]{2,12}_[a-z0-9]{8,64}\b",
-    re.IGNORECASE,
-).search
-#: How clients say that a summary stands for what was said before.
-_is_summary = re.compile(
-    rb"continued from a previous conversation|summary of (?:the|our|this) (?:previous |earlier |prior )?"
-    rb"(?:conversation|session)|conversation (?:so far )?(?:was|has been) (?:compacted|summarized)|"
-    rb"produced a summary of|<(?:conversation_)?summary>",
-    re.IGNORECASE,
-).search
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -167,7 +143,7 @@ def _changed_messages(old: Thread, new: Thread, text: PromptText, at: int) -> Ch
 def _rewritten(old: Thread, new: Thread, text: PromptText, fresh: Sequence[int], *, again_bytes: float) -> Change:
     pairs = [(old.messages[index : index + 1], new.messages[index : index + 1]) for index in fresh]
     near = all(before and _is_near(_size(before), _size(after)) for before, after in pairs)
-    cause = _volatile([text.part_at(new.head.leading + index) for index in fresh]) if near else None
+    cause = common_volatile_cause([text.part_at(new.head.leading + index) for index in fresh]) if near else None
     return Change(cause or Cause.MESSAGE, _message(new, fresh[0]), again_bytes, old)
 
 
@@ -179,7 +155,7 @@ def _is_summarized(old: Thread, new: Thread, text: PromptText, at: int) -> bool:
     """Whether what was said before was replaced by a summary of it, by its words."""
     if len(new.messages) >= len(old.messages) or len(old.messages) - at < _LONG_HISTORY:
         return False
-    return _is_summary(text.part_at(new.head.leading + at), 0, _SUMMARY_WITHIN_BYTES) is not None
+    return is_summary(text.part_at(new.head.leading + at), 0, _SUMMARY_WITHIN_BYTES) is not None
 
 
 def _message(thread: Thread, index: int) -> str:
@@ -200,7 +176,7 @@ def _changed_head(old: Thread, new: Thread, text: PromptText) -> Change | None:
             continue
         if kind is PartKind.TEMPLATE:
             return Change(Cause.TEMPLATE, "template", again, old)
-        again += sum(field.size for field in new.head.of_kind(PartKind.SYSTEM)) if kind is PartKind.TOOL else 0
+        again += sum(field.size for field in new.head.of_kind(PartKind.TOOL)) if kind is PartKind.SYSTEM else 0
         if changed is None or changed >= len(before):
             return Change(_OTHERWISE[kind], f"{kind} 1", again, old)  # it came, or went, as a whole
         own = [each for each in texts if each.kind is kind][changed]
@@ -223,7 +199,8 @@ def _changed_tools(
     cause = None
     if len(old) == len(new):
         texts = items_of(bytes(field.text))
-        cause = _volatile([text for text, before, after in zip(texts, old, new, strict=True) if before != after])
+        changed = [text for text, before, after in zip(texts, old, new, strict=True) if before != after]
+        cause = common_volatile_cause(changed)
     return Change(cause or Cause.TOOLS, part, again_bytes, broken)
 
 
@@ -233,11 +210,11 @@ def _changed_system(broken: Thread, new: Thread, field: HeadText, difference: in
     near, after = lines_behind(bytes(field.text), at)
     again = again_bytes + len(field.text) - at
     for line in near:
-        cause = _volatile_cause(line.text)
+        cause = volatile_cause(line.text)
         if cause is not None and (cause is not Cause.DATE_OR_ID or difference <= _NEAR_BYTES):
             return Change(cause, f"{PartKind.SYSTEM} {line.block}, line {line.number}", again, broken)
     for line in after:  # such a line changes every time, so the first one is why what came before it looks different
-        if (cause := _volatile_cause(line.text)) in (Cause.VOLATILE_HEADER, Cause.TOKEN_COUNTER):
+        if (cause := volatile_cause(line.text)) in (Cause.VOLATILE_HEADER, Cause.TOKEN_COUNTER):
             return Change(cause, f"{PartKind.SYSTEM} {line.block}, line {line.number}", again, broken)
     return Change(Cause.SYSTEM, _place(near), again, broken)
 
@@ -254,23 +231,3 @@ def _place(near: Sequence[Line]) -> str:
 
 def _common_blocks(old: array[int], new: array[int]) -> int:
     return common_blocks(old, 0, new, 0) if old and new and old[0] == new[0] else 0
-
-
-# texts
-
-
-def _volatile(texts: Sequence[bytes]) -> Cause | None:
-    """What the first of these texts has in it, if all of them hold something that changes by itself."""
-    causes = [_volatile_cause(text[:_LOOKED_AT_BYTES]) for text in texts if text.strip()]
-    return causes[0] if causes and None not in causes else None
-
-
-_LOOKS: Sequence[tuple[Cause, Callable[[bytes], object]]] = (
-    (Cause.VOLATILE_HEADER, _is_header),
-    (Cause.TOKEN_COUNTER, _is_counter),
-    (Cause.DATE_OR_ID, _is_date_or_id),
-)
-
-
-def _volatile_cause(text: bytes) -> Cause | None:
-    return next((cause for cause, looks in _LOOKS if looks(text)), None)

@@ -37,8 +37,8 @@ _END_OF_LINE = b"\\n"  # as JSON spells it
 class PartKind(StrEnum):
     """Of the parts of a head, in the order in which they are compared."""
 
-    TOOL = "tool"
     SYSTEM = "system block"
+    TOOL = "tool"
     TEMPLATE = "template"
 
 

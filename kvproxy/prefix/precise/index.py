@@ -18,9 +18,8 @@ from xxhash import xxh3_64_intdigest
 
 from kvproxy.clients.kv_events.events import WHOLE_PREFIX, BlockRemoved, BlockStored, EngineHash, KvEvent
 from kvproxy.prefix.hashing import mix_keys, root_seed, token_blocks
-from kvproxy.prefix.precise.block_table import BlockTable
+from kvproxy.prefix.precise.block_table import BlockTable, PendingBlocks, ReportedBlocks
 from kvproxy.prefix.precise.layer_groups import LayerGroup, LayerGroups, LayerKind
-from kvproxy.prefix.precise.pending_blocks import PendingBlocks, ReportedBlocks
 from kvproxy.prefix.precise.runs import KEY_BITS, MAX_TIERS
 from kvproxy.types import EndpointId
 
@@ -230,7 +229,7 @@ class PreciseIndex:
                 return
             layers = self._layers[rank] = LayerGroups()
             self._asked = None
-        group, former = layers.follow(event.group or 0, kind)
+        group, former = layers.follow_event(event.group or 0, kind)
         if former is not None:
             self._swept.append(former)
         left_out = event.blocks if group is None else group.store(keys_of(event.block_hashes), self._max_blocks)

@@ -64,6 +64,15 @@ class Run(msgspec.Struct, gc=False, eq=False):
             self.found = at
         return at
 
+    def count_equal(self, at: int, keys: array[int], blocks: array[int], start: int) -> int:
+        """How many blocks of another row, from `start` on, follow at `at` here under the same names."""
+        n = min(len(self.keys) - at, len(keys) - start)
+        if self.blocks[at : at + n] != blocks[start : start + n]:
+            n = next(i for i in range(n) if self.blocks[at + i] != blocks[start + i])
+        if self.keys[at : at + n] != keys[start : start + n]:
+            n = next(i for i in range(n) if self.keys[at + i] != keys[start + i])
+        return n
+
     def tiers_at(self, at: int) -> int:
         """Tiers of one block, as bits."""
         return self.tiers if self.mixed is None else self.mixed[at]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import pairwise
 
-from kvproxy.simulator.kv_event import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from kvproxy.simulator.engine_io import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 
 
 def hash_pages(token_ids: Sequence[int], page_size: int, *, paired: bool, namespace: str = "") -> list[int]:

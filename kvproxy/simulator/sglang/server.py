@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
 import json
 import random
 import time
@@ -12,17 +10,14 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from kvproxy.simulator.answer import Answer
 from kvproxy.simulator.engine_io import EngineLoad, SimRequest
 from kvproxy.simulator.engine_runner import GenerationGroup
-from kvproxy.simulator.generation_request import GenerationPlan
-from kvproxy.simulator.http_call import EVENT_STREAM, ClientGone, HttpCall, Receive, Scope, Send
+from kvproxy.simulator.generation import Answer, GenerationPlan
+from kvproxy.simulator.http_call import EVENT_STREAM, HttpApp, HttpCall, HttpError
 from kvproxy.simulator.prompts import Prompts
 from kvproxy.simulator.sglang.engine import HEALTH_CHECK, SglangEngine
-from kvproxy.simulator.sglang.errors import SglangError, engine_dead, flatten, queue_full
-from kvproxy.simulator.sglang.requests import SglangPlanner
-from kvproxy.simulator.sglang.server_info import describe_model, describe_server
-from kvproxy.simulator.sglang.settings import SglangSettings
+from kvproxy.simulator.sglang.requests import SglangError, SglangPlanner, engine_dead, flatten, queue_full
+from kvproxy.simulator.sglang.settings import SglangSettings, describe_model, describe_server
 from kvproxy.simulator.sglang.shapes import SglangChat, SglangCompletion, SglangGenerate
 from kvproxy.simulator.tokenizer import Tokenizer
 from kvproxy.simulator.vllm_errors import VllmError
@@ -38,7 +33,7 @@ _FLUSHED = b"Cache flushed.\nPlease check backend logs for more details.\n"
 Handler = Callable[[HttpCall], Awaitable[None]]
 
 
-class SglangApp:
+class SglangApp(HttpApp):
     """Serve it (it is an ASGI app) while it is entered (it is an async context manager)."""
 
     def __init__(
@@ -71,18 +66,6 @@ class SglangApp:
     async def __aexit__(self, *_: object) -> None:
         await self._engine.__aexit__(*_)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            raise RuntimeError(f"no {scope['type']} here")
-        call = HttpCall(scope, receive, send)
-        with contextlib.suppress(ClientGone):
-            try:
-                await self._route(call)
-            except SglangError as error:
-                await call.reply_json(error.body, error.code)
-            except VllmError as error:  # what both engines find wrong with a prompt
-                await call.reply_json(flatten(error.body), error.code)
-
     def _build_routes(self) -> dict[tuple[str, str], Handler]:
         chat, completion = self._answer_chat, self._answer_completion
         prefix = "get_" if self.settings.old_names else ""
@@ -109,7 +92,8 @@ class SglangApp:
             routes["GET", "/metrics"] = self._answer_metrics
         return routes
 
-    async def _route(self, call: HttpCall) -> None:
+    async def answer_call(self, call: HttpCall) -> None:
+        """By method and path."""
         handler = self._routes.get((call.method, call.path))
         if handler is None:
             known = any(path == call.path for _, path in self._routes)
@@ -118,7 +102,10 @@ class SglangApp:
             await call.reply_json({"detail": detail}, status)
             return
         self.calls[f"{call.method} {call.path}"] += 1
-        await handler(call)
+        try:
+            await handler(call)
+        except VllmError as error:  # what both engines find wrong with a prompt
+            raise HttpError(error.status, flatten(error.body)) from error
 
     async def _answer_chat(self, call: HttpCall) -> None:
         body = await _read_json(call)
@@ -182,21 +169,21 @@ class SglangApp:
 
     async def _stream(self, call: HttpCall, answer: Answer, group: GenerationGroup, shape: Shape) -> str:
         cut = self.faults.use_up("cut_next")
-        await call.start(200, EVENT_STREAM)
+        await call.start_reply(200, EVENT_STREAM)
         ended = False
         while not ended:
             await group.wait_for_change()
             ended = group.ended
             if group.failed:
                 for event in shape.build_error_events(engine_dead().body):
-                    await call.write(event)
-                await call.finish()
+                    await call.write_chunk(event)
+                await call.finish_reply()
                 return "error"
             for event in shape.build_events(answer, answer.take_deltas(), last=ended):
-                await call.write(event)
+                await call.write_chunk(event)
                 if cut:
                     return "cut"
-        await call.finish()
+        await call.finish_reply()
         return "finished"
 
     async def _answer_tokenize(self, call: HttpCall) -> None:
@@ -233,10 +220,10 @@ class SglangApp:
         with self._runner.run_requests([request]) as group:
             await asyncio.sleep(self.settings.health_step_s)
             well = group.ended and not group.failed and not self.faults.values.engine_dead
-        await call.reply(200 if well else 503)
+        await call.send_reply(200 if well else 503)
 
     async def _answer_ping(self, call: HttpCall) -> None:
-        await call.reply(503 if self.faults.values.engine_dead else 200)
+        await call.send_reply(503 if self.faults.values.engine_dead else 200)
 
     async def _answer_server_info(self, call: HttpCall) -> None:
         await call.reply_json(describe_server(self.settings, self.publisher))
@@ -246,23 +233,18 @@ class SglangApp:
 
     async def _answer_metrics(self, call: HttpCall) -> None:
         headers = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
-        await call.reply(200, self._engine.metrics.render_exposition(), headers)
+        await call.send_reply(200, self._engine.metrics.render_exposition(), headers)
 
     async def _answer_flush(self, call: HttpCall) -> None:
         """400 while anything runs. What it says of it goes out with the next events."""
-        await call.reply(200 if self._engine.reset_prefix_cache() else 400, _FLUSHED)
+        await call.send_reply(200 if self._engine.reset_prefix_cache() else 400, _FLUSHED)
 
     async def _set_faults(self, call: HttpCall) -> None:
         try:
-            self.faults.update(await _read_json(call))
+            values = self.faults.apply_changes(await _read_json(call), self._runner, self.publisher)
         except FaultError as error:
             raise SglangError(str(error)) from error
-        values = self.faults.values
-        if values.engine_dead:
-            self._runner.kill()
-        if self.publisher is not None:
-            self.publisher.lose_next, self.publisher.repeat_next = values.lose_events, values.repeat_events
-        await call.reply_json(dataclasses.asdict(values))
+        await call.reply_json(values)
 
     async def _answer_state(self, call: HttpCall) -> None:
         figures = self.load
@@ -271,7 +253,7 @@ class SglangApp:
 
 
 async def _read_json(call: HttpCall) -> dict[str, Any]:
-    raw = await call.read()
+    raw = await call.read_body()
     try:
         body = json.loads(raw)
     except ValueError as error:

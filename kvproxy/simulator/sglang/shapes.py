@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvproxy.simulator.answer import Answer, AnswerUsage, Delta
+from kvproxy.simulator.generation import Answer, AnswerUsage, Delta
 from kvproxy.simulator.openai_shapes import DONE, format_event
 
 _METADATA = {"metadata": {"weight_version": "default"}}

@@ -11,8 +11,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvproxy.clients.kv_events.codec import END_OF_REPLAY
-from kvproxy.clients.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from kvproxy.clients.kv_events.events import END_OF_REPLAY, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from kvproxy.clients.kv_events.status import StreamStatus
 from kvproxy.types import EndpointId
 from tests.clients.support import FIXTURES

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvproxy.clients.kv_events.codec import END_OF_REPLAY
+from kvproxy.clients.kv_events.events import END_OF_REPLAY
 from kvproxy.clients.kv_events.follower import StreamFollower
 from kvproxy.clients.kv_events.status import StreamHealth, StreamMeter
 from kvproxy.errors import ClientTimeout

@@ -8,11 +8,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from xxhash import xxh3_64
 
-from kvproxy.kvcache.snapshot import file_format
-from kvproxy.kvcache.snapshot.file_format import (
+from kvproxy.kvcache.snapshot.contents import (
     VERSION,
-    Checksum,
     ClusterKept,
     EndpointKept,
     Kept,
@@ -20,6 +19,7 @@ from kvproxy.kvcache.snapshot.file_format import (
     Unusable,
     decode,
     encode,
+    pack_checksum,
 )
 from kvproxy.prefix.approximate.snapshot import EndpointPaths, IndexColumns, fingerprint
 
@@ -41,9 +41,7 @@ def whole(kept: Kept | None = None, *hashes: bytes) -> bytes:
 
 def signed(body: bytes) -> bytes:
     """With a checksum that fits."""
-    checksum = Checksum()
-    checksum.update(body)
-    return body + checksum.end()
+    return body + pack_checksum(xxh3_64(body))
 
 
 def outcome_of(data: bytes) -> Outcome:
@@ -103,4 +101,4 @@ def test_the_version_is_raised_with_the_layout() -> None:
     snapshot = decode(signed(head + contents + bytes(8)))
     assert snapshot.kept.clusters[0].index.blocks == 1
     assert snapshot.kept.clusters[0].speeds is not None
-    assert file_format.VERSION == 2
+    assert VERSION == 2

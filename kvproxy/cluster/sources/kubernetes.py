@@ -1,0 +1,124 @@
+"""Endpoints from Kubernetes: the pods behind a service or with some labels, as they come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from random import Random
+from typing import Any
+
+from kvproxy.clients.kubernetes import SERVICE_ACCOUNT, Collection, KubernetesAccess
+from kvproxy.cluster.sources.kubernetes_objects import (
+    SERVICE_LABEL,
+    EndpointSlice,
+    Found,
+    Pod,
+    endpoints_of_pods,
+    endpoints_of_slices,
+)
+from kvproxy.cluster.sources.mirror import Mirror
+from kvproxy.config.cluster_schema import EndpointSettings
+from kvproxy.config.discovery_schema import KubernetesDiscoverySettings
+from kvproxy.errors import DiscoveryError
+from kvproxy.types import Clock, Sleep
+
+_SLICES = "/apis/discovery.k8s.io/v1/endpointslices"
+_PODS = "/api/v1/pods"
+
+
+class KubernetesDiscovery:
+    """A pod is an endpoint from when it is ready until it is gone or about to be. One that is not ready any more stays,
+    and takes nothing new: what is known of its cache is worth keeping."""
+
+    def __init__(
+        self,
+        settings: KubernetesDiscoverySettings,
+        *,
+        env: Mapping[str, str] = os.environ,
+        clock: Clock,
+        rng: Random,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self._settings = settings
+        self._env = env
+        self._clock, self._rng, self._sleep = clock, rng, sleep
+        self._slices: Mirror[EndpointSlice] | None = None
+        self._pods: Mirror[Pod] | None = None
+        self._known: frozenset[str] = frozenset()  # ids that were ready once
+
+    async def endpoints(self) -> Sequence[EndpointSettings]:
+        """Those there are now, listed."""
+        for mirror in await self._mirrors():
+            await mirror.list_all()
+        return self._found()[0]
+
+    async def follow(self, tell: Callable[[Sequence[EndpointSettings] | None, str], None]) -> None:
+        """As of WatchedDiscovery."""
+        changed = asyncio.Event()
+        mirrors = await self._mirrors()
+        async with asyncio.TaskGroup() as group:
+            for mirror in mirrors:
+                group.create_task(mirror.follow(changed.set), name="kubernetes watch")
+            while True:
+                await changed.wait()
+                changed.clear()
+                trouble = next((mirror.trouble for mirror in mirrors if mirror.trouble), "")
+                if all(mirror.listed for mirror in mirrors):
+                    endpoints, fault = self._found()
+                    tell(endpoints, trouble or fault)
+                else:
+                    tell(None, trouble)
+
+    async def _mirrors(self) -> list[Mirror[Any]]:
+        """Of what the settings need."""
+        if self._slices is None and self._pods is None:
+            settings = self._settings
+            access = self._access()
+            namespace = settings.namespace or await asyncio.to_thread(_own_namespace)
+            if settings.service:
+                selector = f"{SERVICE_LABEL}={settings.service}"
+                self._slices = self._mirror(
+                    Collection(access, _SLICES, EndpointSlice, selector=selector, namespace=namespace, rng=self._rng)
+                )
+            if settings.selector:
+                self._pods = self._mirror(
+                    Collection(access, _PODS, Pod, selector=settings.selector, namespace=namespace, rng=self._rng)
+                )
+        return [mirror for mirror in (self._slices, self._pods) if mirror is not None]
+
+    def _mirror(self, collection: Collection[Any]) -> Mirror[Any]:
+        return Mirror(collection, clock=self._clock, rng=self._rng, sleep=self._sleep)
+
+    def _access(self) -> KubernetesAccess:
+        api = self._settings.api
+        return (
+            KubernetesAccess(api.url, api.token_file, api.ca_file)
+            if api.url
+            else KubernetesAccess.in_cluster(self._env)
+        )
+
+    def _found(self) -> tuple[tuple[EndpointSettings, ...], str]:
+        pods = {} if self._pods is None else self._pods.items
+        if self._slices is not None:
+            found, faults = endpoints_of_slices(self._slices.items.values(), pods, self._settings)
+        else:
+            found, faults = endpoints_of_pods(pods.values(), self._settings)
+        members = tuple(self._members(found))
+        self._known = frozenset(one.id for one in members)
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        return members, faults[0] + more if faults else ""
+
+    def _members(self, found: Mapping[str, Found]) -> Iterator[EndpointSettings]:
+        for name, one in found.items():
+            if one.ready:
+                yield one.endpoint
+            elif name in self._known and not one.leaving:
+                yield one.endpoint.model_copy(update={"ready": False})
+
+
+def _own_namespace() -> str:
+    try:
+        return (SERVICE_ACCOUNT / "namespace").read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise DiscoveryError("no namespace is named, and this is no pod that has one: set `namespace`") from error

@@ -1,0 +1,79 @@
+"""A copy of a watched collection, kept up to date for as long as it is followed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from random import Random
+from typing import Generic
+
+from kvproxy.clients.watched import ItemT, TooOld, Watched, check_count
+from kvproxy.errors import BadResponse, ClientError, DiscoveryError
+from kvproxy.resilience.retry import full_jitter_s
+from kvproxy.types import Clock, Sleep
+
+#: A watch that lasted so long was a good one: the next begins at once.
+_STEADY_S = 5.0
+_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
+
+
+class Mirror(Generic[ItemT]):
+    """What the collection holds by the last word from it, also while there is none.
+
+    `trouble` is why it is not followed at present; "" while it is.
+    """
+
+    def __init__(self, collection: Watched[ItemT], *, clock: Clock, rng: Random, sleep: Sleep = asyncio.sleep) -> None:
+        self._collection = collection
+        self._clock = clock
+        self._rng = rng
+        self._sleep = sleep
+        self._version: str | None = None  # None: to be listed
+        self._items: dict[str, ItemT] = {}
+        self.listed = False  # once at least
+        self.trouble = ""
+
+    @property
+    def items(self) -> Mapping[str, ItemT]:
+        """By key."""
+        return self._items
+
+    async def list_all(self) -> None:
+        """Learn all there is now. Raises as the collection does."""
+        try:
+            listing = await self._collection.list_all()
+        except TooOld as error:
+            raise DiscoveryError("the list changed too often while it was read") from error
+        self._items, self._version, self.listed = listing.items, listing.version, True
+
+    async def follow(self, on_change: Callable[[], None]) -> None:
+        """List what was not listed yet, then watch, and again after every end; for ever. `on_change` is called after
+        everything that may have changed the items or the trouble."""
+        failures = 0
+        while True:
+            began = self._clock()
+            try:
+                if self._version is None:
+                    await self.list_all()
+                await self._watch(self._version or "", on_change)
+            except TooOld:
+                self._version = None
+            except (ClientError, DiscoveryError, OSError) as error:
+                self.trouble = str(error) or type(error).__name__
+                if isinstance(error, BadResponse):
+                    self._version = None
+            on_change()
+            failures = 0 if self._clock() - began >= _STEADY_S and not self.trouble else failures + 1
+            if failures:
+                await self._sleep(full_jitter_s(failures, base_s=_PAUSE_S, max_s=_MAX_PAUSE_S, rng=self._rng))
+
+    async def _watch(self, version: str, on_change: Callable[[], None]) -> None:
+        async with aclosing(self._collection.watch(version)) as batches:
+            async for changes in batches:
+                items = {**self._items, **changes.items}
+                kept = {key: item for key, item in items.items() if item is not None}
+                check_count(len(kept), "items in a watched collection")
+                self._items, self._version = kept, changes.version or self._version
+                self.trouble = ""
+                on_change()

@@ -1,0 +1,1 @@
+"""Processes behind one listening socket, under one supervisor."""

@@ -1,0 +1,232 @@
+"""The operator's listener of several workers: one page, one set of metrics, and changes that are made in all of them.
+
+Every path of a worker's own admin app is there. What is read is asked of all and merged; what is changed is changed in
+all; a place that `/pick` reserves is in one, whose number its id begins with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import httpx
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from kvproxy.admin.app import AccessControl, guard_routes, set_root_level
+from kvproxy.admin.live import PageFiles
+from kvproxy.admin.operated import ConfigFinding, OperatorFinding
+from kvproxy.admin.process import AdviceRoutes, SettingsRoutes
+from kvproxy.admin.replies import MAX_BODY_BYTES, Audit, RequestRefused, receive_body, reply_json
+from kvproxy.errors import Problem
+from kvproxy.metrics.across_workers import Page, add_pages, keep_counts, parse_page, write_page
+from kvproxy.metrics.exposition import render_exposition
+from kvproxy.types import Clock
+from kvproxy.workers.assignment import Change
+from kvproxy.workers.merge import merge_answers, merge_findings
+from kvproxy.workers.workers import Workers
+
+_CHANGING = ("POST", "PUT", "PATCH", "DELETE")
+_PASSED_ON = ("content-type", "cache-control", "allow")
+#: As many as a worker answers with where the question does not say.
+_LIMITS = {"/decisions": 100, "/cache/hot": 20}
+
+
+class MetricsOfAll:
+    """The sums. What a worker had counted when it was asked last still counts after its end."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._last: dict[int, Page] = {}
+        self._gone: Page = {}
+
+    def note_ended(self, index: int) -> None:
+        """This worker's process is gone."""
+        self._gone = add_pages([self._gone, keep_counts(self._last.pop(index, {}))])
+
+    async def render(self) -> bytes:
+        """The page."""
+        asked = {slot.index: slot.process for slot in self._workers.serving}
+        answers = await self._workers.ask_all(Change("GET", "/metrics"), self._workers.serving)
+        for slot in self._workers.serving:
+            answer = answers.get(slot.index)
+            if answer is not None and slot.process is asked.get(slot.index):
+                self._last[slot.index] = parse_page(answer.text)
+        own = parse_page((await render_exposition(self._workers.metrics.registry)).decode())
+        return write_page(add_pages([own, self._gone, *self._last.values()]))
+
+
+class WorkersAdmin:
+    """Reads, changes and picks; `app` is all of it behind access control."""
+
+    def __init__(self, workers: Workers, *, clock: Clock) -> None:
+        self.metrics = MetricsOfAll(workers)
+        self._workers = workers
+        self._clock = clock
+        self._found_at = clock()
+        self._turn = count()
+
+    def app(self) -> AccessControl:
+        """The ASGI app."""
+        workers, audit = self._workers, Audit()
+        routes = [
+            *PageFiles().list_routes(),
+            Route("/healthz", self._healthz, methods=["GET"]),
+            Route("/readyz", self._readyz, methods=["GET"]),
+            Route("/metrics", self._metrics, methods=["GET"]),
+            Route("/live", self._live, methods=["GET"]),
+            Route("/decisions/{number:int}", self._decision, methods=["GET"]),
+            Route("/pick", self._pick, methods=["POST"]),
+            Route("/pick/{index:int}-{rest:path}", self._picked, methods=["POST"]),
+            Route("/log", self._log, methods=["PATCH"]),
+            *AdviceRoutes(workers, audit).list_routes(),
+            *(
+                one
+                for one in SettingsRoutes(workers, audit, set_level=set_root_level).list_routes()
+                if one.path != "/log"
+            ),
+            Route("/{path:path}", self._read, methods=["GET"]),
+            Route("/{path:path}", self._change, methods=list(_CHANGING)),
+        ]
+        return guard_routes(routes, token=lambda: workers.config.admin.token)
+
+    async def _healthz(self, request: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def _readyz(self, request: Request) -> Response:
+        """Where one worker is ready, clients are served."""
+        if self._workers.supervisor.ending.is_set():
+            return PlainTextResponse("draining\n", 503)
+        answers = await self._ask_all("/readyz")
+        if not answers:
+            return PlainTextResponse("no worker serves\n", 503)
+        best = next((one for one in answers if one.is_success), answers[0])
+        return PlainTextResponse(best.text, best.status_code)
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(await self.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    async def _live(self, request: Request) -> Response:
+        answers = await self._ask_all(_target(request))
+        if not all(one.is_success for one in answers):
+            return _passed_on(answers)
+        live = merge_answers("/live", self._decoded(answers))
+        live["findings"] = merge_findings([self._own_findings(), live["findings"]])
+        live["workers"] = [
+            {"number": slot.index, "serves": slot.ready, "pid": slot.process.pid if slot.process else None}
+            for slot in self._workers.supervisor.slots
+        ]
+        return reply_json(live)
+
+    def _own_findings(self) -> list[dict[str, Any]]:
+        """Of the configuration, and workers that are gone."""
+        age_s = self._clock() - self._found_at
+        found: list[tuple[OperatorFinding, float]] = [(one, age_s) for one in self._workers.findings]
+        for slot in self._workers.supervisor.slots:
+            if not slot.ready:
+                what = f"worker {slot.index} does not serve"
+                found.append((ConfigFinding("problem", "workers", what, "the log says why"), 0.0))
+        return [
+            {"severity": one.severity, "where": one.where, "what": one.what, "fix": one.fix, "age_s": age}
+            for one, age in found
+        ]
+
+    async def _decision(self, request: Request) -> Response:
+        number, workers = request.path_params["number"], len(self._workers.supervisor.slots)
+        answer = await self._ask(number % workers, Change("GET", f"/decisions/{number // workers}"))
+        if not answer.is_success:
+            return _passed_on([answer])
+        return reply_json({**answer.json(), "number": number})
+
+    async def _pick(self, request: Request) -> Response:
+        body = await receive_body(request, most=self._workers.config.limits.body + MAX_BODY_BYTES)
+        serving = self._workers.serving
+        if not serving:
+            raise _nothing_serves()
+        slot = serving[next(self._turn) % len(serving)]
+        answer = await self._ask(slot.index, Change("POST", _target(request), body))
+        if answer.status_code != 201:
+            return _passed_on([answer])
+        shown = answer.json()
+        shown["reservation"]["id"] = f"{slot.index}-{shown['reservation']['id']}"
+        return reply_json(shown, 201)
+
+    async def _picked(self, request: Request) -> Response:
+        index, rest = request.path_params["index"], request.path_params["rest"]
+        body = await receive_body(request)
+        return _passed_on([await self._ask(index, Change("POST", f"/pick/{rest}", body))])
+
+    async def _read(self, request: Request) -> Response:
+        path, limit = request.url.path, request.query_params.get("limit", "")
+        answers = await self._ask_all(_target(request))
+        if not all(one.is_success for one in answers):
+            return _passed_on(answers)
+        most = int(limit) if limit else _LIMITS.get(path)
+        return reply_json(merge_answers(path, self._decoded(answers), limit=most))
+
+    async def _change(self, request: Request) -> Response:
+        body = await receive_body(request)
+        origin = request.client.host if request.client else "unknown"
+        answer = await self._workers.change_all(Change(request.method, _target(request), body), origin=origin)
+        if answer is None:
+            raise _nothing_serves()
+        return _passed_on([answer])
+
+    async def _log(self, request: Request) -> Response:
+        """The supervisor's own log is part of it."""
+        answer = await self._change(request)
+        if answer.status_code == 200:
+            set_root_level(str(msgspec.json.decode(answer.body)["level"]).upper())
+        return answer
+
+    async def _ask(self, index: int, change: Change) -> httpx.Response:
+        slot = next((one for one in self._workers.serving if one.index == index), None)
+        answer = None if slot is None else await self._workers.ask(slot, change)
+        if answer is None:
+            raise _nothing_serves()
+        return answer
+
+    async def _ask_all(self, target: str) -> list[httpx.Response]:
+        """Answers in the order of the workers; RequestRefused when there is none."""
+        found = await self._workers.ask_all(Change("GET", target), self._workers.serving)
+        answers = []
+        for index, one in found.items():
+            if one is not None:
+                one.extensions["worker"] = index
+                answers.append(one)
+        if not answers:
+            raise _nothing_serves()
+        return answers
+
+    def _decoded(self, answers: Sequence[httpx.Response]) -> list[Any]:
+        """As data. A decision's number says which worker decided."""
+        found = []
+        for one in answers:
+            data = one.json()
+            for decision in (*data.get("decisions", ()), *data.get("failed_decisions", ())):
+                decision["number"] = self._number(decision["number"], one.extensions["worker"])
+            found.append(data)
+        return found
+
+    def _number(self, number: int, worker: int) -> int:
+        return number * len(self._workers.supervisor.slots) + worker
+
+
+def _target(request: Request) -> str:
+    path, query = request.scope["raw_path"].decode("latin-1"), request.url.query
+    return f"{path}?{query}" if query else path
+
+
+def _passed_on(answers: Sequence[httpx.Response]) -> Response:
+    """A refusal, or else the first."""
+    one = next((each for each in answers if not each.is_success), answers[0])
+    headers = {name: one.headers[name] for name in _PASSED_ON if name in one.headers}
+    return Response(one.content, one.status_code, headers)
+
+
+def _nothing_serves() -> RequestRefused:
+    return RequestRefused(503, Problem("", "no worker answers", "try again in a moment; the log says why"))

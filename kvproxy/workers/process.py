@@ -1,0 +1,97 @@
+"""One worker process as its supervisor has it, from its start to its end; a restarted one is another."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+from collections.abc import Sequence
+
+from kvproxy.background_task import cancel_tasks
+from kvproxy.workers.assignment import DRAIN, HURRY, READY, Assignment, send_assignment
+
+log = logging.getLogger("kvproxy")
+
+#: A fresh interpreter, and not a fork: the supervisor has an event loop, threads and locks, which a fork would copy in
+#: the middle of whatever they do, and each worker makes a TLS context of its own.
+COMMAND = (sys.executable, "-m", "kvproxy.commands.worker")
+
+
+class WorkerProcess:
+    """Begin it, then wait for `until_ready` and `until_ended`."""
+
+    def __init__(self, assignment: Assignment, command: Sequence[str] = COMMAND) -> None:
+        self.assignment = assignment
+        self.told = 0  # up to which of the news it knows all
+        self.ready = False
+        self._command = command
+        self._line: socket.socket | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._listening: asyncio.Task[bool] | None = None
+
+    @property
+    def pid(self) -> int:
+        """0: not begun."""
+        return 0 if self._process is None else self._process.pid
+
+    async def begin(self) -> None:
+        """Start the process and tell it what it is."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._line, assignment = ours, self.assignment
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), assignment.control, *assignment.public),
+            )
+        with contextlib.suppress(OSError, TimeoutError):  # it is gone, or will never be ready: both are seen there
+            await send_assignment(ours, assignment)
+        self._listening = asyncio.create_task(self._listen(), name=f"worker {assignment.index}")
+
+    async def until_ready(self) -> bool:
+        """Whether it came to serve; False: it ended before."""
+        assert self._listening is not None
+        self.ready = await asyncio.shield(self._listening)
+        return self.ready
+
+    async def until_ended(self) -> int:
+        """Its exit status, negative the signal that ended it."""
+        assert self._process is not None
+        try:
+            return await self._process.wait()
+        finally:
+            self.ready = False
+
+    def drain(self) -> None:
+        """No new requests; those it has have the drain time."""
+        self._say(DRAIN)
+
+    def hurry(self) -> None:
+        """End the drain."""
+        self._say(HURRY)
+
+    async def close(self) -> None:
+        """Kill it if it still runs, and forget it."""
+        if self._listening is not None:
+            await cancel_tasks([self._listening])
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+        if self._line is not None:
+            self._line.close()
+
+    async def _listen(self) -> bool:
+        assert self._line is not None
+        try:
+            return await asyncio.get_running_loop().sock_recv(self._line, 1) == READY
+        except OSError:
+            return False
+
+    def _say(self, word: bytes) -> None:
+        with contextlib.suppress(OSError):  # it ended by itself
+            if self._line is not None:
+                self._line.send(word)

@@ -1,0 +1,72 @@
+"""What of a configuration one of several workers gets: bounds of the machine are divided, files are its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvproxy.config.cluster_schema import ClusterSettings
+from kvproxy.config.schema import Config
+from kvproxy.receipts.files import worker_path
+
+#: `auto` takes no more: every worker also hears what all the others decide.
+AUTO_MOST = 8
+_CGROUP = Path("/sys/fs/cgroup/cpu.max")
+
+
+def take_share(config: Config, index: int, count: int) -> Config:
+    """Its bounds add up to those configured, and none is less than one."""
+
+    def part(whole: int) -> int:
+        return -(-whole // count)
+
+    limits, pool, receipts = config.limits, config.pool, config.receipts
+    return config.model_copy(
+        update={
+            "limits": limits.model_copy(
+                update={"connections": part(limits.connections), "bodies": max(limits.body, part(limits.bodies))}
+            ),
+            "pool": pool.model_copy(
+                update={
+                    "max_connections": part(pool.max_connections),
+                    "max_idle": part(pool.max_idle),
+                    "max_waiting": part(pool.max_waiting),
+                }
+            ),
+            "receipts": receipts.model_copy(
+                update={
+                    "path": str(worker_path(Path(receipts.path), index)) if receipts.path else "",
+                    "max_file": part(receipts.max_file),
+                    "max_queue": part(receipts.max_queue),
+                }
+            ),
+            "clusters": _with_part_of_queues(config.clusters, count),
+        }
+    )
+
+
+def _with_part_of_queues(clusters: Mapping[str, ClusterSettings], count: int) -> dict[str, ClusterSettings]:
+    """A share of each router queue."""
+    return {
+        name: one.model_copy(update={"queue": one.queue.model_copy(update={"limit": -(-one.queue.limit // count)})})
+        for name, one in clusters.items()
+    }
+
+
+def count_workers(wanted: int | str, *, cores: float | None = None) -> int:
+    """`auto` leaves one core to everything else."""
+    if isinstance(wanted, int):
+        return wanted
+    free = int(usable_cores() if cores is None else cores) - 1
+    return max(1, min(AUTO_MOST, free))
+
+
+def usable_cores(*, cgroup: Path = _CGROUP) -> float:
+    """Those the process may run on, or a container's share of their time where that is less."""
+    allowed = float(len(os.sched_getaffinity(0)))
+    try:
+        quota, period = cgroup.read_text().split()[:2]
+        return min(allowed, int(quota) / int(period))
+    except (OSError, ValueError):  # no such file, or `max`
+        return allowed

@@ -1,0 +1,81 @@
+"""One page of metrics out of several."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvproxy.metrics.across_workers import RULES, Across, add_pages, keep_counts, parse_page, rule_of, write_page
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.metrics.exposition import render_exposition
+from kvproxy.metrics.reference import describe_metrics
+
+pytestmark = pytest.mark.anyio
+
+
+async def page_of(metrics: Metrics) -> str:
+    """As a scrape of one worker."""
+    return (await render_exposition(metrics.registry)).decode()
+
+
+def samples(page: bytes) -> dict[tuple[str, str], float]:
+    """By name and the values of the labels, as Prometheus reads it."""
+    return {
+        (one.name, ",".join(one.labels.values())): one.value
+        for family in text_string_to_metric_families(page.decode())
+        for one in family.samples
+    }
+
+
+async def test_counters_and_histograms_are_summed() -> None:
+    """Series that only one worker has are there too; label values may hold anything."""
+    both = Metrics(), Metrics()
+    for metrics, count in zip(both, (2, 3), strict=True):
+        metrics.request.finished.labels("c", "a", "200").inc(count)
+        metrics.latency.ttft.labels("c", "a", "m", "true").observe(0.02 * count)
+    both[1].request.finished.labels("c", 'b "x" 1', "500").inc()
+    found = samples(write_page(add_pages([parse_page(await page_of(one)) for one in both])))
+    assert found["kvproxy_requests_total", "c,a,200"] == 5
+    assert found["kvproxy_requests_total", 'c,b "x" 1,500'] == 1
+    assert found["kvproxy_ttft_seconds_count", "c,a,m,true"] == 2
+    assert found["kvproxy_ttft_seconds_sum", "c,a,m,true"] == pytest.approx(0.1)
+    assert found["kvproxy_ttft_seconds_bucket", "c,a,m,true,0.05"] == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "one", "other", "expected"),
+    [(Across.SUM, 2, 3, 5), (Across.MAX, 2, 3, 3), (Across.MIN, 2, 3, 2), (Across.MEAN, 2, 3, 2.5)],
+)
+def test_a_gauge_follows_its_rule(rule: Across, one: float, other: float, expected: float) -> None:
+    """Loads add up, what all look at does not, shares are averaged."""
+    name = next((name for name, its in RULES.items() if its is rule), "kvproxy_in_flight_requests")
+    pages = [parse_page(f"# TYPE {name} gauge\n{name} {value}\n") for value in (one, other)]
+    assert add_pages(pages)[name].series == {name: expected}
+
+
+async def test_what_a_dead_worker_counted_still_counts() -> None:
+    """A sum that falls would look like a restart, and like as many requests again; its gauges go with it."""
+    metrics = Metrics()
+    metrics.request.finished.labels("c", "a", "200").inc(7)
+    metrics.endpoint.in_flight.labels("c", "a").set(4)
+    gone = keep_counts(parse_page(await page_of(metrics)))
+    found = samples(write_page(add_pages([gone, parse_page(await page_of(Metrics()))])))
+    assert found["kvproxy_requests_total", "c,a,200"] == 7
+    assert ("kvproxy_in_flight_requests", "c,a") not in found
+
+
+async def test_a_page_alone_stays_what_it_is() -> None:
+    """Heads, series and values."""
+    metrics = Metrics()
+    metrics.request.finished.labels("c", "a", "200").inc()
+    metrics.bounds.queue_depth.labels("x").set(1.5)
+    text = await page_of(metrics)
+    assert samples(write_page(add_pages([parse_page(text)]))) == samples(text.encode())
+
+
+def test_rules_are_of_gauges_that_there_are() -> None:
+    """A metric that is renamed takes its rule along."""
+    kinds = {one.name: one.kind for each in describe_metrics().values() for one in each}
+    ours = [name for name in RULES if name.startswith("kvproxy_")]
+    assert [name for name in ours if kinds.get(name) != "gauge"] == []
+    assert rule_of("kvproxy_requests_total", "counter") is Across.SUM

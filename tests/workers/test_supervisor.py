@@ -1,0 +1,149 @@
+"""Keeping workers running: processes that stand in for them, started for real."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kvproxy.config.load import load_config
+from kvproxy.listener.server import bind_sockets
+from kvproxy.workers import supervisor as module
+from kvproxy.workers.supervisor import Served, Supervisor, WorkersFailed, describe_exit
+from tests.support.until import until
+
+pytestmark = pytest.mark.anyio
+STAND_IN = Path(__file__).with_name("stand_in.py")
+CONFIG = load_config({"endpoints": {"a": "http://127.0.0.1:1"}, "shutdown": {"drain": "1s"}})
+
+
+@contextlib.asynccontextmanager
+async def supervised(folder: Path, behaviour: str = "serve", *, count: int = 2) -> AsyncIterator[Supervisor]:
+    """One that runs, with stand-ins for workers; ended at the end."""
+    command = (sys.executable, "-S", "-E", str(STAND_IN), behaviour)
+    public = await bind_sockets("127.0.0.1", 0)
+    supervisor = Supervisor(Served(CONFIG), count=count, public=public, folder=folder, command=command)
+    running = asyncio.create_task(supervisor.run())
+    try:
+        async with asyncio.timeout(60):
+            await supervisor.all_ready.wait()
+            yield supervisor
+            supervisor.drain()
+            supervisor.hurry()
+            await running
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def pids(supervisor: Supervisor) -> list[int]:
+    """Of the workers that serve."""
+    return [slot.process.pid for slot in supervisor.slots if slot.process is not None and slot.ready]
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_a_dead_worker_is_started_again(tmp_path: Path) -> None:
+    """Another process takes its place, and the other worker goes on."""
+    async with supervised(tmp_path) as supervisor:
+        first, second = pids(supervisor)
+        gone: list[int] = []
+        supervisor.on_ended.append(gone.append)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: len(pids(supervisor)) == 2 and pids(supervisor)[0] != first)
+        assert gone == [0]
+        assert pids(supervisor)[1] == second
+
+
+async def test_a_worker_that_dies_before_it_serves_ends_the_start(tmp_path: Path) -> None:
+    """Nothing is started again and again that cannot work; the others end too."""
+    command = (sys.executable, "-S", "-E", str(STAND_IN), "die")
+    public = await bind_sockets("127.0.0.1", 0)
+    supervisor = Supervisor(Served(CONFIG), count=2, public=public, folder=tmp_path, command=command)
+    with pytest.raises(WorkersFailed, match="ended before all served"):
+        await asyncio.wait_for(supervisor.run(), 60)
+    assert not pids(supervisor)
+    assert all(one.fileno() == -1 for one in public)
+
+
+async def test_a_command_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
+    """As an error of the supervisor, not a traceback."""
+    supervisor = Supervisor(Served(CONFIG), count=1, public=[], folder=tmp_path, command=(str(tmp_path / "none"),))
+    with pytest.raises(WorkersFailed):
+        await asyncio.wait_for(supervisor.run(), 60)
+
+
+async def test_the_supervisor_gives_up_when_nothing_serves_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then whatever supervises it knows better; until then pauses grow."""
+    monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.001)
+    allowed = tmp_path / "allowed"
+    allowed.touch()
+    public = await bind_sockets("127.0.0.1", 0)
+    command = (sys.executable, "-S", "-E", str(STAND_IN), str(allowed))
+    supervisor = Supervisor(Served(CONFIG), count=1, public=public, folder=tmp_path, command=command)
+    running = asyncio.create_task(supervisor.run())
+    await until(supervisor.all_ready.is_set)
+    allowed.unlink()
+    os.kill(pids(supervisor)[0], signal.SIGKILL)
+    with pytest.raises(WorkersFailed, match="no worker can be started"):
+        await asyncio.wait_for(running, 60)
+
+
+async def test_a_drain_closes_the_listening_sockets_and_ends_all(tmp_path: Path) -> None:
+    """New connections are refused at once, and go nowhere."""
+    async with supervised(tmp_path) as supervisor:
+        workers = pids(supervisor)
+        supervisor.drain()
+        await until(lambda: not pids(supervisor))
+        assert all(one.fileno() == -1 for one in supervisor._public)
+    assert not any(map(runs, workers))
+
+
+async def test_a_hurry_reaches_workers_that_drain(tmp_path: Path) -> None:
+    """A worker that still has requests ends on the second word."""
+    async with supervised(tmp_path, "deaf") as supervisor:
+        workers = pids(supervisor)
+        supervisor.drain()
+        assert all(map(runs, workers))
+        supervisor.hurry()
+        await until(lambda: not pids(supervisor))
+
+
+async def test_a_worker_that_outlives_the_drain_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it hangs, the end comes."""
+    monkeypatch.setattr(module, "END_GRACE_S", -1.0)
+    async with supervised(tmp_path, "deaf", count=1) as supervisor:
+        (worker,) = pids(supervisor)
+        supervisor.drain()
+        await until(lambda: not runs(worker))
+
+
+async def test_workers_that_do_not_know_the_news_are_started_again(tmp_path: Path) -> None:
+    """One that heard of it stays; the other one comes back knowing."""
+    async with supervised(tmp_path) as supervisor:
+        first, second = pids(supervisor)
+        supervisor.note_news(told=[0])
+        await until(lambda: len(pids(supervisor)) == 2 and pids(supervisor)[1] != second)
+        assert pids(supervisor)[0] == first
+        assert not supervisor.slots[1].failures
+
+
+@pytest.mark.parametrize(("status", "said"), [(1, "exit status 1"), (-9, "SIGKILL"), (-99, "signal 99")])
+def test_an_end_is_described(status: int, said: str) -> None:
+    """As a shell's user knows it."""
+    assert describe_exit(status) == said

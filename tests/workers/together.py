@@ -1,0 +1,90 @@
+"""Several workers in one process: real proxies with real control sockets, and the operator's listener over them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kvproxy.app import Proxy
+from kvproxy.config.load import load_config
+from kvproxy.listener.server import Server
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.workers.admin import WorkersAdmin
+from kvproxy.workers.assignment import Assignment
+from kvproxy.workers.control import ControlApp
+from kvproxy.workers.process import WorkerProcess
+from kvproxy.workers.share import take_share
+from kvproxy.workers.supervisor import Served, Supervisor
+from kvproxy.workers.workers import Workers
+
+
+@dataclass
+class Together:
+    """All of it; `admin` asks the one listener, `clients` the workers' public ones."""
+
+    workers: Workers
+    proxies: list[Proxy]
+    admin: httpx.AsyncClient
+    clients: list[httpx.AsyncClient]
+
+    async def live(self) -> dict[str, Any]:
+        """What the page shows."""
+        answer = await self.admin.get("/live")
+        assert answer.status_code == 200, answer.text
+        data: dict[str, Any] = answer.json()
+        return data
+
+    async def metric(self, series: str) -> float:
+        """A sample of the one page; 0: it is not there."""
+        lines = (await self.admin.get("/metrics")).text.splitlines()
+        return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{series} ")), 0.0)
+
+    def end(self, index: int) -> None:
+        """As when this worker's process is gone."""
+        slot = self.workers.supervisor.slots[index]
+        slot.process = None
+        for call in self.workers.supervisor.on_ended:
+            call(index)
+
+
+@contextlib.asynccontextmanager
+async def together(endpoints: dict[str, str], *, count: int = 2, **config: Any) -> AsyncIterator[Together]:
+    """`config` is native configuration besides the endpoints; probes are off."""
+    raw = {"endpoints": endpoints, "policy": "round_robin", "health": {"active": False}, **config}
+    served, metrics = Served(load_config(raw)), Metrics()
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        supervisor = Supervisor(served, count=count, public=(), folder=folder)
+        workers = await stack.enter_async_context(Workers(supervisor, metrics=metrics))
+        proxies = [await stack.enter_async_context(begin_worker(supervisor, index)) for index in range(count)]
+        admin = WorkersAdmin(workers, clock=time.monotonic)
+        supervisor.on_ended.append(admin.metrics.note_ended)
+        urls = [(await stack.enter_async_context(Server(app, drain_s=1.0))).url for app in (admin.app(), *proxies)]
+        clients = [await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60)) for url in urls]
+        yield Together(workers, proxies, clients[0], clients[1:])
+
+
+@contextlib.asynccontextmanager
+async def begin_worker(supervisor: Supervisor, index: int) -> AsyncIterator[Proxy]:
+    """One in this process, at its socket."""
+    slot, served = supervisor.slots[index], supervisor.served
+    own = socket.socket(fileno=slot.control.detach())
+    assignment = Assignment(
+        index, len(supervisor.slots), served.config, served.changes, (), own.fileno(), slot.path.parent, bytes(16)
+    )
+    async with Proxy(take_share(served.config, index, assignment.count)) as proxy:
+        control = ControlApp(proxy, assignment)
+        await control.repeat_changes(assignment.changes)
+        async with Server(control, sockets=[own], drain_s=1.0):
+            slot.process = WorkerProcess(assignment)
+            slot.process.ready, slot.process.told = True, served.number
+            yield proxy
