@@ -60,7 +60,7 @@ class PickRoutes:
         decision = cluster.decide(asked, now)
         if isinstance(decision, Refusal):
             if question.reserve:
-                cluster.refuse(asked, decision)
+                cluster.count_refusal(asked, decision)
             raise _refused(decision)
         shown = _shown(decision, cluster)
         if not question.reserve:

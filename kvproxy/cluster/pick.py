@@ -84,7 +84,7 @@ class Pick(msgspec.Struct, eq=False):
         self.endpoint.load.first_token(self.reservation, now)
         if self.placement is not None:
             self.placement.first_token(now)
-        if not self.reservation.hidden:
+        if not (self.reservation.hidden or self.endpoint.priority.off):
             self.endpoint.priority.first_token(self, self.reservation.started_at, now)
         self.picker.on_load_decrease()
         if self.permit is not None and self.endpoint.breaker.state is BreakerState.HALF_OPEN:
@@ -122,21 +122,17 @@ class Pick(msgspec.Struct, eq=False):
         self.endpoint.load.release(self.reservation, now)
         if self.placement is not None:
             self.placement.end()
-        self.endpoint.priority.ended(self)
+        self.endpoint.priority.forget_request(self)
 
     def _record(self, outcome: AttemptOutcome, now: float) -> None:
         if self.permit is not None:
-            _settle_permit(self.permit, outcome)
+            if outcome is AttemptOutcome.SUCCESS or outcome is AttemptOutcome.CLIENT_ERROR:
+                self.permit.record_success()
+            elif outcome is AttemptOutcome.FAILURE:
+                self.permit.record_failure()
+            else:
+                self.permit.record_cancellation()
         self.picker.record_outcome(self.endpoint, outcome, now)
-
-
-def _settle_permit(permit: Permit, outcome: AttemptOutcome) -> None:
-    if outcome is AttemptOutcome.SUCCESS or outcome is AttemptOutcome.CLIENT_ERROR:
-        permit.record_success()
-    elif outcome is AttemptOutcome.FAILURE:
-        permit.record_failure()
-    else:
-        permit.record_cancellation()
 
 
 def reserve(endpoint: Endpoint, request: PickRequest, now: float) -> Reservation:

@@ -333,6 +333,6 @@ async def test_a_cluster_follows_its_file(tmp_path: Path, make_cluster: MakeClus
         path.write_text("- {")
         await bell.rung()
         assert ids() == ["b"]
-        cluster.apply(configs("z"))
+        cluster.apply_endpoints(configs("z"))
         assert ids() == ["z", "b"]
     assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("discovery")]

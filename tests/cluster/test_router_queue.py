@@ -261,7 +261,7 @@ async def test_without_endpoints_nobody_waits_for_nothing(clock: FakeClock) -> N
     """The refusal comes at once."""
     cluster = cluster_of(clock)
     for endpoint in cluster.endpoints:
-        cluster.drain(endpoint.id)
+        cluster.drain_endpoint(endpoint.id)
     assert await enter(cluster, 100) is None
 
 
@@ -310,7 +310,7 @@ async def test_nobody_left_to_take_it_is_counted(clock: FakeClock) -> None:
     waiting = enter(cluster, 5_000)
     await until(lambda: len(room_of(cluster)) == 1)
     for endpoint in cluster.endpoints:
-        cluster.drain(endpoint.id)
+        cluster.drain_endpoint(endpoint.id)
     room_of(cluster).on_load_decrease()
     assert await waiting is None
     assert room_of(cluster).status(clock())["released"]["no_endpoint"] == 1  # type: ignore[index]
@@ -425,7 +425,7 @@ async def test_a_request_held_for_an_endpoint_that_is_drained_goes_elsewhere(clo
     waiting = asyncio.create_task(pick_through(cluster, of_model("busy", 6_000)))
     await until(lambda: any(one.load.held_s for one in cluster.endpoints))
     (held,) = [one for one in cluster.endpoints if one.load.held_s]
-    cluster.drain(held.id)
+    cluster.drain_endpoint(held.id)
     (other,) = [pick for pick in busy if pick.endpoint is not held]
     other.first_token(clock())
     assert (await placed(waiting)).endpoint is other.endpoint
