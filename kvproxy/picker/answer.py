@@ -77,7 +77,7 @@ class CarriedAnswer:
             if outcome.ttft_s is None and outcome.status < 400:
                 self._first_byte(now)
             verdict = self._verdict(held, error, now)
-            held.pick.endpoint.metrics.request(outcome.status)
+            held.pick.endpoint.metrics.count_request(outcome.status)
             request.settle(verdict, prompt_tokens=outcome.prompt_tokens, cached_tokens=outcome.cached_tokens)
             if verdict is AttemptOutcome.SUCCESS and outcome.completion_tokens is not None:
                 policies, endpoint = held.cluster.policies, held.pick.endpoint.id

@@ -200,7 +200,7 @@ class CarriedRequest:
         cluster = self._target.cluster
         if isinstance(verdict, Refusal):
             self._refusal = verdict
-            cluster.refuse(self.asked, verdict)
+            cluster.count_refusal(self.asked, verdict)
             notify(RequestObserver.refused, exchange, verdict.value, now)
             return None
         notify(RequestObserver.placed, exchange, verdict, now)

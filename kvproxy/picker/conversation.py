@@ -125,7 +125,7 @@ class Conversation:
         try:
             if self._size + len(body) > self._shared.most_bytes:
                 raise BodyTooLarge(self._shared.most_bytes)
-            self._shared.held.take(len(body))
+            self._shared.held.hold_bytes(len(body))
         except (BodyTooLarge, BodiesFull) as why:
             self._refuse(why)
             return

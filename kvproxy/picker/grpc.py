@@ -93,7 +93,7 @@ class _Messages:
             if not data:
                 return
         try:
-            self._held.take(len(data))
+            self._held.hold_bytes(len(data))
         except BodiesFull:
             self._refuse(Status.RESOURCE_EXHAUSTED, "too much is being uploaded at once")
             return
