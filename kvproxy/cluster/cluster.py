@@ -12,13 +12,14 @@ from typing import Self
 import msgspec
 
 from kvproxy.background_task import TaskSet
-from kvproxy.cluster.adapters import Adapters, KnownAdapters, Placement
+from kvproxy.cluster.adapters import Adapters, KnownAdapters
+from kvproxy.cluster.autoscaling import Autoscaling
 from kvproxy.cluster.discovery import Poller, Source, sources_of
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.engine_priority import ClusterPriority, utc_seconds
 from kvproxy.cluster.membership import STATIC, Membership
-from kvproxy.cluster.pick import AttemptOutcome, Pick, reserve
+from kvproxy.cluster.pick import AttemptOutcome, Pick, expected_first_token_at, reserve
 from kvproxy.cluster.policies import PolicySet
 from kvproxy.cluster.router_queue import RouterQueue
 from kvproxy.cluster.screening import KnownRanks, Refusal, Screening, refusal_of, skip_reason
@@ -27,7 +28,7 @@ from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing import selector
 from kvproxy.routing.engine_samples import Reading
-from kvproxy.routing.policy import Candidate, PickRequest, Policy, best_of
+from kvproxy.routing.policy import Candidate, PickRequest, Policy
 from kvproxy.routing.selector import PANIC, Decision
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import Clock, EndpointId
@@ -92,6 +93,8 @@ class Cluster:
         self.tells_priority = False
         #: Where requests wait; None: none does.
         self.queue: RouterQueue | None = None
+        #: How many endpoints it should have.
+        self.scaling = Autoscaling(self)
         self._arrange_queue()
         self.apply_endpoints(settings.endpoints)
 
@@ -264,22 +267,17 @@ class Cluster:
         endpoint = decision.endpoint
         permit = endpoint.breaker.admit() if decision.reason != PANIC or endpoint.breaker.admits else None
         self.policies.placed(decision, now)
-        placement = self._place_adapter(decision, now) if decision.request.adapter_s is not None else None
+        placement = None
+        if decision.request.adapter_s is not None:
+            expected_at = expected_first_token_at(decision, self.speeds, now)
+            placement = self.adapters.place_request(endpoint.engine.adapters, decision.request.model, expected_at)
         reservation = reserve(endpoint, decision.request, now)
+        self.scaling.placed(reservation, now)
         if reservation.hidden:
             self._hiding.add(endpoint)
         if endpoint.load.in_flight == endpoint.max_in_flight:
             self._screening.invalidate()
         return Pick(decision, endpoint, reservation, permit, self, placement)
-
-    def _place_adapter(self, decision: Decision[Endpoint], now: float) -> Placement:
-        """The adapter of a request, from now on in use where it goes."""
-        endpoint, request, speeds = decision.endpoint, decision.request, self.speeds
-        adapters, expected_at = endpoint.engine.adapters, None
-        if speeds is not None and request.streams:
-            wait_s = endpoint.load.wait_s(speeds.seconds, speeds.slowness(endpoint.id, now), now)
-            expected_at = now + wait_s + best_of(request.facts, endpoint, speeds, now).own_s
-        return self.adapters.place_request(adapters, request.model, expected_at)
 
     def count_refusal(self, request: PickRequest, refusal: Refusal) -> None:
         """Count a request that `decide` refused."""
@@ -342,6 +340,8 @@ class Cluster:
         self.tells_priority = any(not endpoint.priority.off for endpoint in self.endpoints)
         self._prober.probe_engines(self.engines)
         self.verdicts.give_back_all()
+        if self.queue is not None:
+            self.queue.on_endpoints_change()
 
     def _make_prober(self, probe: Probe | None) -> Prober:
         return Prober(
@@ -429,15 +429,15 @@ class Cluster:
 
     def _arrange_queue(self) -> None:
         """As the settings say: the queue there is goes on with the requests in it, or places them all at once."""
-        settings, speeds = self.settings.queue, self.policy.speeds
+        settings, speeds, holds = self.settings.queue, self.policy.speeds, self.settings.discovery.named
         if not settings.enabled or speeds is None:
             self._close_queue()
         elif self.queue is not None:
-            self.queue.reconfigure(settings, speeds)
+            self.queue.reconfigure(settings, speeds, holds=holds)
         else:
-            metrics, clock = self._metrics, self._clock
+            name, metrics, clock = self.name, self._metrics, self._clock
             self.queue = RouterQueue(
-                settings, speeds, cluster=self.name, candidates=self._candidates, metrics=metrics, clock=clock
+                settings, speeds, cluster=name, candidates=self._candidates, holds=holds, metrics=metrics, clock=clock
             )
             if self._shown:
                 self.queue.show()

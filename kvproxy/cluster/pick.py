@@ -12,8 +12,9 @@ from kvproxy.cluster.adapters import Placement
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.resilience.breaker import BreakerState, Permit
 from kvproxy.routing.load import Reservation
-from kvproxy.routing.policy import NO_FACTS, PickRequest
+from kvproxy.routing.policy import NO_FACTS, PickRequest, best_of
 from kvproxy.routing.selector import Decision
+from kvproxy.routing.speeds import SpeedModel
 
 
 class AttemptOutcome(StrEnum):
@@ -149,3 +150,12 @@ def reserve(endpoint: Endpoint, request: PickRequest, now: float) -> Reservation
     return endpoint.load.reserve(
         facts.prompt_tokens - cached, cached, now, lower_tokens=lower, hidden=hidden, blocks=facts.blocks
     )
+
+
+def expected_first_token_at(decision: Decision[Endpoint], speeds: SpeedModel | None, now: float) -> float | None:
+    """When a request placed now would answer where it goes; None where that is not known, or will not be seen."""
+    endpoint, request = decision.endpoint, decision.request
+    if speeds is None or not request.streams:
+        return None
+    wait_s = endpoint.load.wait_s(speeds.seconds, speeds.slowness(endpoint.id, now), now)
+    return now + wait_s + best_of(request.facts, endpoint, speeds, now).own_s

@@ -15,15 +15,8 @@ import pytest
 
 from kvproxy.background_task import TaskSet
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.discovery import (
-    MAX_FILE_BYTES,
-    DnsDiscovery,
-    FileDiscovery,
-    Poller,
-    Source,
-    parse_endpoints,
-    sources_of,
-)
+from kvproxy.cluster.discovery import Poller, Source, sources_of
+from kvproxy.cluster.sources.polled import MAX_FILE_BYTES, DnsDiscovery, FileDiscovery, parse_endpoints
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.config.discovery_schema import DiscoverySettings, DnsDiscoverySettings, FileDiscoverySettings
 from kvproxy.errors import DiscoveryError
