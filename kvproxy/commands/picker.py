@@ -16,7 +16,8 @@ from kvproxy.commands.garbage import GarbageCollections
 from kvproxy.commands.logging_setup import log_to
 from kvproxy.commands.reload import FileReloader, convert_problems
 from kvproxy.commands.serving import ProcessSignals, raise_open_files, run_loop
-from kvproxy.config.schema import Config, PickerSettings
+from kvproxy.config.listener_schema import PickerSettings
+from kvproxy.config.schema import Config
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.listener.server import Server
 

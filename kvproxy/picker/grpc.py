@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import Protocol, Self
 
-from kvproxy.config.schema import ListenerTls
-from kvproxy.picker.http2 import Fields, Http2Connection
-from kvproxy.picker.http2_stream import Code, Stream, StreamHandler, encode_fields
+from kvproxy.config.listener_schema import ListenerTls
+from kvproxy.picker.http2 import Http2Connection
+from kvproxy.picker.http2_frames import Code, Fields, encode_fields
+from kvproxy.picker.http2_stream import Stream, StreamHandler
 from kvproxy.request.body import BodiesFull, HeldBodies
 
 log = logging.getLogger("kvproxy.picker")

@@ -11,49 +11,40 @@ import asyncio
 import logging
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import cast
 
-from hpack import Decoder, HPACKError
-
-from kvproxy.picker.http2_stream import (
+from kvproxy.picker.http2_frames import (
     ACK,
-    CONTINUATION,
     DATA,
-    END_HEADERS,
     END_STREAM,
+    FRAME_BYTES,
     GOAWAY,
-    HEADERS,
-    PADDED,
+    LARGEST,
     PING,
-    PRIORITISED,
-    PUSH,
     RESET,
     SETTINGS,
     WINDOW,
     Code,
     ConnectionFault,
-    Stream,
-    StreamHandler,
+    Fields,
+    FrameReader,
     encode_frame,
+    unpad_frame,
 )
+from kvproxy.picker.http2_stream import Stream, StreamHandler
 
 log = logging.getLogger("kvproxy.picker")
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _SET_STREAMS, _SET_WINDOW, _SET_FRAME = 3, 4, 5
 
-_FRAME_BYTES = 16_384  # the largest that we take, and the default of what we may send
 _STREAM_WINDOW, _WINDOW_BYTES = 1024 * 1024, 16 * 1024 * 1024
-_DEFAULT_WINDOW, _MOST_WINDOW = 65_535, 2**31 - 1
-_MAX_HEADER_BYTES = 64 * 1024
+_DEFAULT_WINDOW = 65_535
 #: A stream with so much waiting to be sent is granted no more to send itself.
 _MAX_WAITING_BYTES = 256 * 1024
 #: Replies to pings and settings that the peer does not take; beyond this it is cut off.
 _MAX_UNTAKEN_BYTES = 64 * 1024
 _KEEPALIVE_S = 30
-
-Fields = Mapping[bytes, bytes]
 
 
 class Http2Connection(asyncio.Protocol):
@@ -68,15 +59,13 @@ class Http2Connection(asyncio.Protocol):
     ) -> None:
         self._accept, self._max_streams, self._on_end = accept, max_streams, on_end
         self.streams: dict[int, Stream] = {}
-        self.credit, self.peer_frame_bytes = _DEFAULT_WINDOW, _FRAME_BYTES
+        self.credit, self.peer_frame_bytes = _DEFAULT_WINDOW, FRAME_BYTES
         self.paused = False  # the peer takes nothing at present
         self._peer_window = _DEFAULT_WINDOW
         self._received = 0
         self._blocked: dict[int, Stream] = {}
-        self._decoder = Decoder(max_header_list_size=_MAX_HEADER_BYTES)
-        self._rest = b""
-        self._block: tuple[int, int, bytes] | None = None  # stream, flags and what is there of a header block
-        self._begun = self._leaving = False
+        self._reader = FrameReader(self._take, self._open)
+        self._leaving = False
         self._last = 0
         self._out: list[bytes] = []
         self._flushing = False
@@ -108,13 +97,11 @@ class Http2Connection(asyncio.Protocol):
         self._unblock()
 
     def data_received(self, data: bytes) -> None:
-        data = self._rest + data if self._rest else data
         try:
-            self._rest = data[self._read_frames(data) :]
+            self._reader.feed(data)
             self._flush()
         except ConnectionFault as fault:
             log.warning("a connection to the picker ends: %s", fault)
-            self._rest = b""
             self.leave(fault.code)
             self._flush()
             self._transport.close()
@@ -170,39 +157,9 @@ class Http2Connection(asyncio.Protocol):
         for stream in blocked.values():
             stream.pump()
 
-    def _read_frames(self, data: bytes) -> int:
-        """How many bytes of `data` were whole frames."""
-        position, size = 0, len(data)
-        if not self._begun:
-            if not PREFACE.startswith(data[: len(PREFACE)]):
-                raise ConnectionFault(Code.PROTOCOL_ERROR, "the peer does not speak HTTP/2")
-            if size < len(PREFACE):
-                return 0
-            self._begun, position = True, len(PREFACE)
-        while size - position >= 9:
-            length = int.from_bytes(data[position : position + 3], "big")
-            if length > _FRAME_BYTES:
-                raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a frame is too long")
-            end = position + 9 + length
-            if end > size:
-                break
-            name = int.from_bytes(data[position + 5 : position + 9], "big") & _MOST_WINDOW
-            self._take(data[position + 3], data[position + 4], name, data[position + 9 : end])
-            position = end
-        return position
-
     def _take(self, kind: int, flags: int, name: int, payload: bytes) -> None:
-        if self._block is not None and kind != CONTINUATION:
-            raise ConnectionFault(Code.PROTOCOL_ERROR, "a header block was interrupted")
         if kind == DATA:
             self._take_data(flags, name, payload)
-        elif kind == HEADERS:
-            payload = _unpadded(flags, payload)
-            self._add_to_block(name, flags, payload[5:] if flags & PRIORITISED else payload)
-        elif kind == CONTINUATION:
-            if self._block is None or self._block[0] != name:
-                raise ConnectionFault(Code.PROTOCOL_ERROR, "a continuation of nothing")
-            self._add_to_block(name, self._block[1] | flags & END_HEADERS, payload)
         elif kind == RESET:
             self._take_reset(name, payload)
         elif kind == SETTINGS:
@@ -211,8 +168,6 @@ class Http2Connection(asyncio.Protocol):
             self._take_ping(flags, payload)
         elif kind == WINDOW:
             self._take_window(name, payload)
-        elif kind == PUSH:
-            raise ConnectionFault(Code.PROTOCOL_ERROR, "a client pushes nothing")
 
     def _take_data(self, flags: int, name: int, payload: bytes) -> None:
         if not name or (name > self._last and not self._leaving):
@@ -228,7 +183,7 @@ class Http2Connection(asyncio.Protocol):
         if stream.received > _STREAM_WINDOW:
             raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "a stream has more in flight than its window")
         if payload:
-            stream.handler.received(_unpadded(flags, payload))
+            stream.handler.received(unpad_frame(flags, payload))
             self.grant(stream)
         if flags & END_STREAM:
             self._half_close(stream)
@@ -238,21 +193,7 @@ class Http2Connection(asyncio.Protocol):
             stream.peer_ended = True
             stream.handler.half_closed()
 
-    def _add_to_block(self, name: int, flags: int, payload: bytes) -> None:
-        block = payload if self._block is None else self._block[2] + payload
-        if len(block) > _MAX_HEADER_BYTES:
-            raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "a header block is too long")
-        if not flags & END_HEADERS:
-            self._block = (name, flags, block)
-            return
-        self._block = None
-        try:
-            fields = self._decoder.decode(block, raw=True)
-        except HPACKError as error:
-            raise ConnectionFault(Code.COMPRESSION_ERROR, f"a header block is broken: {error}") from None
-        self._open(name, {bytes(field[0]): bytes(field[1]) for field in fields}, ended=bool(flags & END_STREAM))
-
-    def _open(self, name: int, fields: Fields, *, ended: bool) -> None:
+    def _open(self, name: int, fields: Fields, ended: bool) -> None:
         stream = self.streams.get(name)
         if stream is None:
             if name <= self._last:
@@ -286,13 +227,13 @@ class Http2Connection(asyncio.Protocol):
             raise ConnectionFault(Code.FRAME_SIZE_ERROR, "settings are cut off")
         for setting, value in struct.iter_unpack("!HI", payload):
             if setting == _SET_WINDOW:
-                if value > _MOST_WINDOW:
+                if value > LARGEST:
                     raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "a window is too large")
                 change, self._peer_window = value - self._peer_window, value
                 for stream in self.streams.values():
                     stream.credit += change
             elif setting == _SET_FRAME:
-                self.peer_frame_bytes = min(max(value, _FRAME_BYTES), 4 * _FRAME_BYTES)
+                self.peer_frame_bytes = min(max(value, FRAME_BYTES), 4 * FRAME_BYTES)
         self._answer(encode_frame(SETTINGS, ACK, 0))
         self._unblock()
 
@@ -311,12 +252,12 @@ class Http2Connection(asyncio.Protocol):
         self.write(frame)
 
     def _take_window(self, name: int, payload: bytes) -> None:
-        more = int.from_bytes(payload, "big") & _MOST_WINDOW
+        more = int.from_bytes(payload, "big") & LARGEST
         if len(payload) != 4 or not more:
             raise ConnectionFault(Code.PROTOCOL_ERROR, "a window grows by nothing")
         if not name:
             self.credit += more
-            if self.credit > _MOST_WINDOW:
+            if self.credit > LARGEST:
                 raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "a window is too large")
             self._unblock()
             return
@@ -325,11 +266,3 @@ class Http2Connection(asyncio.Protocol):
             stream.credit += more
             if stream.id in self._blocked:
                 stream.pump()
-
-
-def _unpadded(flags: int, payload: bytes) -> bytes:
-    if not flags & PADDED:
-        return payload
-    if not payload or payload[0] >= len(payload):
-        raise ConnectionFault(Code.PROTOCOL_ERROR, "more padding than frame")
-    return payload[1 : len(payload) - payload[0]]

@@ -3,34 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from enum import IntEnum
 from typing import Protocol
 
-DATA, HEADERS, PRIORITY, RESET, SETTINGS, PUSH, PING, GOAWAY, WINDOW, CONTINUATION = range(10)
-ACK = END_STREAM = 0x1
-END_HEADERS, PADDED, PRIORITISED = 0x4, 0x8, 0x20
-
-
-class Code(IntEnum):
-    """Error codes of RFC 9113, 7."""
-
-    NO_ERROR = 0
-    PROTOCOL_ERROR = 1
-    FLOW_CONTROL_ERROR = 3
-    FRAME_SIZE_ERROR = 6
-    REFUSED_STREAM = 7
-    CANCEL = 8
-    COMPRESSION_ERROR = 9
-    ENHANCE_YOUR_CALM = 11
-
-
-class ConnectionFault(Exception):
-    """The peer broke the protocol: the whole connection ends."""
-
-    def __init__(self, code: Code, what: str) -> None:
-        super().__init__(what)
-        self.code = code
+from kvproxy.picker.http2_frames import DATA, END_HEADERS, END_STREAM, HEADERS, RESET, Code, encode_frame
 
 
 class StreamHandler(Protocol):
@@ -39,16 +14,6 @@ class StreamHandler(Protocol):
     def received(self, data: bytes) -> None: ...
     def half_closed(self) -> None: ...
     def gone(self) -> None: ...
-
-
-def encode_frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """One frame."""
-    return b"%b%c%c%b%b" % (len(payload).to_bytes(3, "big"), kind, flags, stream.to_bytes(4, "big"), payload)
-
-
-def encode_fields(fields: Mapping[bytes, bytes]) -> bytes:
-    """A header block without a dynamic table; names and values are shorter than 127 bytes."""
-    return b"".join([b"\0%c%b%c%b" % (len(name), name, len(value), value) for name, value in fields.items()])
 
 
 class Carrier(Protocol):
@@ -109,8 +74,8 @@ class Stream:
         connection = self._connection
         while self._waiting:
             data = self._waiting[0]
-            room = min(self.credit, connection.credit, connection.peer_frame_bytes)
-            if (room <= 0 and data) or connection.paused:
+            room = max(0, min(self.credit, connection.credit, connection.peer_frame_bytes))
+            if (not room and data) or connection.paused:
                 connection.block(self)
                 return
             self._waiting.popleft()

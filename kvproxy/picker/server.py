@@ -9,7 +9,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from google.protobuf.message import DecodeError
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from kvproxy.config.schema import PickerSettings
+from kvproxy.config.listener_schema import PickerSettings
 from kvproxy.picker.carried import Placer
 from kvproxy.picker.conversation import Conversations
 from kvproxy.picker.grpc import GrpcServer, Method, Replies, Status

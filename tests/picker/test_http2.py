@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import pytest
 from hpack import Encoder
 
-from kvproxy.picker.http2 import PREFACE, Fields, Http2Connection
-from kvproxy.picker.http2_stream import Code, Stream, encode_fields
+from kvproxy.picker.http2 import Http2Connection
+from kvproxy.picker.http2_frames import PREFACE, Code, Fields, encode_fields
+from kvproxy.picker.http2_stream import Stream
 
 DATA, HEADERS, PRIORITY, RESET, SETTINGS, PUSH, PING, GOAWAY, WINDOW, CONTINUATION = range(10)
 END_STREAM, END_HEADERS, PADDED, PRIORITISED = 1, 4, 8, 32

@@ -44,7 +44,7 @@ async def test_it_is_alive_and_ready_until_it_drains() -> None:
 async def test_it_is_not_ready_without_an_endpoint() -> None:
     """Nothing could be picked."""
     async with running_picker(endpoints={"a": f"http://{A}"}) as picker:
-        picker.proxy.clusters["default"].drain(picker.proxy.clusters["default"].endpoints[0].id)
+        picker.proxy.clusters["default"].drain_endpoint(picker.proxy.clusters["default"].endpoints[0].id)
         assert await health(picker.channel, "readiness") == "NOT_SERVING"
 
 
