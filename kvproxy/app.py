@@ -124,6 +124,16 @@ class Proxy:
         return self._generation.routes
 
     @property
+    def observers(self) -> Sequence[RequestObserver]:
+        """What watches every request."""
+        return self._shared.observers
+
+    @property
+    def bodies(self) -> HeldBodies:
+        """The count of all bodies held."""
+        return self._shared.bodies
+
+    @property
     def running(self) -> int:
         """Open requests, of the configuration it serves by now."""
         return self._generation.running
@@ -150,20 +160,20 @@ class Proxy:
     async def prepare(self, config: Config) -> Generation:
         """The first half of a reload: everything that may fail. `adopt` or `discard` what it gives."""
         after = Generation(config, self._shared, self._states)
-        await self._reloader.begin(after)
+        await self._reloader.begin_generation(after)
         return after
 
     def adopt(self, after: Generation) -> Reloaded:
         """The second half: serve by it from now on."""
-        before, lost = self._generation, after.serve()
+        before, lost = self._generation, after.begin_serving()
         self._generation = after
         self._share(after)
-        self._reloader.retire(before)
+        self._reloader.retire_generation(before)
         return Reloaded(after_restart=tuple(_needs_restart(before.config, after.config)), lost=lost)
 
     def discard(self, after: Generation) -> None:
         """Instead of the second half: nothing has changed."""
-        self._reloader.retire(after)
+        self._reloader.retire_generation(after)
 
     async def __aenter__(self) -> Proxy:
         await self._running.enter_async_context(LoopLag(self.metrics.process.loop_lag, clock=self.clock))
@@ -172,8 +182,8 @@ class Proxy:
         if self._recorder is not None:
             await self._running.enter_async_context(self._recorder)
         await self._running.enter_async_context(self._reloader)
-        await self._reloader.begin(self._generation)
-        self._generation.serve()
+        await self._reloader.begin_generation(self._generation)
+        self._generation.begin_serving()
         if self.sync is not None:
             self._share(self._generation)
             await self._running.enter_async_context(self.sync)
@@ -216,5 +226,5 @@ def build(config: Config) -> Proxy:
 
 def _needs_restart(old: Config, new: Config) -> list[str]:
     """Settings whose change takes effect only at the next start of the process, by path."""
-    names = ("listen", "admin", "workers", "limits", "pool", "shutdown", "log", "receipts", "sync")
+    names = ("listen", "admin", "picker", "workers", "limits", "pool", "shutdown", "log", "receipts", "sync")
     return [name for name in names if getattr(old, name) != getattr(new, name)]

@@ -32,6 +32,7 @@ ROWS: tuple[dict[str, str], ...] = (
         "listener": "sockets towards clients",
         "doctor": "what is wrong with a setup, and the fix",
     },
+    {"picker": "places requests that other programs carry; Envoy's endpoint picker"},
     {
         "receipts": "what was known and decided, request by request, on disk",
         "sync": "several processes decide as one: what they tell each other, and by which way",

@@ -9,7 +9,13 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Gauge
 
 from kvproxy import __version__
-from kvproxy.metrics.cache_groups import HoldingMetrics, KvCacheMetrics, KvEventMetrics, SnapshotMetrics
+from kvproxy.metrics.cache_groups import (
+    LOCAL_BUCKETS_S,
+    HoldingMetrics,
+    KvCacheMetrics,
+    KvEventMetrics,
+    SnapshotMetrics,
+)
 from kvproxy.metrics.collectors import CallbackGauge, Counter, Histogram
 from kvproxy.metrics.exposition import Registry
 from kvproxy.metrics.present import HitWindows
@@ -168,6 +174,14 @@ class EndpointStateMetrics:
             "kvproxy_engine_cache_losses", "Times an endpoint's engine lost what it held, by how that was noticed",
             ["cluster", "endpoint", "reason"], registry=r,
         )  # fmt: skip  # restarted, cleared, forgot, asleep
+        self.saturation = CallbackGauge(
+            "kvproxy_saturation", "Prefill seconds that wait, an endpoint, over `autoscaling.wanted_wait`; "
+            "no series where nothing learns speeds", ["cluster"], registry=r,
+        )  # fmt: skip
+        self.wanted_endpoints = CallbackGauge(
+            "kvproxy_wanted_endpoints", "Endpoints that would bring this to 1, smoothed; to be rounded up, after the "
+            "sum over all proxies", ["cluster"], registry=r,
+        )  # fmt: skip
         self.probes = Counter("kvproxy_health_probes", "Active probes", ["cluster", "endpoint", "outcome"], registry=r)
         self.engine_priority_requests = Counter(
             "kvproxy_engine_priority_requests", "Requests that carried the number by which engines order what waits",
@@ -197,6 +211,23 @@ class ConnectionMetrics:
         self.replays = Counter(
             "kvproxy_upstream_replays", "Requests sent again because a kept connection was dead", registry=r
         )
+
+
+class PickerMetrics:
+    """Requests that Envoy carries (`kvproxy picker`)."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "kvproxy_picker_requests", "Requests Envoy asked about, by how it sends their bodies", ["mode", "result"],
+            registry=r,
+        )  # fmt: skip  # buffered, duplex, headers; picked, refused, malformed, body_timeout, error
+        self.served = Counter(
+            "kvproxy_picker_served", "Answers by where they came from, against the pick", ["result"], registry=r
+        )  # as_picked, fallback, elsewhere, unknown (no endpoint of ours), unreported, none (Envoy's own answer)
+        self.seconds = Histogram(
+            "kvproxy_picker_decision_seconds", "Whole body there to the endpoint named", buckets=LOCAL_BUCKETS_S,
+            registry=r,
+        )  # fmt: skip
 
 
 class BoundMetrics:
@@ -304,6 +335,7 @@ class Metrics:
         self.kvcache = KvCacheMetrics(self.registry)
         self.holdings = HoldingMetrics(self.registry)
         self.snapshot = SnapshotMetrics(self.registry)
+        self.picker = PickerMetrics(self.registry)
         self.bounds = BoundMetrics(self.registry)
         self.sync = SyncMetrics(self.registry)
         self.process = ProcessMetrics(self.registry)

@@ -100,11 +100,11 @@ class RunningCluster:
         return ((endpoint.id, endpoint.load) for endpoint in self.cluster.endpoints)
 
     def load(self, endpoint: EndpointId) -> EndpointLoad | None:
-        found = self.cluster.endpoint(endpoint)
+        found = self.cluster.find_endpoint(endpoint)
         return None if found is None else found.load
 
     def load_told(self, endpoint: EndpointId, in_flight_before: int) -> None:
-        found = self.cluster.endpoint(endpoint)
+        found = self.cluster.find_endpoint(endpoint)
         if found is not None:
             found.load_told(in_flight_before)
             self.cluster.on_load_decrease()
@@ -120,4 +120,4 @@ class RunningCluster:
         return {endpoint.id: endpoint.draining for endpoint in self.cluster.endpoints}
 
     def drain(self, endpoint: EndpointId, *, draining: bool) -> None:
-        self.cluster.drain(endpoint, draining=draining)
+        self.cluster.drain_endpoint(endpoint, draining=draining)

@@ -52,7 +52,7 @@ async def reload(running: RunningProxy, endpoints: dict[str, str], changes: dict
 
 
 def endpoint(running: RunningProxy, name: str) -> Endpoint:
-    found = running.proxy.clusters["default"].endpoint(EndpointId(name))
+    found = running.proxy.clusters["default"].find_endpoint(EndpointId(name))
     assert found is not None
     return found
 

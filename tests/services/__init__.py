@@ -1,2 +1,1 @@
-"""Acceptance against real servers: what they do is not ours to imitate. Each test skips with a word where its server is
-not installed."""
+"""Real programs beside kvproxy: what it speaks to, not stand-ins (`make test-services`)."""

@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 #: Program -> the Debian package that brings it.
-APT = {"redis-server": "redis-server", "nats-server": "nats-server"}
+APT = {"redis-server": "redis-server", "nats-server": "nats-server", "etcd": "etcd-server"}
 #: Module -> the distribution that brings it.
 PIP: dict[str, str] = {}
 
