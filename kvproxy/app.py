@@ -110,6 +110,16 @@ class Proxy:
         return self._generation.routes
 
     @property
+    def observers(self) -> Sequence[RequestObserver]:
+        """What watches every request."""
+        return self._shared.observers
+
+    @property
+    def bodies(self) -> HeldBodies:
+        """The count of all bodies held."""
+        return self._shared.bodies
+
+    @property
     def running(self) -> int:
         """Open requests, of the configuration it serves by now."""
         return self._generation.running
@@ -192,5 +202,5 @@ def build(config: Config) -> Proxy:
 
 def _needs_restart(old: Config, new: Config) -> list[str]:
     """Settings whose change takes effect only at the next start of the process, by path."""
-    names = ("listen", "admin", "workers", "limits", "pool", "shutdown", "log", "receipts")
+    names = ("listen", "admin", "picker", "workers", "limits", "pool", "shutdown", "log", "receipts")
     return [name for name in names if getattr(old, name) != getattr(new, name)]

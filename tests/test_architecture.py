@@ -32,6 +32,7 @@ ROWS: tuple[dict[str, str], ...] = (
         "listener": "sockets towards clients",
         "doctor": "what is wrong with a setup, and the fix",
     },
+    {"picker": "places requests that other programs carry; Envoy's endpoint picker"},
     {"receipts": "what was known and decided, request by request, on disk"},
     {"filters": "one filter of the chain a file, the chain, and the ASGI middleware"},
     {"forward": "carries one request to an engine and its answer back"},

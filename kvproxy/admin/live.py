@@ -27,7 +27,7 @@ from kvproxy.admin.troubles import (
 )
 from kvproxy.admin.views import list_decisions
 from kvproxy.cluster.endpoint import Condition
-from kvproxy.config.schema import ListenerSettings
+from kvproxy.config.listener_schema import ListenerSettings
 from kvproxy.errors import Problem
 from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.status import hot_prefixes, leases, prefix_breaks, running_jobs

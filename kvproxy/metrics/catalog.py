@@ -357,6 +357,23 @@ class SnapshotMetrics:
         )
 
 
+class PickerMetrics:
+    """Requests that Envoy carries (`kvproxy picker`)."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "kvproxy_picker_requests", "Requests Envoy asked about, by how it sends their bodies", ["mode", "result"],
+            registry=r,
+        )  # fmt: skip  # buffered, duplex, headers; picked, refused, malformed, body_timeout, error
+        self.served = Counter(
+            "kvproxy_picker_served", "Answers by where they came from, against the pick", ["result"], registry=r
+        )  # as_picked, fallback, elsewhere, unknown (no endpoint of ours), unreported, none (Envoy's own answer)
+        self.seconds = Histogram(
+            "kvproxy_picker_decision_seconds", "Whole body there to the endpoint named", buckets=LOCAL_BUCKETS_S,
+            registry=r,
+        )  # fmt: skip
+
+
 class BoundMetrics:
     """Bounds: what is held against what may be."""
 
@@ -419,5 +436,6 @@ class Metrics:
         self.kvcache = KvCacheMetrics(self.registry)
         self.holdings = HoldingMetrics(self.registry)
         self.snapshot = SnapshotMetrics(self.registry)
+        self.picker = PickerMetrics(self.registry)
         self.bounds = BoundMetrics(self.registry)
         self.process = ProcessMetrics(self.registry)

@@ -46,12 +46,14 @@ LABELS: Mapping[str, str] = {
     "`session_parts` (digests of sessions' last prompts, at most 17 MiB) or `prefixes` (tokens of prefixes that may be "
     "pinned or evicted, at most 64 MiB)",
     "kind": "which of a few kinds; the meaning of the metric names them",
+    "mode": "how Envoy sends the request's body: `buffered`, `duplex`, or `headers` where it does not or does not wait",
     "model": "a model that an endpoint declares, a route names or an engine lists (50 of these at most); else `other`, "
     "as the first requests for a listed one are, until the engines were asked",
     "outcome": "how it ended",
     "policy": "name of the balancing policy",
     "queue": "which bounded place: `upstream` connections, `rate_limit` buckets, `kvcache_...` jobs, `receipts`, "
-    "reservations (`picks`), requests in a `router/CLUSTER` queue, client `connections`",
+    "reservations (`picks`; Envoy's: `picker`), `picker_streams`, `picker_connections`, requests in a `router/CLUSTER` "
+    "queue, client `connections`",
     "rank": "data-parallel rank of the engine",
     "reason": "why; a closed set of each metric",
     "result": "what became of it",
