@@ -140,8 +140,8 @@ class SyncService:
         return None
 
     def _store_changed(self, reached: bool) -> None:
-        """Away: what is limited for all together falls to a share each, by those that there were. There again: whoever
-        missed something asks for it; one that never heard of another joins."""
+        """Away: what is limited for all together falls to a share each, by those that there were. There again: one that
+        missed something asks for it, and one that never heard of another joins."""
         now = self._clock()
         if not reached:
             self._alone_of = 1 + len(self.peers.living)

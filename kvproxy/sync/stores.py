@@ -28,10 +28,8 @@ MAX_WAITING = 2048
 TIMEOUT_S = 3.0
 #: Pause before it is tried again, doubling between these; any part of it by chance, so that replicas come one by one.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
-#: What is still to be said at the end may take so long.
-LAST_WORD_S = 0.5
-#: Messages sent in one go.
-_TOGETHER = 128
+#: What is still to be said at the end may take so long; and so many messages are sent in one go.
+LAST_WORD_S, _TOGETHER = 0.5, 128
 
 
 class StoreLink(BackgroundTask):
@@ -103,7 +101,9 @@ class StoreLink(BackgroundTask):
             try:
                 async with self._connection() as connection:
                     pause_s = FIRST_PAUSE_S
-                    self._reached()
+                    self.connected = True
+                    log.info("%s is reached", self.where)
+                    self._on_change(True)
                     async with asyncio.TaskGroup() as both:
                         both.create_task(self._receive(connection), name="sync receive")
                         both.create_task(self._transmit(connection), name="sync transmit")
@@ -112,13 +112,8 @@ class StoreLink(BackgroundTask):
             await asyncio.sleep(pause_s * self._rng.random())
             pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
 
-    def _reached(self) -> None:
-        log.info("%s is reached", self.where)
-        self.connected = True
-        self._on_change(True)
-
     def _away(self, error: Exception) -> None:
-        while isinstance(error, ExceptionGroup):
+        while isinstance(error, ExceptionGroup):  # of what runs side by side
             error = error.exceptions[0]
         if self.connected or not self._failed:
             self._failed = True
@@ -141,24 +136,20 @@ class StoreLink(BackgroundTask):
             self._sent.set()
 
     @abstractmethod
-    def _connection(self) -> AbstractAsyncContextManager[Any]:
-        """Connected and subscribed."""
+    def _connection(self) -> AbstractAsyncContextManager[Any]: ...
 
     @abstractmethod
-    async def _receive(self, connection: Any) -> None:
-        """Until it is lost."""
+    async def _receive(self, connection: Any) -> None: ...
 
     @abstractmethod
-    async def _publish(self, connection: Any, messages: list[tuple[str, bytes]]) -> None:
-        """All of them, in order."""
+    async def _publish(self, connection: Any, messages: list[tuple[str, bytes]]) -> None: ...
 
 
 #: Whoever holds the key may have it again; else it is free once its time is over.
 _CLAIM = """
 local holder = redis.call('GET', KEYS[1])
 if holder == false or holder == ARGV[1] then
-  redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-  return 1
+  return redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2]) and 1
 end
 return 0
 """
@@ -208,7 +199,7 @@ class RedisLink(StoreLink):
         key, name = f"{self._topic}.claim.{what}", f"{holder} {holder.epoch}"
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                return bool(await client.eval(_CLAIM, 1, key, name, max(1, int(1000 * ttl_s))))
+                return bool(await client.eval(_CLAIM, 1, key, name, int(1000 * ttl_s) or 1))
         except Exception as error:  # noqa: BLE001 - as in `_run`
             log.warning("%s grants no claim (%s)", self.where, type(error).__name__)
             return False
@@ -223,8 +214,7 @@ class NatsLink(StoreLink):
     async def _connection(self) -> AsyncIterator[Any]:
         from nats.aio.client import Client
 
-        async def ignore(_: object = None) -> None:
-            """The library's own complaints: what fails is seen here."""
+        async def ignore(_: object = None) -> None: ...  # the library's own complaints: what fails is seen here
 
         client = Client()
         try:
