@@ -65,6 +65,8 @@ class Cluster:
         self._rng = rng
         self._screening = Screening()
         self._members = Membership(self)
+        #: The member of an id.
+        self.find_endpoint = self._members.find_endpoint
         #: What attempts and probes say of its engines.
         self.verdicts = Verdicts(
             name,
@@ -157,10 +159,6 @@ class Cluster:
     def speeds(self) -> SpeedModel | None:
         """What is being learned about the engines' speeds, if something learns them."""
         return self.policies.speeds
-
-    def find_endpoint(self, endpoint_id: EndpointId) -> Endpoint | None:
-        """The member of this id."""
-        return self._members.find_endpoint(endpoint_id)
 
     def find_named(self, name: EndpointId) -> Sequence[Endpoint]:
         """The member of this id, or the ranks of the engine of this id; () for none."""

@@ -104,14 +104,15 @@ class Forwarding:
         raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
         query: bytes = scope["query_string"]
         self._asking = Asking(
-            exchange,
+            exchange=exchange,
             pool=shared.pool,
             timeouts=shared.timeouts,
             cluster=cluster,
-            method=self._method,
+            method=self._method.encode(),
             target=raw_path + b"?" + query if query else raw_path,
             head=head,
             body=body,
+            own_rank=head.repeated.rank if exchange.trusted else None,
         )
         self._body = body
         self._downstream = downstream

@@ -249,7 +249,8 @@ class EndpointLoad:
 
     def first_token(self, reservation: Reservation, now: float) -> None:
         """The engine finished this request's prefill; of a hidden one only that it did so at some time is known."""
-        self._presume_before(reservation)
+        if self.hidden_requests:
+            self._presume_before(reservation)
         if reservation.hidden:
             self._void(reservation, now)
             return
