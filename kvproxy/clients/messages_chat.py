@@ -1,7 +1,8 @@
-"""The chat that vLLM makes of a request to `/v1/messages`, for engines that do not render these themselves. Pure.
+"""The chat that an engine makes of a request to `/v1/messages`, for engines that do not render these themselves. Pure.
 
-As `anthropic/serving.py` of vLLM 0.32 does it. What it makes of the chat template or of a setting it does not show
-(system messages in the middle, results that an assistant reports) is refused: no tokens are better than wrong ones.
+As `anthropic/serving.py` of vLLM 0.32 does it, or that of SGLang 0.5.23. What an engine makes of the chat template or
+of a setting it does not show (system messages in the middle, results that an assistant reports, SGLang's thoughts) is
+refused: no tokens are better than wrong ones.
 """
 
 from __future__ import annotations
@@ -87,6 +88,25 @@ def chat_of_messages(body: bytes) -> bytes:
     return msgspec.json.encode(chat if effort is None else {**chat, "reasoning_effort": effort})
 
 
+def sglang_chat_of_messages(body: bytes) -> bytes:
+    """The same for SGLang: a billing header stays, as do empty texts and the order of what a user says and results."""
+    try:
+        request = _decode(body)
+        chat: _Chat = {"messages": _sglang_messages(request)}
+        if request.model is not _NO_RAW:
+            chat["model"] = request.model
+        if request.tools:
+            chat["tools"] = [_sglang_tool(tool) for tool in request.tools]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise ValueError("not a request for messages of text") from None
+    if request.thinking is not None:
+        raise ValueError("how to think is the template's business")
+    effort = None if request.output_config is None else request.output_config.effort
+    if effort is not None:
+        chat["reasoning_effort"] = "max" if effort == "xhigh" else effort
+    return msgspec.json.encode(chat)
+
+
 def _effort(request: _Body) -> str | None:
     if request.thinking is not None and request.thinking.type == "disabled":
         return "none"
@@ -133,14 +153,18 @@ def _user(blocks: Sequence[_Block]) -> list[_Chat]:
 
 
 def _result(content: Raw) -> str:
+    return "\n".join(_result_texts(content))
+
+
+def _result_texts(content: Raw) -> list[str]:
     if content is _NO_RAW or bytes(content) == b"null":
-        return ""
+        return []
     if bytes(content).startswith(b'"'):
-        return msgspec.json.decode(content, type=str)
+        return [msgspec.json.decode(content, type=str)]
     blocks = _decode_blocks(content)
     if any(block.type != "text" for block in blocks):
         raise ValueError("a result that is not of text")
-    return "\n".join([block.text or "" for block in blocks])
+    return [block.text or "" for block in blocks]
 
 
 def _assistant(blocks: Sequence[_Block]) -> _Chat:
@@ -167,7 +191,10 @@ def _call(block: _Block) -> _Chat:
 
 def _texts(blocks: Sequence[_Block]) -> str | list[_Chat] | None:
     """A single text is a string."""
-    texts = [block.text for block in blocks if block.type == "text" and block.text]
+    return _content([block.text for block in blocks if block.type == "text" and block.text])
+
+
+def _content(texts: Sequence[str]) -> str | list[_Chat] | None:
     if len(texts) > 1:
         return [{"type": "text", "text": text} for text in texts]
     return texts[0] if texts else None
@@ -190,3 +217,56 @@ def _typed(schema: Raw) -> Raw:
         return schema
     members = bytes(schema)[1:-1].rstrip()
     return Raw(b'{%b%b"type":"object"}' % (members, b"," if members.strip() else b""))
+
+
+def _sglang_messages(request: _Body) -> list[_Chat]:
+    system = request.system
+    if isinstance(system, list):
+        system = "\n".join([block.text for block in system if block.type == "text" and block.text])
+    elif system is not None and not system.strip():
+        system = None
+    made: list[_Chat] = [{"role": "system", "content": system}] if system else []
+    for message in request.messages:
+        if message.role not in ("user", "assistant"):
+            raise ValueError("where a later system message goes is the template's business")
+        if isinstance(message.content, str):
+            made.append({"role": message.role, "content": message.content})
+        else:
+            made += _sglang_blocks(message.role, message.content)
+    return made
+
+
+def _sglang_blocks(role: str, blocks: Sequence[_Block]) -> list[_Chat]:
+    made: list[_Chat] = []
+    texts: list[str] = []
+    calls: list[_Chat] = []
+    for block in blocks:
+        if block.type == "text":
+            texts += [] if block.text is None else [block.text]
+        elif block.type == "tool_use":
+            calls.append(_call(block))
+        elif block.type == "tool_result" and role == "user":
+            if texts:
+                made.append({"role": role, "content": _content(texts)})
+                texts = []
+            result = _content([text for text in _result_texts(block.content) if text]) or ""
+            made.append({"role": "tool", "tool_call_id": block.tool_use_id or block.id or "", "content": result})
+        else:
+            raise ValueError(f"a block of type {block.type[:40]!r}")
+    last: _Chat = {"role": role, "tool_calls": calls} if calls else {"role": role}
+    if texts:
+        made.append({**last, "content": _content(texts)})
+    elif calls or role == "assistant":
+        made.append(last if calls else {**last, "content": ""})
+    return made
+
+
+def _sglang_tool(tool: _Tool) -> _Chat:
+    function: _Chat = {
+        "name": tool.name,
+        "description": tool.description or "",
+        "parameters": _typed(tool.input_schema),
+        "strict": bool(tool.strict),
+    }
+    deferred: _Chat = {} if tool.defer_loading is None else {"defer_loading": tool.defer_loading}
+    return {"type": "function", "function": function, **deferred}
