@@ -7,7 +7,7 @@ DEV    := $(VENV)/.installed-dev
 PACK   := $(VENV)/.installed-packaging
 ARGS   ?=
 
-.PHONY: help demo test test-loaded test-real check format bench coverage test-browser dist binary test-packaging clean
+.PHONY: help demo test test-loaded test-real test-services check format bench coverage test-browser dist binary test-packaging clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
@@ -27,6 +27,10 @@ coverage: $(DEV) ## the same with branch coverage; fails under 95 %
 test-real: $(DEV) ## installs the real vLLM (CPU build) and LMCache, runs the acceptance tests against them
 	$(BIN)/python -m tests.real.engines.install
 	$(BIN)/python -m pytest -m real -p no:xdist -o timeout=600 -vv -s tests/real $(ARGS)
+
+test-services: $(DEV) ## against real servers (redis, nats, etcd, Envoy), which it installs where it can; else skips with a word
+	@$(BIN)/python -m tests.services.install
+	$(BIN)/python -m pytest -m services -p no:xdist -rs tests/services $(ARGS)
 
 test-browser: $(DEV) ## the live page in a real browser (needs chromium and chromedriver, e.g. apt install chromium-driver)
 	@$(BIN)/python -m pip install --quiet --group browser

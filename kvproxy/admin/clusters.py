@@ -69,11 +69,11 @@ class EndpointRoutes:
         body = await read_json_object(request)
         cluster = self._cluster(body.pop("cluster", None))
         endpoint = _decoded(body)
-        if cluster.named(EndpointId(endpoint.id)):
+        if cluster.find_named(EndpointId(endpoint.id)):
             raise RequestRefused(
                 409, Problem("id", f"{cluster.name} has an endpoint {endpoint.id!r}", "remove it first")
             )
-        if not cluster.add(endpoint):
+        if not cluster.add_endpoint(endpoint):
             raise RequestRefused(409, Problem("id", "too many endpoints were added already", "remove some"))
         self._audit.write_line(request, "endpoint.add", cluster=cluster.name, endpoint=endpoint.id, url=endpoint.url)
         return self._status_of(cluster, endpoint.id, 201)
@@ -83,7 +83,7 @@ class EndpointRoutes:
         cluster, name, endpoints = self._named(request)
         draining = not request.url.path.endswith("/undrain")
         before = all(endpoint.draining for endpoint in endpoints)
-        cluster.drain(name, draining=draining)
+        cluster.drain_endpoint(name, draining=draining)
         action = "endpoint.drain" if draining else "endpoint.undrain"
         self._audit.write_line(request, action, cluster=cluster.name, endpoint=name, was_draining=before)
         return self._status_of(cluster, name)
@@ -99,7 +99,7 @@ class EndpointRoutes:
             raise RequestRefused(422, *unknown)
         assert isinstance(weight, int | float)
         before = endpoints[0].configured_weight
-        cluster.reweight(name, float(weight))
+        cluster.reweight_endpoint(name, float(weight))
         where = {"cluster": cluster.name, "endpoint": name}
         self._audit.write_line(request, "endpoint.weight", **where, before=before, after=float(weight))
         return self._status_of(cluster, name)
@@ -108,7 +108,7 @@ class EndpointRoutes:
         await read_json_object(request, optional=True)
         cluster, name, endpoints = self._named(request)
         in_flight = sum(endpoint.load.in_flight for endpoint in endpoints)
-        cluster.remove(name)
+        cluster.remove_endpoint(name)
         self._audit.write_line(request, "endpoint.remove", cluster=cluster.name, endpoint=name, in_flight=in_flight)
         return reply_json({"removed": name, "cluster": cluster.name, "in_flight": in_flight})
 
@@ -129,14 +129,14 @@ class EndpointRoutes:
         """What the path names: an endpoint, or the engine of several, one a data-parallel rank."""
         cluster = self._cluster(request.path_params["cluster"])
         name = EndpointId(request.path_params["id"])
-        endpoints = cluster.named(name)
+        endpoints = cluster.find_named(name)
         if not endpoints:
             known = spelling_hint(name, [each.id for each in cluster.endpoints])
             raise RequestRefused(404, Problem("id", f"{cluster.name} has no endpoint {name[:128]!r}", known))
         return cluster, name, endpoints
 
     def _status_of(self, cluster: Cluster, name: str, status: int = 200) -> Response:
-        endpoints = cluster.named(EndpointId(name))
+        endpoints = cluster.find_named(EndpointId(name))
         described = [describe_endpoint(self._operated, cluster.name, each) for each in endpoints]
         if [each.id for each in endpoints] == [name]:
             return reply_json(described[0], status)

@@ -82,6 +82,8 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
         clock=context.clock,
         via=headers.via,
     )
+    budget = RetryBudget(share=retry.budget, min_per_second=retry.min_per_second)
+    context.budgets.append(budget)
     served = ServedModels(models.names, clock=context.clock, change=models.has_adapters)
     context.lifetimes.append(served)
     return RouterFilter(
@@ -91,7 +93,7 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
                 pool=services.pool,
                 timeouts=Timeouts(config.timeouts.connect, config.timeouts.first_byte, config.timeouts.idle),
                 retry=retry,
-                budget=RetryBudget(share=retry.budget, min_per_second=retry.min_per_second),
+                budget=budget,
                 metrics=metrics,
                 clock=context.clock,
                 rng=context.rng,
@@ -177,7 +179,7 @@ class RouterFilter:
                 exchange,
                 cluster=target.cluster,
                 model=target.upstream_model or (exchange.inference.model if exchange.inference else ""),
-                head=parts.headers.build(scope, request_id=exchange.request_id, trusted=exchange.trusted),
+                head=parts.headers.build_head(scope, request_id=exchange.request_id, trusted=exchange.trusted),
                 body=body,
                 downstream=downstream,
                 debug=exchange.debug or (exchange.may_debug and parts.debug_header in dict(scope["headers"])),
@@ -215,7 +217,7 @@ class RouterFilter:
             if downstream.connection is None or not downstream.complete:  # else it is told of no disconnect any more
                 watcher.disarm()
             if body is not None:
-                body.end()
+                body.release_bytes()
             notify(RequestObserver.finished, exchange, self._clock())
 
     def _target(self, exchange: Exchange, scope: Scope) -> RouteTarget:
@@ -236,7 +238,7 @@ class RouterFilter:
         """The body as engines get it: without what clients may not say, salted, with its name for the model."""
         guard = self._parts.guard
         if not body.consumed:
-            await body.begin(whole=lambda start: guard.looks_at(start, exchange, received))
+            await body.read_beginning(whole=lambda start: guard.looks_at(start, exchange, received))
         whole = body.whole
         if whole is None:
             return
@@ -259,7 +261,7 @@ class RouterFilter:
         why = error.why
         if isinstance(why, HeldReply):
             exchange.outcome.status, exchange.outcome.end = why.status, "completed"
-            why.endpoint.metrics.request(why.status)
+            why.endpoint.metrics.count_request(why.status)
             await downstream.start(why.status, why.headers, why.body, more=False)
             return
         status = local_status(why)

@@ -91,7 +91,7 @@ class RankFinder:
                 named = await self._named(cluster, engine, metrics.kind)
             except ClientError as error:
                 log.debug("[kvcache] data-parallel ranks of %s: %s", engine.id, error)
-        cluster.ranks.observe(engine, shown, named, in_body=metrics.kind is EngineKind.SGLANG)
+        cluster.ranks.observe_ranks(engine, shown, named, in_body=metrics.kind is EngineKind.SGLANG)
         if unknown and ranks.unknown and named is not None:
             log.warning(
                 "[kvcache] %s/%s has the data-parallel ranks %s by its metrics, and nothing else says that requests "

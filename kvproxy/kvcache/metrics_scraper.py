@@ -145,7 +145,7 @@ class MetricsScraper(BackgroundTask):
                 restarted |= self._observe(cluster, endpoint, own)
         if restarted:
             log.info("[kvcache] %s/%s is a new process: what it held is forgotten", cluster.name, engine.id)
-            cluster.restarted(engine)
+            cluster.forget_process(engine)
 
     def _observe(self, cluster: Cluster, endpoint: Endpoint, metrics: EngineMetrics) -> bool:
         """Take in what an engine, or one rank of it, says; whether it is another process than before."""

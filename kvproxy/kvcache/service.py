@@ -159,7 +159,7 @@ class KvCache:
         if not (result.prefilled and self._uses_tokens):
             return
         self.overlap.tokens.note_count(facts, result.prompt_tokens)
-        endpoint = None if result.endpoint is None else facts.cluster.endpoint(result.endpoint)
+        endpoint = None if result.endpoint is None else facts.cluster.find_endpoint(result.endpoint)
         streams = self.overlap.streams
         if streams is not None and endpoint is not None and result.prompt_tokens is not None:
             streams.note_traffic(endpoint, result.prompt_tokens - (result.cached_tokens or 0))

@@ -89,8 +89,9 @@ class RetryBudget:
         self._window: deque[_Slot] = deque()
         self._requests = 0
         self._retries = 0
+        self.began = self.made = 0  # requests and retries so far, for those that share the budget
 
-    def request(self, now: float) -> None:
+    def count_request(self, now: float) -> None:
         """A request began (its first attempt, not its retries)."""
         window = self._window
         if window and int(now / self._slot_s) <= window[-1].index:
@@ -98,15 +99,25 @@ class RetryBudget:
         else:
             self._slot(now).requests += 1
         self._requests += 1
+        self.began += 1
 
-    def withdraw(self, now: float) -> bool:
+    def withdraw_retry(self, now: float) -> bool:
         """Take one retry out of the budget; False when it is spent."""
         slot = self._slot(now)
         if self._retries + 1 > self._share * self._requests + self._reserve:
             return False
         slot.retries += 1
         self._retries += 1
+        self.made += 1
         return True
+
+    def count_others(self, requests: int, retries: int, now: float) -> None:
+        """Another proxy with the same budget began so many requests, and made so many retries."""
+        slot = self._slot(now)
+        slot.requests += requests
+        slot.retries += retries
+        self._requests += requests
+        self._retries += retries
 
     def balance(self, now: float) -> int:
         """Retries that would be allowed now; shown in status."""

@@ -9,9 +9,9 @@ import pytest
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
 from kvproxy.routing.kv_aware import KvAware
-from kvproxy.routing.load import features_of
 from kvproxy.routing.policy import Overlap, OverlapFacts, Policy
 from kvproxy.routing.simple import LeastTtft
+from kvproxy.routing.work import features_of
 from kvproxy.types import EndpointId
 from tests.cluster.conftest import Bench, MakeCluster, configs
 
@@ -65,7 +65,7 @@ def test_learned_speeds_are_shared_and_learned_once(make_cluster: MakeCluster, o
     assert first.speeds is second.speeds is bench.cluster.speeds
     bench.endpoint("a").load.on_sample(features_of(8000, 0), 2.0, bench.clock())  # type: ignore[misc]
     assert first.speeds.estimates(bench.clock()).samples == 1
-    bench.cluster.remove(A)
+    bench.cluster.remove_endpoint(A)
     assert not first.speeds.estimates(bench.clock()).slowness
 
 
@@ -123,5 +123,5 @@ def test_who_left_is_forgotten_by_those_that_share_speeds(make_cluster: MakeClus
     named = policy(bench, "kv_aware")
     assert isinstance(named, KvAware)
     assert set(named.arrivals.known()) == {A, B}
-    bench.cluster.apply(configs("b"))
+    bench.cluster.apply_endpoints(configs("b"))
     assert set(named.arrivals.known()) == {B}

@@ -11,8 +11,9 @@ import pytest
 from kvproxy.cluster import shadow
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.shadow import MAX_ERRORS, Shadow
-from kvproxy.routing.load import IDLE, EndpointLoad, Features
+from kvproxy.routing.load import IDLE, EndpointLoad
 from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy
+from kvproxy.routing.work import Features
 from kvproxy.types import EndpointId
 from tests.cluster.conftest import Bench, MakeCluster
 from tests.support.clock import FakeClock
@@ -151,7 +152,7 @@ def test_a_shadow_that_cannot_learn_reaches_no_request(make_cluster: MakeCluster
     shade.observe_sample(A, (1.0, 1.0, 1.0, 0.0), 1.0, 0.0)
     bench.cluster.observe_reuse(pick, 5, bench.clock())
     pick.settle(AttemptOutcome.SUCCESS, bench.clock())
-    bench.cluster.apply(())
+    bench.cluster.apply_endpoints(())
     assert decisions(bench, "faulty", "error") == 4  # a sample, a reuse, and two endpoints that left
     assert decisions(bench, "faulty", "same") + decisions(bench, "faulty", "different") == 1
 

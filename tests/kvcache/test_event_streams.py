@@ -179,7 +179,7 @@ async def test_streams_end_with_their_endpoint() -> None:
     async with followed() as (place, service):
         await generate(place, "b", TURN)
         await until(lambda: service.kv.overlap.indexes["default"].precise.count_rows(B) > 0)
-        service.cluster.apply([EndpointSettings(id="a", url=place.engines["a"])])
+        service.cluster.apply_endpoints([EndpointSettings(id="a", url=place.engines["a"])])
         streams = service.kv.overlap.streams
         assert streams is not None
         await streams.follow_endpoints()

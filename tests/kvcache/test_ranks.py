@@ -125,7 +125,7 @@ async def test_what_is_configured_is_not_asked_for(steer: bool) -> None:
     async with world({"a": engine}) as service:
         stated = DataParallelSettings(steer=steer, ranks=(0, 1, 2))
         url = str(service.cluster.endpoints[0].origin)
-        service.cluster.apply([EndpointSettings(id="a", url=url, data_parallel=stated)])
+        service.cluster.apply_endpoints([EndpointSettings(id="a", url=url, data_parallel=stated)])
         await service.kv.scraper.scrape_all()
         assert names(service) == (["a@0", "a@1", "a@2"] if steer else ["a"])
         engines = [endpoint.load.engine for endpoint in service.cluster.endpoints]
@@ -161,7 +161,7 @@ async def test_another_process_is_another_process_on_every_rank() -> None:
         await service.kv.scraper.scrape_all()
         for name in (A0, A1):
             await service.serve(chat(long_text(str(name))), name)
-        service.cluster.ranks.refused(service.cluster.endpoints[1], 1)
+        service.cluster.ranks.record_refusal(service.cluster.endpoints[1], 1)
         assert names(service) == ["a@0"]
         for app in engine.ranks.values():
             app.state.metrics.started_at += 100

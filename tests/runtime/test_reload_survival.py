@@ -21,8 +21,8 @@ from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.status import leases
 from kvproxy.listener.server import serve
 from kvproxy.routing.kv_aware import KvAware
-from kvproxy.routing.load import features_of
 from kvproxy.routing.policy import PickRequest
+from kvproxy.routing.work import features_of
 from kvproxy.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.types import EndpointId
 from tests.admin.support import admin_of, audited
@@ -52,7 +52,7 @@ async def reload(running: RunningProxy, endpoints: dict[str, str], changes: dict
 
 
 def endpoint(running: RunningProxy, name: str) -> Endpoint:
-    found = running.proxy.clusters["default"].endpoint(EndpointId(name))
+    found = running.proxy.clusters["default"].find_endpoint(EndpointId(name))
     assert found is not None
     return found
 

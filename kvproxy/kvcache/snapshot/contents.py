@@ -244,4 +244,4 @@ def _resume_ranks(cluster: Cluster, kept: Collection[EndpointKept]) -> None:
     for engine in cluster.engines:
         ranks = [one.rank for one in kept if one.engine == engine.id and one.rank is not None]
         if ranks:
-            cluster.ranks.resume(engine, ranks)
+            cluster.ranks.resume_ranks(engine, ranks)

@@ -91,7 +91,7 @@ async def test_ranks_that_were_found_out_come_along(tmp_path: Path) -> None:
     """Each with what it holds, before the engine is asked again; not where it is at another address."""
     rank = EndpointId("a@1")
     async with life(tmp_path) as service:
-        service.cluster.ranks.observe(service.cluster.engines[0], (0, 1), (0, 1))
+        service.cluster.ranks.observe_ranks(service.cluster.engines[0], (0, 1), (0, 1))
         await service.serve(chat(TURN), rank)
     async with life(tmp_path) as service:
         assert [str(one.id) for one in service.cluster.endpoints] == ["a@0", "a@1", "b"]
