@@ -17,9 +17,10 @@ from kvproxy.clients.api import Api
 from kvproxy.clients.chat_body import render_body, tokenize_body
 from kvproxy.clients.engine_metrics import EngineMetrics, parse_engine_metrics
 from kvproxy.clients.kv_events.source import MAX_SOURCES, KvEventSource, WireSources, sources_from_wire
-from kvproxy.clients.messages_chat import chat_of_messages, sglang_chat_of_messages
+from kvproxy.clients.messages_chat import chat_of_messages
 from kvproxy.clients.responses_chat import chat_of_responses
 from kvproxy.clients.sglang import SglangInfo, fetch_info
+from kvproxy.clients.sglang_messages import sglang_chat_of_messages
 from kvproxy.clients.tokens import TokenIds, tokens_from_json
 from kvproxy.errors import BadResponse, NotSupported, Refused
 from kvproxy.types import RequestKind

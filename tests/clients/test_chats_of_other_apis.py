@@ -9,8 +9,9 @@ import pytest
 from hypothesis import assume, given
 
 from kvproxy.clients.chat_body import tokenize_body
-from kvproxy.clients.messages_chat import chat_of_messages, sglang_chat_of_messages
+from kvproxy.clients.messages_chat import chat_of_messages
 from kvproxy.clients.responses_chat import chat_of_responses
+from kvproxy.clients.sglang_messages import sglang_chat_of_messages
 from kvproxy.simulator.prompts import Prompts
 from kvproxy.simulator.sglang.requests import messages_as_chat
 from kvproxy.simulator.tokenizer import Tokenizer
