@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import logging
 import signal
 import socket
-import sys
 from contextlib import AsyncExitStack
 
 from kvproxy.app import Proxy
 from kvproxy.commands.logging_setup import log_to
 from kvproxy.commands.serving import diagnosis, public_listener, run_loop
-from kvproxy.errors import ConfigError, describe_os_error
 from kvproxy.listener.server import Server
 from kvproxy.workers.assignment import Assignment, Link, receive_assignment
 from kvproxy.workers.control import ControlApp
 from kvproxy.workers.share import take_share
 
-logger = logging.getLogger("kvproxy")
 
-
-def main(line: socket.socket) -> int:
+def main(args: argparse.Namespace) -> int:
     """Serve until the supervisor says to end, or is gone."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a terminal tells every process of it; the supervisor decides
+    line = socket.socket(fileno=args.line)
     try:
         assignment = receive_assignment(line)
     except EOFError:
         return 1
     with log_to(assignment.config.log):
-        try:
-            return run_loop(lambda: serve_as_worker(assignment, line))
-        except ConfigError as error:
-            for problem in error.problems:
-                logger.error("worker %d: %s", assignment.index, problem.located())
-        except OSError as error:
-            logger.error("worker %d: %s", assignment.index, describe_os_error(error))
-        return 1
+        return run_loop(lambda: serve_as_worker(assignment, line))
 
 
 async def serve_as_worker(assignment: Assignment, line: socket.socket) -> int:
@@ -59,7 +49,3 @@ async def serve_as_worker(assignment: Assignment, line: socket.socket) -> int:
         await link.stop.wait()
         proxy.draining = True
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(socket.socket(fileno=int(sys.argv[1]))))

@@ -17,6 +17,7 @@ class Across(StrEnum):
     MAX = "max"  # each looks at the same thing; the worst or the fullest counts
     MIN = "min"  # likewise, where less is worse
     MEAN = "mean"  # shares, and what each learned for itself
+    REST = "rest"  # shares that are not a process's own: what is no process's own
 
 
 _COMBINE: Mapping[Across, Callable[[Sequence[float]], float]] = {
@@ -24,6 +25,7 @@ _COMBINE: Mapping[Across, Callable[[Sequence[float]], float]] = {
     Across.MAX: max,
     Across.MIN: min,
     Across.MEAN: lambda values: sum(values) / len(values),
+    Across.REST: lambda values: max(0.0, sum(values) - len(values) + 1),
 }
 
 #: Gauges that are not summed.
@@ -67,11 +69,16 @@ RULES: Mapping[str, Across] = {
             "kvproxy_learned_slowness",
             "kvproxy_kvcache_trust_ratio",
             "kvproxy_endpoint_cache_hit_ratio",
-            "kvproxy_engine_foreign_tokens_ratio",
         ),
         Across.MEAN,
     ),
+    "kvproxy_engine_foreign_tokens_ratio": Across.REST,
 }
+
+
+def combine_values(rule: Across, values: Sequence[float]) -> float:
+    """One value of several."""
+    return _COMBINE[rule](values)
 
 
 def rule_of(name: str, kind: str) -> Across:
@@ -122,9 +129,9 @@ def add_pages(pages: Iterable[Page]) -> Page:
                 into.setdefault(series, []).append(value)
     merged: Page = {}
     for name, head in heads.items():
-        combine = _COMBINE[rule_of(name, head.kind)]
+        rule = rule_of(name, head.kind)
         family = merged[name] = Family(name, head.kind, head.documentation)
-        family.series = {series: combine(several) for series, several in values[name].items()}
+        family.series = {series: combine_values(rule, several) for series, several in values[name].items()}
     return merged
 
 

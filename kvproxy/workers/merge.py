@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from kvproxy.metrics.across_workers import Across, combine_values
+
 Rule = Callable[[list[Any]], Any]
 
 #: The most of these counts for people; what they show is cut where a page shows no more.
@@ -151,6 +153,18 @@ def merge_findings(values: list[Any]) -> list[Any]:
     return sorted(found.values(), key=lambda one: _SEVERITIES.index(one["severity"]))
 
 
+def merge_caches(values: list[Any]) -> Any:
+    """Of an endpoint's cache the account of the worker that knows most of it. What others send is what no worker
+    sends."""
+    found = _known(values)
+    if not found:
+        return None
+    fullest = max(found, key=lambda one: one["approximate_blocks"] + one["precise_blocks"])
+    foreign = _known(one["hit_ratio"]["foreign"] for one in found)
+    rest = combine_values(Across.REST, foreign) if foreign else None
+    return {**fullest, "hit_ratio": {**fullest["hit_ratio"], "foreign": rest}}
+
+
 _ENDPOINT = fields(
     {
         "condition": worst(_CONDITIONS),
@@ -160,7 +174,7 @@ _ENDPOINT = fields(
         ),
         "breaker": worst(_BREAKERS),
         "engine": pick(lambda one: -one["age_s"]),
-        "cache": pick(lambda one: one["approximate_blocks"] + one["precise_blocks"]),
+        "cache": merge_caches,
     }
 )
 _QUEUE = fields(
