@@ -7,7 +7,7 @@ DEV    := $(VENV)/.installed-dev
 PACK   := $(VENV)/.installed-packaging
 ARGS   ?=
 
-.PHONY: help demo test test-loaded test-real check format bench coverage test-browser dist binary test-packaging clean
+.PHONY: help demo test test-loaded test-real test-services check format bench coverage test-browser dist binary test-packaging clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
@@ -31,6 +31,9 @@ test-real: $(DEV) ## installs the real vLLM (CPU build) and LMCache, runs the ac
 test-browser: $(DEV) ## the live page in a real browser (needs chromium and chromedriver, e.g. apt install chromium-driver)
 	@$(BIN)/python -m pip install --quiet --group browser
 	$(BIN)/python -m pytest -m browser -p no:xdist -rs tests/browser $(ARGS)
+
+test-services: $(DEV) ## with the real programs that kvproxy speaks to, those that are there (apt install etcd-server)
+	$(BIN)/python -m pytest -m services -p no:xdist -rs tests/services $(ARGS)
 
 check: $(DEV) ## ruff, formatting, mypy --strict, the architecture test
 	$(BIN)/ruff check .

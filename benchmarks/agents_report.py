@@ -34,9 +34,9 @@ _COLUMNS = (
     *("off by, 90 %", "later turns within 5 %", "predicted by"),
 )
 _TAIL = """
-First turns of two sessions run at once, and this template prints tools after all of the system prompt, part of which is
-a session's own, where the text index has tools first: it takes more for shared than is, until the engine's counts
-correct it. KV events are not asked on a first turn, whose tokens are not known yet.
+First turns of two sessions run at once, so what the other one is about to leave is taken for reused. This template
+prints a chat's tools after its system prompt, where the text index has them before. KV events are not asked on a first
+turn, whose tokens are not known yet.
 
 The model is random, so that its answers seldom come back as the tokens that it wrote, and count for nothing here; a
 trained model reuses those too, which neither source predicts before the answer was part of a prompt.

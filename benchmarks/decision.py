@@ -104,8 +104,8 @@ def watched(world: World) -> Stopwatch:
     """Stands in front of everything that takes part, from now on."""
     watch, kv, cluster, local = Stopwatch(), world.kv, world.cluster, world.local
     overlap, precise = kv.overlap, local.precise.match_prompt
-    local.hashes = watch.timed("text hashes", local.hashes)  # type: ignore[method-assign]
-    local.overlaps = watch.timed("facts", local.overlaps)  # type: ignore[method-assign]
+    local.hash_prompt = watch.timed("text hashes", local.hash_prompt)  # type: ignore[method-assign]
+    local.find_overlaps = watch.timed("facts", local.find_overlaps)  # type: ignore[method-assign]
     tree = {
         "locate": "approximate index, locate", "hot_blocks": "heat", "lookup": "approximate index, lookup",
         "route": "approximate index, claim",
@@ -118,7 +118,7 @@ def watched(world: World) -> Stopwatch:
 
     found.match_prompt = watch.timed("precise index, lookup", lookup)
     local.precise = found  # type: ignore[assignment]
-    overlap.tokens.recall = watch.timed("token memory", overlap.tokens.recall)  # type: ignore[method-assign]
+    overlap.tokens.recall_tokens = watch.timed("token memory", overlap.tokens.recall_tokens)  # type: ignore[method-assign]
     kv.feedback.finished = watch.timed("compare with the engine", kv.feedback.finished)  # type: ignore[method-assign]
     kv.gather = watch.timed("facts", kv.gather)  # type: ignore[method-assign]
     kv.placed = watch.timed("claim", kv.placed)  # type: ignore[method-assign]

@@ -54,7 +54,7 @@ class Remembering(VirtualRouter):
 
     def finished(self, placement: Placement, now: float) -> None:
         request, turn = placement.request, placement.request.turn
-        self._last_served().note(
+        self._last_served().note_served(
             RequestNames(session=request.session + 1),
             response_id="",
             endpoint=placement.endpoint.id,

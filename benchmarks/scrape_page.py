@@ -45,12 +45,12 @@ async def page(endpoints: int) -> Page:
     async with Proxy(load_config(configuration(range(1, endpoints + 1)))) as proxy:
         for endpoint in proxy.clusters["default"].endpoints:
             for model in MODELS:
-                latency = endpoint.metrics.latency(model)
+                latency = endpoint.metrics.find_latency(model)
                 assert latency is not None
                 for distribution in (latency.ttft, latency.itl, latency.duration):
                     distribution.observe(0.1234)
             for status in STATUSES:
-                endpoint.metrics.request(status)
+                endpoint.metrics.count_request(status)
         registry = proxy.metrics.registry
         whole_ms, held_ms, library_ms = [], [], []
         for _ in range(30):

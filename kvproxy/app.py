@@ -136,19 +136,19 @@ class Proxy:
     async def prepare(self, config: Config) -> Generation:
         """The first half of a reload: everything that may fail. `adopt` or `discard` what it gives."""
         after = Generation(config, self._shared, self._states)
-        await self._reloader.begin(after)
+        await self._reloader.begin_generation(after)
         return after
 
     def adopt(self, after: Generation) -> Reloaded:
         """The second half: serve by it from now on."""
-        before, lost = self._generation, after.serve()
+        before, lost = self._generation, after.begin_serving()
         self._generation = after
-        self._reloader.retire(before)
+        self._reloader.retire_generation(before)
         return Reloaded(after_restart=tuple(_needs_restart(before.config, after.config)), lost=lost)
 
     def discard(self, after: Generation) -> None:
         """Instead of the second half: nothing has changed."""
-        self._reloader.retire(after)
+        self._reloader.retire_generation(after)
 
     async def __aenter__(self) -> Proxy:
         await self._running.enter_async_context(LoopLag(self.metrics.process.loop_lag, clock=self.clock))
@@ -157,8 +157,8 @@ class Proxy:
         if self._recorder is not None:
             await self._running.enter_async_context(self._recorder)
         await self._running.enter_async_context(self._reloader)
-        await self._reloader.begin(self._generation)
-        self._generation.serve()
+        await self._reloader.begin_generation(self._generation)
+        self._generation.begin_serving()
         if self.config.admin.enabled:
             await self._running.enter_async_context(self._history)
         return self

@@ -80,7 +80,7 @@ async def test_an_adapter_that_is_not_listed_yet_is_found_by_asking() -> None:
     """The first engine does not know it; the client sees the answer of the second."""
     async with fleet({"a": with_loras("x"), "b": with_loras()}, policy="round_robin") as (made, proxy):
         cluster = proxy.proxy.clusters["default"]
-        cluster.adapters.observe("a", cluster.engines[0].adapters, listed=())
+        cluster.adapters.observe_list("a", cluster.engines[0].adapters, listed=())
         answers = [await ask(proxy.client, "x", f"{number}") for number in range(6)]
         assert [answer.status_code for answer in answers] == [200] * 6
         assert served_by(made) == {"a": Counter(x=6), "b": Counter()}
@@ -106,7 +106,7 @@ async def test_an_unloaded_adapter_is_tried_elsewhere_once_and_marked(stream: bo
     async with serve(gone) as a, serve(good) as b, running_proxy({"a": a, "b": b}) as proxy:
         cluster = proxy.proxy.clusters["default"]
         for engine in cluster.engines:
-            cluster.adapters.observe(str(engine.id), engine.adapters, listed=["x"])
+            cluster.adapters.observe_list(str(engine.id), engine.adapters, listed=["x"])
         for _ in range(6):
             assert (await ask(proxy.client, "x", stream=stream)).status_code == 200
         assert len(gone.calls) == 1
@@ -155,7 +155,7 @@ async def test_placement_spares_loading() -> None:
         for number in range(12):
             for model in ("x", "y"):
                 assert (await ask(proxy.client, model, f"{number}", stream=True)).status_code == 200
-            await kvcache.scraper.round()
+            await kvcache.scraper.scrape_all()
         served = served_by(made)
         assert sorted(max(one.values()) for one in served.values()) == [12, 12]
         assert all(len(one) == 1 for one in served.values())
@@ -172,7 +172,7 @@ async def test_adapters_in_use_are_read_from_the_engines_metrics() -> None:
             assert (await ask(stranger, "y")).status_code == 200
         kvcache = proxy.proxy.kvcache
         assert kvcache is not None
-        await kvcache.scraper.round()
+        await kvcache.scraper.scrape_all()
         (engine,) = proxy.proxy.clusters["default"].engines
         assert engine.adapters.state("y") is AdapterState.RUNNING  # vLLM goes on naming it
         assert engine.adapters.state("x") is AdapterState.ROOM
@@ -235,10 +235,10 @@ async def test_an_operator_is_told_of_an_adapter_that_no_engine_has_any_more() -
             "samples": 0,
         }
         for engine in cluster.engines:
-            cluster.adapters.missing(str(engine.id), engine.adapters, "x")
+            cluster.adapters.record_missing(str(engine.id), engine.adapters, "x")
         (finding,) = find_lost_adapters(proxy.proxy.clusters)
         assert finding.what == "no engine serves the adapter x any more: its requests fail"
         findings = (await admin.get("/live")).json()["findings"]
         assert finding.what in [one["what"] for one in findings]
-        cluster.adapters.observe("a", cluster.engines[0].adapters, listed=["x"])
+        cluster.adapters.observe_list("a", cluster.engines[0].adapters, listed=["x"])
         assert list(find_lost_adapters(proxy.proxy.clusters)) == []

@@ -126,10 +126,10 @@ async def test_the_engines_own_count_stands_beside_the_prediction() -> None:
     async with simulated(names=("a",)) as place, proxied(place) as proxy:
         watch = service(proxy).scraper
         at = {"cluster": "default", "endpoint": "a"}
-        await watch.round()
+        await watch.scrape_all()
         for turn in range(1, 6):
             await chat(proxy.client, SAID, *["more"] * (2 * turn))
-        await watch.round()
+        await watch.scrape_all()
         ratios = {by: proxy.metric("kvproxy_endpoint_cache_hit_ratio", **at, by=by) for by in ("engine", "responses")}
         assert ratios["engine"] == pytest.approx(ratios["responses"], abs=0.01)
         assert 0.6 < ratios["engine"] < 1.0
@@ -139,7 +139,7 @@ async def test_the_engines_own_count_stands_beside_the_prediction() -> None:
         async with httpx.AsyncClient(base_url=place.engines["a"]) as stranger:
             for number in range(5):
                 await chat(stranger, f"{number} {SAID}")
-        await watch.round()
+        await watch.scrape_all()
         assert proxy.metric("kvproxy_engine_foreign_tokens_ratio", **at) == pytest.approx(0.5, abs=0.1)
 
 
@@ -148,7 +148,7 @@ async def test_a_cache_that_strangers_fill_is_believed_smaller() -> None:
     at = {"cluster": "default", "endpoint": "a"}
     async with simulated(names=("a",)) as place, proxied(place) as proxy:
         await chat(proxy.client, SAID)  # tells how long tokens are
-        await service(proxy).scraper.round()
+        await service(proxy).scraper.scrape_all()
         async with httpx.AsyncClient(base_url=place.engines["a"]) as stranger:
             for number in range(40):
                 await chat(proxy.client, f"{number} {SAID}")

@@ -166,12 +166,12 @@ async def test_sglang_is_told_in_the_body_too(path: str, fields: dict[str, Any],
     config = {"policy": "kv_aware", "engine_priority": "on", "filters": filters}
     async with in_front_of(engine, 0, 1, **config) as proxy:
         ranked = proxy.proxy.clusters["default"]
-        ranked.ranks.observe(ranked.engines[0], (), None, in_body=True)
+        ranked.ranks.observe_ranks(ranked.engines[0], (), None, in_body=True)
         body = b" " + json.dumps(fields).encode()
         for name in ("a@0", "a@1"):
             other = "a@1" if name == "a@0" else "a@0"
-            ranked.drain(EndpointId(name), draining=False)
-            ranked.drain(EndpointId(other))
+            ranked.drain_endpoint(EndpointId(name), draining=False)
+            ranked.drain_endpoint(EndpointId(other))
             answer = await proxy.client.post(path, content=body, headers={"content-type": "application/json"})
             assert answer.status_code == 200
     sent = [json.loads(call.body) for call in engine.calls]
@@ -186,7 +186,7 @@ async def test_sglangs_field_alone() -> None:
     engine = FakeEngine("a")
     async with in_front_of(engine, 0, 1) as proxy:
         ranked = proxy.proxy.clusters["default"]
-        ranked.ranks.observe(ranked.engines[0], (), None, in_body=True)
+        ranked.ranks.observe_ranks(ranked.engines[0], (), None, in_body=True)
         await post(proxy)
         await proxy.client.post("/v1/embeddings", json={"model": "m", "input": "x"})
     assert engine.calls[0].body.startswith(b'{"routed_dp_rank":0,"model":')

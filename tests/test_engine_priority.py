@@ -197,7 +197,7 @@ async def test_an_engine_that_refuses_the_field_is_asked_again_without(status: i
         assert state(proxy) == "refused"
         assert proxy.proxy.clusters["default"].endpoints[0].health.failures == 0
         # another process may know the field
-        proxy.proxy.clusters["default"].endpoints[0].priority.restarted()
+        proxy.proxy.clusters["default"].endpoints[0].priority.forget_verdict()
         await proxy.client.post("/v1/chat/completions", json=chat())
     assert [b'"priority"' in call.body for call in engine.calls] == [True, False, False, True, False]
 
@@ -387,7 +387,7 @@ async def test_an_engine_that_came_back_is_another_one() -> None:
     async with one_engine(engine, **ON, health=probing) as proxy:
         endpoint = proxy.proxy.clusters["default"].endpoints[0]
         await until(lambda: endpoint.health.is_healthy)
-        endpoint.priority.refused()
+        endpoint.priority.record_refusal()
         engine.healthy = False
         await until(lambda: not endpoint.health.is_healthy)
         assert state(proxy) == "refused"

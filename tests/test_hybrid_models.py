@@ -92,7 +92,7 @@ async def test_a_long_block_is_told_by_the_engine() -> None:
     """One reading of its metrics is enough, and what teaches how many bytes make a token."""
     engine = hybrid(block_size=STEP, capacity_blocks=256)
     async with simulated(names=(ONLY,), engine=engine) as place, proxied(place) as proxy:
-        await service(proxy).scraper.round()
+        await service(proxy).scraper.scrape_all()
         talk = Talk(place, proxy)
         await talk.talk(3)
         rows = await talk.talk(10)

@@ -51,11 +51,11 @@ async def test_a_slow_half_gets_less_of_unary_traffic() -> None:
         assert kvcache is not None
         assert policy.speeds is not None
         took: Counter[str] = Counter()
-        await kvcache.scraper.round()
+        await kvcache.scraper.scrape_all()
         for number in range(ROUNDS):
             answers = [ask(proxy, number * AT_ONCE + each) for each in range(AT_ONCE)]
             served = await asyncio.gather(*answers)
-            await kvcache.scraper.round()
+            await kvcache.scraper.scrape_all()
             if number >= ROUNDS // 2:
                 took.update(served)
         learned = policy.speeds.estimates(proxy.proxy.clock())

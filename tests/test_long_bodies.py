@@ -52,7 +52,7 @@ async def test_the_looks_at_a_long_body_are_in_turns_of_their_own(monkeypatch: p
             return look
 
         monkeypatch.setattr(inference_request, "decode_body", noting("parse", inference_request.decode_body))
-        monkeypatch.setattr(LocalIndexes, "hashes", noting("hash", LocalIndexes.hashes))
+        monkeypatch.setattr(LocalIndexes, "hash_prompt", noting("hash", LocalIndexes.hash_prompt))
         monkeypatch.setattr(BodyGuard, "passes", noting("guard", BodyGuard.passes))
         async with running_proxy({"a": url}, policy="kv_aware") as proxy:
             for length, turns in ((1000, 1), (LONG_BYTES, 3)):

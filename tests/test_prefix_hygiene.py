@@ -13,14 +13,14 @@ import pytest
 from starlette.types import Send
 
 from kvproxy.cli import main
-from kvproxy.commands.doctor import TrafficOptions, traffic
+from kvproxy.commands.doctor import TrafficOptions, print_traffic
 from kvproxy.commands.operate import AdminAddress
 from kvproxy.doctor.traffic import rows_of, rows_of_receipts, traffic_report
 from kvproxy.listener.server import Server
 from kvproxy.prefix.hygiene.causes import Cause
-from kvproxy.receipts.explain import explain
+from kvproxy.receipts.explain import explain_receipt
 from kvproxy.receipts.files import ReceiptReader
-from kvproxy.receipts.receipt import decode
+from kvproxy.receipts.receipt import decode_receipt
 from tests.prefix.test_prefix_changes import agent, dated, edited
 from tests.support.fake_engine import Call, FakeEngine, reply
 from tests.support.loopback import serve
@@ -102,7 +102,7 @@ async def test_receipts_say_it_too(broken: RunningProxy, tmp_path: Path, capsys:
     assert last.prefix_break is not None
     assert (first.prefix_break, first.client) == (None, "claude-code")
     assert (last.prefix_break.cause, last.prefix_break.part) == (Cause.DATE_OR_ID, "system block 1, line 3")
-    text = explain(last)
+    text = explain_receipt(last)
     assert "its session's last prompt was not reused: a date, a time or an id" in text
     said = await shown(["doctor", "--traffic", "--receipts", str(path)], capsys)
     assert "client claude-code: date_or_id" in said
@@ -116,7 +116,7 @@ def test_no_proxy_and_no_receipts(tmp_path: Path) -> None:
         TrafficOptions(AdminAddress("http://127.0.0.1:9"), tmp_path / "none.jsonl"),
     ):
         out, err = io.StringIO(), io.StringIO()
-        assert traffic(options, out=out, err=err) == 1
+        assert print_traffic(options, out=out, err=err) == 1
         assert err.getvalue().startswith("kvproxy doctor --traffic: n")
 
 
@@ -125,8 +125,8 @@ def test_receipts_of_a_later_version() -> None:
     line = (
         b'{"time":"t","request_id":"r","end":"completed","duration_s":1,"cached_tokens":0,"session":"s","prefix_break":'
     )
-    receipt = decode(line + b'{"cause":"moonlight","part":"tool 1","tokens":9}}')
-    assert "was not reused: moonlight (tool 1): 9 tokens again" in explain(receipt)
+    receipt = decode_receipt(line + b'{"cause":"moonlight","part":"tool 1","tokens":9}}')
+    assert "was not reused: moonlight (tool 1): 9 tokens again" in explain_receipt(receipt)
     assert rows_of_receipts([receipt, receipt]) == ([], 1)
 
 

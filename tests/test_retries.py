@@ -205,7 +205,7 @@ async def test_no_endpoint_at_all_gives_503_with_retry_after() -> None:
     """And it says so in OpenAI's shape."""
     engine = FakeEngine("a", answer_ok)
     async with serve(engine) as url, running_proxy({"a": url}) as proxy:
-        proxy.proxy.clusters["default"].drain("a")  # type: ignore[arg-type]
+        proxy.proxy.clusters["default"].drain_endpoint("a")  # type: ignore[arg-type]
         answer = await proxy.client.post("/v1/chat/completions", json=chat())
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "1"

@@ -128,14 +128,14 @@ async def test_what_its_metrics_say_reaches_ledger_index_and_page() -> None:
     """Capacity by tokens, load, hit ratio, and which program it is."""
     async with fleet(count=1, kvcache={"kv_events": False}) as place:
         chat = opening("tell me of the sea")
-        await place.kv.scraper.round()
+        await place.kv.scraper.scrape_all()
         for _ in range(4):
             await place.turn(chat)
-        await place.kv.scraper.round()
+        await place.kv.scraper.scrape_all()
         index = place.kv.overlap.indexes["default"]
         assert index.capacities.reported_blocks(EndpointId("a")) > 0
         [endpoint] = place.proxy.proxy.clusters["default"].endpoints
-        reading = place.kv.scraper.signals.reading(endpoint)
+        reading = place.kv.scraper.signals.latest_scrape(endpoint)
         assert reading is not None
         metrics = reading[1]
         assert (metrics.kind, metrics.running, metrics.waiting, metrics.kv_usage) == (EngineKind.SGLANG, 0, 0, 0.0)
@@ -152,10 +152,10 @@ async def test_speeds_are_learned_from_whole_answers() -> None:
     async with fleet(engine, count=1) as place:
         speeds = place.proxy.proxy.clusters["default"].speeds
         assert speeds is not None
-        await place.kv.scraper.round()
+        await place.kv.scraper.scrape_all()
         for number in range(6):
             await place.turn(opening(f"{number} tell me of the sea"))
-            await place.kv.scraper.round()
+            await place.kv.scraper.scrape_all()
         assert speeds.estimates(asyncio.get_running_loop().time()).samples_by_kind["scraped"] > 0
 
 
@@ -171,8 +171,8 @@ async def test_a_flushed_cache_is_noticed() -> None:
         assert answer.status_code in (403, 404)  # no client's business
         assert place.apps["a"]._engine.reset_prefix_cache()
         await place.turn(opening(OTHER))
-        await until(lambda: place.kv.state.losses.latest("default", EndpointId("a")))
-        loss = place.kv.state.losses.latest("default", EndpointId("a"))
+        await until(lambda: place.kv.state.losses.latest_loss("default", EndpointId("a")))
+        loss = place.kv.state.losses.latest_loss("default", EndpointId("a"))
         assert loss is not None
         assert loss.reason.value == "cleared"
         assert (

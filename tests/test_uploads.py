@@ -236,8 +236,8 @@ async def test_beyond_the_bound_of_streams_a_body_is_collected() -> None:
     shared = uploads()
     first = body_of(Pieces(BIG, BIG), shared)
     second = body_of(Pieces(BIG, BIG, BIG), shared)
-    await first.begin()
-    await second.begin()
+    await first.read_beginning()
+    await second.read_beginning()
     assert (shared.streams, first.replayable, second.consumed) == (1, True, True)
     assert second.take() == BIG * 3
     stream = first.take()
@@ -245,7 +245,7 @@ async def test_beyond_the_bound_of_streams_a_body_is_collected() -> None:
     assert [piece async for piece in stream] == [BIG, BIG]
     assert (shared.streams, first.replayable) == (0, False)
     for body in (first, first, second):
-        body.end()
+        body.release_bytes()
     assert (shared.streams, shared.held.held_bytes) == (0, 0)
 
 
@@ -253,9 +253,9 @@ async def test_a_stream_given_up_gives_its_place_back() -> None:
     """Whatever became of it."""
     shared = uploads()
     body = body_of(Pieces(BIG, more=True), shared)
-    await body.begin()
+    await body.read_beginning()
     assert shared.streams == 1
-    body.end()
+    body.release_bytes()
     assert (shared.streams, shared.held.held_bytes) == (0, 0)
 
 
@@ -263,7 +263,7 @@ async def test_the_engine_s_time_is_not_the_client_s() -> None:
     """What passes between two pieces because the engine is slow to take them is no reason for a 408."""
     shared = uploads(timeout_s=20.0)
     body = body_of(Pieces(BIG, b"a", b"b", b"c"), shared)
-    await body.begin()
+    await body.read_beginning()
     stream = body.take()
     assert not isinstance(stream, bytes | None)
     got = b""
@@ -288,9 +288,9 @@ async def test_all_the_waiting_for_a_client_counts() -> None:
 
         body = body_of(drip, shared)
         with pytest.raises(BodyTooSlow):
-            await body.begin()
+            await body.read_beginning()
     assert 3 <= pieces <= 7
-    body.end()
+    body.release_bytes()
     assert shared.held.held_bytes == 0
 
 
@@ -298,7 +298,7 @@ async def test_all_the_waiting_for_a_client_counts() -> None:
 async def test_a_length_over_the_limit_is_not_waited_for(length: bytes) -> None:
     """Also one that no machine could count to."""
     with pytest.raises(BodyTooLarge):
-        await body_of(Pieces(), uploads(), length).begin()
+        await body_of(Pieces(), uploads(), length).read_beginning()
 
 
 async def test_the_beginning_counts_among_all_bodies() -> None:
@@ -306,7 +306,7 @@ async def test_the_beginning_counts_among_all_bodies() -> None:
     shared = uploads(held=HeldBodies(100))
     body = body_of(Pieces(b"x" * 60, b"x" * 60, more=True), shared)
     with pytest.raises(BodiesFull):
-        await body.begin()
+        await body.read_beginning()
     assert shared.held.held_bytes == 60
-    body.end()
+    body.release_bytes()
     assert shared.held.held_bytes == 0

@@ -109,13 +109,13 @@ async def test_an_engine_that_began_anew_is_known_to_be_empty(tmp_path: Path) ->
     """By its own start time, before any request had to find out."""
     async with simulated(names=("a",)) as place:
         async with life(place, tmp_path / "kept", engine_metrics_interval="1h") as before:
-            await service(before).scraper.round()
+            await service(before).scraper.scrape_all()
             await ask(before.client, SAID)
         place.fleet.engines["a"].state.metrics.started_at += 60.0  # as a new process would show it
         async with life(place, tmp_path / "kept", engine_metrics_interval="1h") as after:
             held = service(after).overlap.indexes["default"].approximate
             assert held.entries > 0
-            await service(after).scraper.round()
+            await service(after).scraper.scrape_all()
             assert held.held_blocks(held.endpoints[0]) == 0
             _, _, decision = await ask(after.client, SAID, "yes", MORE)
             assert "reason=no_overlap" in decision
@@ -215,6 +215,6 @@ async def test_engines_that_are_down_do_not_hold_up_the_start(tmp_path: Path) ->
     async with simulated() as place, life(place, tmp_path / "kept") as before:
         await ask(before.client, SAID)
     async with life(place, tmp_path / "kept", engine_metrics_interval="1h") as after:
-        await service(after).scraper.round()
+        await service(after).scraper.scrape_all()
         assert after.metric("kvproxy_kvcache_snapshot_restores_total", outcome="restored") == 1
         assert after.metric("kvproxy_kvcache_index_blocks", index="approximate") > 0

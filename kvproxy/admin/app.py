@@ -25,7 +25,7 @@ from kvproxy.admin.live import FILES, LiveView, PageFiles
 from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.pick import PickRoutes
 from kvproxy.admin.process import AdviceRoutes, HealthRoutes, SettingsRoutes
-from kvproxy.admin.replies import Audit, RequestRefused, error, on_http_error, on_refused
+from kvproxy.admin.replies import Audit, RequestRefused, on_http_error, on_refused, reply_error
 from kvproxy.admin.views import CacheRoutes, DecisionRoutes
 from kvproxy.config.addresses import is_loopback
 from kvproxy.errors import Problem
@@ -84,7 +84,7 @@ class AccessControl:
             return
         status, problem = refusal
         headers = {"www-authenticate": "Bearer"} if status == 401 else None
-        await error(status, [problem], headers=headers)(scope, receive, marked)
+        await reply_error(status, [problem], headers=headers)(scope, receive, marked)
 
     def _refusal(self, scope: Scope) -> tuple[int, Problem] | None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -149,7 +149,7 @@ def build_admin_app(
         AdviceRoutes(operated, audit),
         SettingsRoutes(operated, audit, set_level=set_level),
     )
-    routes = [route for part in parts for route in part.routes()]
+    routes = [route for part in parts for route in part.list_routes()]
     return guard_routes(routes, token=lambda: operated.config.admin.token)
 
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvproxy.admin.operated import AdminTarget
-from kvproxy.admin.replies import Audit, RequestRefused, read_json_object, reply
+from kvproxy.admin.replies import Audit, RequestRefused, read_json_object, reply_json
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.addresses import url_fault
@@ -41,7 +41,7 @@ class EndpointRoutes:
         self._operated = operated
         self._audit = audit
 
-    def routes(self) -> list[Route]:
+    def list_routes(self) -> list[Route]:
         """Their paths."""
         one = "/endpoints/{cluster}/{id:path}"
         return [
@@ -58,21 +58,22 @@ class EndpointRoutes:
     def _list(self) -> Response:
         clusters: dict[str, list[dict[str, object]]] = {}
         for name, cluster in self._operated.clusters.items():
-            present = [describe_endpoint(self._operated, name, each) for each in cluster.endpoints]
             leaving = [{**each.status(self._operated.clock()), "leaving": True} for each in cluster.draining]
-            clusters[name] = present + leaving
+            clusters[name] = [describe_endpoint(self._operated, name, each) for each in cluster.endpoints] + leaving
         failing = {name: dict(one.discovery_complaints) for name, one in self._operated.clusters.items()}
-        return reply({"clusters": clusters, "failing_discovery": {name: why for name, why in failing.items() if why}})
+        return reply_json(
+            {"clusters": clusters, "failing_discovery": {name: why for name, why in failing.items() if why}}
+        )
 
     async def _add(self, request: Request) -> Response:
         body = await read_json_object(request)
         cluster = self._cluster(body.pop("cluster", None))
         endpoint = _decoded(body)
-        if cluster.named(EndpointId(endpoint.id)):
+        if cluster.find_named(EndpointId(endpoint.id)):
             raise RequestRefused(
                 409, Problem("id", f"{cluster.name} has an endpoint {endpoint.id!r}", "remove it first")
             )
-        if not cluster.add(endpoint):
+        if not cluster.add_endpoint(endpoint):
             raise RequestRefused(409, Problem("id", "too many endpoints were added already", "remove some"))
         self._audit.write_line(request, "endpoint.add", cluster=cluster.name, endpoint=endpoint.id, url=endpoint.url)
         return self._status_of(cluster, endpoint.id, 201)
@@ -82,7 +83,7 @@ class EndpointRoutes:
         cluster, name, endpoints = self._named(request)
         draining = not request.url.path.endswith("/undrain")
         before = all(endpoint.draining for endpoint in endpoints)
-        cluster.drain(name, draining=draining)
+        cluster.drain_endpoint(name, draining=draining)
         action = "endpoint.drain" if draining else "endpoint.undrain"
         self._audit.write_line(request, action, cluster=cluster.name, endpoint=name, was_draining=before)
         return self._status_of(cluster, name)
@@ -98,7 +99,7 @@ class EndpointRoutes:
             raise RequestRefused(422, *unknown)
         assert isinstance(weight, int | float)
         before = endpoints[0].configured_weight
-        cluster.reweight(name, float(weight))
+        cluster.reweight_endpoint(name, float(weight))
         where = {"cluster": cluster.name, "endpoint": name}
         self._audit.write_line(request, "endpoint.weight", **where, before=before, after=float(weight))
         return self._status_of(cluster, name)
@@ -107,9 +108,9 @@ class EndpointRoutes:
         await read_json_object(request, optional=True)
         cluster, name, endpoints = self._named(request)
         in_flight = sum(endpoint.load.in_flight for endpoint in endpoints)
-        cluster.remove(name)
+        cluster.remove_endpoint(name)
         self._audit.write_line(request, "endpoint.remove", cluster=cluster.name, endpoint=name, in_flight=in_flight)
-        return reply({"removed": name, "cluster": cluster.name, "in_flight": in_flight})
+        return reply_json({"removed": name, "cluster": cluster.name, "in_flight": in_flight})
 
     def _cluster(self, name: Any) -> Cluster:
         """The named cluster, or the only one; RequestRefused when there is none."""
@@ -128,19 +129,19 @@ class EndpointRoutes:
         """What the path names: an endpoint, or the engine of several, one a data-parallel rank."""
         cluster = self._cluster(request.path_params["cluster"])
         name = EndpointId(request.path_params["id"])
-        endpoints = cluster.named(name)
+        endpoints = cluster.find_named(name)
         if not endpoints:
             known = spelling_hint(name, [each.id for each in cluster.endpoints])
             raise RequestRefused(404, Problem("id", f"{cluster.name} has no endpoint {name[:128]!r}", known))
         return cluster, name, endpoints
 
     def _status_of(self, cluster: Cluster, name: str, status: int = 200) -> Response:
-        endpoints = cluster.named(EndpointId(name))
+        endpoints = cluster.find_named(EndpointId(name))
         described = [describe_endpoint(self._operated, cluster.name, each) for each in endpoints]
         if [each.id for each in endpoints] == [name]:
-            return reply(described[0], status)
+            return reply_json(described[0], status)
         in_flight = sum(endpoint.load.in_flight for endpoint in endpoints)
-        return reply({"id": name, "in_flight": in_flight, "ranks": described}, status)
+        return reply_json({"id": name, "in_flight": in_flight, "ranks": described}, status)
 
 
 def _decoded(body: dict[str, Any]) -> EndpointSettings:
@@ -183,7 +184,7 @@ class RoutingRoutes:
         self._operated = operated
         self._audit = audit
 
-    def routes(self) -> list[Route]:
+    def list_routes(self) -> list[Route]:
         """Their paths."""
         return [Route("/routing", self._routing, methods=["GET", "PATCH"])]
 
@@ -191,7 +192,9 @@ class RoutingRoutes:
         if request.method == "PATCH":
             self._change(request, await read_json_object(request))
         now = self._operated.clock()
-        return reply({"clusters": {name: describe_routing(one, now) for name, one in self._operated.clusters.items()}})
+        return reply_json(
+            {"clusters": {name: describe_routing(one, now) for name, one in self._operated.clusters.items()}}
+        )
 
     def _change(self, request: Request, body: dict[str, Any]) -> None:
         """All of it, or nothing."""

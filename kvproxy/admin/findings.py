@@ -14,8 +14,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.engine_priority import PriorityState
 from kvproxy.config.cluster_schema import EnginePriorityMode
-from kvproxy.kvcache.feedback.cache_losses import CacheLosses, LossReason
-from kvproxy.kvcache.feedback.trust import WINDOW, MissedReuse
+from kvproxy.kvcache.feedback.trust import WINDOW, CacheLosses, LossReason, MissedReuse
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams
 from kvproxy.kvcache.service import KvCache
 
@@ -141,7 +140,7 @@ def find_engine_findings(kvcache: KvCache, name: str, cluster: Cluster, now: flo
     """Of one cluster."""
     yield from _streams(kvcache.overlap.streams, name, cluster, now)
     yield from _asleep(name, cluster, now)
-    for one in kvcache.overlap.indexes[name].missed.raised():
+    for one in kvcache.overlap.indexes[name].missed.doubted_records():
         yield _disbelieved(name, one)
     yield from _lost(kvcache.state.losses, name, cluster)
 
@@ -186,7 +185,7 @@ def _disbelieved(name: str, one: MissedReuse) -> Trouble:
 
 def _lost(losses: CacheLosses, name: str, cluster: Cluster) -> Iterator[Trouble]:
     for endpoint in cluster.endpoints:
-        loss = losses.latest(name, endpoint.id)
+        loss = losses.latest_loss(name, endpoint.id)
         if loss is not None and loss.age_s <= _LOSS_SHOWN_S and not endpoint.asleep:
             where = f"{name}/{endpoint.id}"
             yield Trouble(("loss", name, str(endpoint.id)), Rank.REST, "note", where, _LOST[loss.reason])

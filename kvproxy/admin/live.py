@@ -55,7 +55,7 @@ class PageFiles:
         folder = files("kvproxy.admin") / "static"
         self._files = {path: ((folder / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
 
-    def routes(self) -> list[Route]:
+    def list_routes(self) -> list[Route]:
         """Their paths."""
         return [Route(path, self._file, methods=["GET"]) for path in self._files]
 
@@ -77,7 +77,7 @@ class LiveView:
         self._hot_at = -HOT_AGAIN_S
         history.on_sample.append(lambda now: self._troubles.update_findings(now, self._minute(now)))
 
-    def routes(self) -> list[Route]:
+    def list_routes(self) -> list[Route]:
         """Its path."""
         return [Route("/live", self._live, methods=["GET"])]
 

@@ -59,11 +59,11 @@ class Reloaded:
 class AdviceRuns(Protocol):
     """The adviser, in a process of its own."""
 
-    def start(self, budget_s: float) -> bool:
+    def start_run(self, budget_s: float) -> bool:
         """Whether a run was begun; not while one goes on."""
         ...
 
-    def describe(self) -> Mapping[str, object]:
+    def describe_run(self) -> Mapping[str, object]:
         """How it stands, with the latest advice."""
         ...
 

@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.pick_request import Question, parse_question, parse_report
-from kvproxy.admin.replies import RequestRefused, read_json_object, reply
+from kvproxy.admin.replies import RequestRefused, read_json_object, reply_json
 from kvproxy.admin.reservations import PickReservation, Reservations
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
@@ -32,7 +32,7 @@ class PickRoutes:
             reservations = Reservations(metrics=operated.metrics, clock=operated.clock)
         self._held = reservations
 
-    def routes(self) -> list[Route]:
+    def list_routes(self) -> list[Route]:
         """Their paths."""
         return [
             Route("/pick", self._pick, methods=["POST"]),
@@ -59,15 +59,15 @@ class PickRoutes:
         decision = cluster.decide(asked, now)
         if isinstance(decision, Refusal):
             if question.reserve:
-                cluster.refuse(asked, decision)
+                cluster.count_refusal(asked, decision)
             raise _refused(decision)
         shown = _shown(decision, cluster)
         if not question.reserve:
-            return reply(shown)
+            return reply_json(shown)
         pick, service = cluster.reserve(decision, now), operated.kvcache
         held = self._held.hold_pick(cluster, pick, service=service, facts=facts, lease_s=question.lease_s)
         shown["reservation"] = {"id": held.id, "lease_s": question.lease_s}
-        return reply(shown, 201)
+        return reply_json(shown, 201)
 
     async def _facts_for(self, inference: InferenceRequest, body: bytes, target: RouteTarget) -> RequestFacts | None:
         service = self._operated.kvcache
@@ -94,14 +94,14 @@ class PickRoutes:
         await read_json_object(request, optional=True)
         if not self._held.first_token(request.path_params["id"]):
             raise _unknown()
-        return reply({"first_token": True})
+        return reply_json({"first_token": True})
 
     async def _done(self, request: Request) -> Response:
         ended = await parse_report(request)
         held: PickReservation | None = self._held.end_pick(request.path_params["id"], ended)
         if held is None:
             raise _unknown()
-        return reply({"endpoint": held.pick.endpoint.id, "outcome": ended.outcome.value})
+        return reply_json({"endpoint": held.pick.endpoint.id, "outcome": ended.outcome.value})
 
 
 def _check_policy(question: Question, cluster: Cluster) -> None:

@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from kvproxy.admin.operated import AdminTarget, OperatedProcess
-from kvproxy.admin.replies import Audit, RequestRefused, read_json_object, reply
+from kvproxy.admin.replies import Audit, RequestRefused, read_json_object, reply_json
 from kvproxy.cluster.routes import clusters_without_endpoint
 from kvproxy.config.paths import spelling_hint
 from kvproxy.config.schema import LogLevel
@@ -44,7 +44,7 @@ class HealthRoutes:
     def __init__(self, operated: AdminTarget) -> None:
         self._operated = operated
 
-    def routes(self) -> list[Route]:
+    def list_routes(self) -> list[Route]:
         """Their paths."""
         return [
             Route("/healthz", self._healthz, methods=["GET"]),
@@ -63,12 +63,12 @@ class HealthRoutes:
         return Response(await render_exposition(self._operated.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-def redact(data: Any, *, name: str = "") -> Any:
+def redact_secrets(data: Any, *, name: str = "") -> Any:
     """Plain data without secrets, by the names they stand under."""
     if isinstance(data, dict):
-        return {key: redact(value, name=str(key)) for key, value in data.items()}
+        return {key: redact_secrets(value, name=str(key)) for key, value in data.items()}
     if isinstance(data, list | tuple):
-        return [redact(value, name=name) for value in data]
+        return [redact_secrets(value, name=name) for value in data]
     if _SECRET.search(name) and not isinstance(data, _HARMLESS) and data:
         return REDACTED
     return data
@@ -82,7 +82,7 @@ class AdviceRoutes:
         self._operated = operated
         self._audit = audit
 
-    def routes(self) -> list[Route]:
+    def list_routes(self) -> list[Route]:
         """Its path."""
         return [Route("/advise", self._advise, methods=["GET", "POST"])]
 
@@ -90,7 +90,7 @@ class AdviceRoutes:
         adviser = self._operated.adviser
         if request.method == "GET":
             nothing = {"state": "unavailable", "started": None, "error": "", "advice": None}
-            return reply(nothing if adviser is None else adviser.describe())
+            return reply_json(nothing if adviser is None else adviser.describe_run())
         body = await read_json_object(request, optional=True)
         if adviser is None:
             raise RequestRefused(409, Problem("", "the proxy was not started from a file", "start it with -c FILE"))
@@ -100,10 +100,10 @@ class AdviceRoutes:
             problems.append(Problem("budget_s", "no number of seconds", f"from 0 to {_MAX_BUDGET_S:g}"))
         if problems:
             raise RequestRefused(422, *problems)
-        if not adviser.start(math.ceil(budget_s)):
+        if not adviser.start_run(math.ceil(budget_s)):
             raise RequestRefused(409, Problem("", "it runs already", "GET /advise tells when it is done"))
         self._audit.write_line(request, "advise", budget_s=budget_s)
-        return reply(adviser.describe(), 202)
+        return reply_json(adviser.describe_run(), 202)
 
 
 class SettingsRoutes:
@@ -114,7 +114,7 @@ class SettingsRoutes:
         self._audit = audit
         self._set_level = set_level
 
-    def routes(self) -> list[Route]:
+    def list_routes(self) -> list[Route]:
         """Their paths."""
         return [
             Route("/config", self._config, methods=["GET"]),
@@ -123,7 +123,7 @@ class SettingsRoutes:
         ]
 
     async def _config(self, request: Request) -> Response:
-        return reply(redact(self._operated.config.model_dump(mode="json")))
+        return reply_json(redact_secrets(self._operated.config.model_dump(mode="json")))
 
     async def _reload(self, request: Request) -> Response:
         """Read the configuration file again and apply it; 422 with every problem when it cannot be."""
@@ -136,12 +136,12 @@ class SettingsRoutes:
             raise RequestRefused(422, *reloaded.errors)
         outcome = {"after_restart": list(reloaded.after_restart), "lost": reloaded.lost}
         self._audit.write_line(request, "reload", before="", after="applied", **outcome)
-        return reply({"reloaded": True, **outcome})
+        return reply_json({"reloaded": True, **outcome})
 
     async def _log(self, request: Request) -> Response:
         if request.method == "PATCH":
             self._change(request, await read_json_object(request))
-        return reply({"level": _level()})
+        return reply_json({"level": _level()})
 
     def _change(self, request: Request, body: dict[str, Any]) -> None:
         problems = [Problem(key, "unknown key", spelling_hint(key, ["level"])) for key in body if key != "level"]

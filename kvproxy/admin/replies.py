@@ -32,23 +32,23 @@ class RequestRefused(Exception):
         self.problems = problems
 
 
-def reply(data: object, status: int = 200, *, headers: Mapping[str, str] | None = None) -> Response:
+def reply_json(data: object, status: int = 200, *, headers: Mapping[str, str] | None = None) -> Response:
     """`data` as JSON; numbers that JSON does not have become null."""
     return Response(msgspec.json.encode(data), status, {**_NO_STORE, **(headers or {})}, media_type="application/json")
 
 
-def error(status: int, problems: Sequence[Problem], *, headers: Mapping[str, str] | None = None) -> Response:
+def reply_error(status: int, problems: Sequence[Problem], *, headers: Mapping[str, str] | None = None) -> Response:
     """`{"error": what, "problems": [{"where", "what", "fix"}]}`; the first problem is the headline."""
     listed = [
         {"where": f"{one.place}: {one.path}".strip(": "), "what": one.message, "fix": one.hint} for one in problems
     ]
-    return reply({"error": problems[0].message, "problems": listed}, status, headers=headers)
+    return reply_json({"error": problems[0].message, "problems": listed}, status, headers=headers)
 
 
 async def on_refused(request: Request, refused: Exception) -> Response:
     """Starlette's handler for RequestRefused."""
     assert isinstance(refused, RequestRefused)
-    return error(refused.status, refused.problems)
+    return reply_error(refused.status, refused.problems)
 
 
 async def on_http_error(request: Request, raised: Exception) -> Response:
@@ -62,7 +62,7 @@ async def on_http_error(request: Request, raised: Exception) -> Response:
         problem = Problem(path, "there is nothing here", "docs/admin.md lists what there is")
     else:
         problem = Problem(path, raised.detail)
-    return error(raised.status_code, [problem], headers=raised.headers)
+    return reply_error(raised.status_code, [problem], headers=raised.headers)
 
 
 async def receive_body(request: Request, *, most: int = MAX_BODY_BYTES) -> bytes:

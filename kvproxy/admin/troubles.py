@@ -75,7 +75,7 @@ class Troubles:
 
     def _rest(self) -> Iterator[Trouble]:
         kvcache = self._operated.kvcache
-        alarms: Sequence[OperatorFinding] = () if kvcache is None else kvcache.state.predictions.alarms()
+        alarms: Sequence[OperatorFinding] = () if kvcache is None else kvcache.state.predictions.raised_alarms()
         unknown = find_unlearned(self._operated.clusters)
         unheeded = find_unheeded_priority(self._operated.clusters)
         for kind, found in (

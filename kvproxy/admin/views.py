@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from kvproxy.admin.history import count_by_label
 from kvproxy.admin.operated import AdminTarget, OperatorFinding
-from kvproxy.admin.replies import RequestRefused, read_limit, reply
+from kvproxy.admin.replies import RequestRefused, read_limit, reply_json
 from kvproxy.errors import Problem
 from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.status import cache_status, hot_prefixes, leases, prefix_breaks
@@ -87,7 +87,7 @@ class DecisionRoutes:
     def __init__(self, operated: AdminTarget) -> None:
         self._operated = operated
 
-    def routes(self) -> list[Route]:
+    def list_routes(self) -> list[Route]:
         """Their paths."""
         return [
             Route("/decisions", self._decisions, methods=["GET"]),
@@ -98,7 +98,7 @@ class DecisionRoutes:
         limit, result = read_limit(request, default=100, most=MAX_LIMIT), request.query_params.get("result", "")
         if result and result not in RESULTS:
             raise RequestRefused(400, Problem("result", "there is no such result", f"allowed: {', '.join(RESULTS)}"))
-        return reply({"decisions": list_decisions(self._operated, limit, result=result)})
+        return reply_json({"decisions": list_decisions(self._operated, limit, result=result)})
 
     async def _decision(self, request: Request) -> Response:
         number: str = request.path_params["number"]
@@ -106,7 +106,7 @@ class DecisionRoutes:
         if decision is None:
             fix = f"the last {MAX_LIMIT} are kept; receipts keep more (docs/receipts.md)"
             raise RequestRefused(404, Problem("number", "this decision is not kept any more", fix))
-        return reply({**_shown(self._operated, decision), "candidates": _candidates(decision)})
+        return reply_json({**_shown(self._operated, decision), "candidates": _candidates(decision)})
 
 
 class CacheRoutes:
@@ -115,7 +115,7 @@ class CacheRoutes:
     def __init__(self, operated: AdminTarget) -> None:
         self._operated = operated
 
-    def routes(self) -> list[Route]:
+    def list_routes(self) -> list[Route]:
         """Their paths."""
         return [
             Route("/cache/status", self._status, methods=["GET"]),
@@ -132,7 +132,7 @@ class CacheRoutes:
             "results": count_by_label(metrics.kvcache.predictions, "result"),
             "alarms": [{"where": one.where, "what": one.what, "fix": one.fix} for one in self._alarms()],
         }
-        return reply(
+        return reply_json(
             {
                 **cache_status(self._service()),
                 "lookups": count_by_label(metrics.kvcache.lookups, "outcome"),
@@ -144,16 +144,16 @@ class CacheRoutes:
 
     async def _hot(self, request: Request) -> Response:
         limit = read_limit(request, default=20, most=MAX_LIMIT)
-        return reply({"prefixes": await hot_prefixes(self._service(), limit)})
+        return reply_json({"prefixes": await hot_prefixes(self._service(), limit)})
 
     async def _leases(self, request: Request) -> Response:
-        return reply({"leases": leases(self._service(), self._operated.clock())})
+        return reply_json({"leases": leases(self._service(), self._operated.clock())})
 
     async def _breaks(self, request: Request) -> Response:
-        return reply(prefix_breaks(self._service(), self._operated.clock()))
+        return reply_json(prefix_breaks(self._service(), self._operated.clock()))
 
     def _alarms(self) -> Sequence[OperatorFinding]:
-        return self._service().state.predictions.alarms()
+        return self._service().state.predictions.raised_alarms()
 
     def _service(self) -> KvCache:
         kvcache = self._operated.kvcache

@@ -136,10 +136,12 @@ class Adviser:
         follows = kvcache is not None and kvcache.kv_events
         today = model_today(traffic, engines, occupancy, cluster, follows_events=follows)
         simulation = Simulation(traffic, today, budget_s=budget_s, err=self.err, clock=self.clock)
-        fit = simulation.fit(len(list_candidates(today, engines, occupancy, kvcache=kvcache)))
+        fit = simulation.fit_today(len(list_candidates(today, engines, occupancy, kvcache=kvcache)))
         expected: list[Expectation] = []
         if fit is not None and fit.good:
-            expected = simulation.expect(list_candidates(simulation.today, engines, occupancy, kvcache=kvcache), fit)
+            expected = simulation.expect_gains(
+                list_candidates(simulation.today, engines, occupancy, kvcache=kvcache), fit
+            )
         elif fit is not None:
             notes.append(
                 f"the model does not fit this fleet: it is {abs(fit.error):.0%} off, more than {DOES_NOT_FIT:.0%}; "

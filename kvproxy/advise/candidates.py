@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvproxy.advise.advice import Setting
 from kvproxy.advise.engines import EngineSettingsSeen
-from kvproxy.advise.known import more_memory, more_sequences, order_config, spelled
+from kvproxy.advise.known import more_memory, more_sequences, order_config, spell_advice
 from kvproxy.advise.today import BLOCK_TOKENS, Today
 from kvproxy.advise.traffic import Occupancy
 from kvproxy.clients.engine_metrics import EngineKind
@@ -76,7 +76,9 @@ def _scheduling(today: Today, engines: Sequence[EngineSettingsSeen]) -> Iterator
         other = replace(today, spec=replace(today.spec, priority=True))
         what = "engines order what waits by priority instead of arrival"
         wanting = [one for one in engines if not one.by_priority]
-        yield Candidate(Setting.SCHEDULING, what, other, spelled(Setting.SCHEDULING, wanting), order_config(wanting))
+        yield Candidate(
+            Setting.SCHEDULING, what, other, spell_advice(Setting.SCHEDULING, wanting), order_config(wanting)
+        )
 
 
 def _events(
@@ -90,7 +92,7 @@ def _events(
     config = "" if kvcache.kv_events else "kv_events: true    (filter kvcache)"
     what = "what engines hold is known from their KV events"
     yield Candidate(
-        Setting.KV_EVENTS, what, _with(today, index=IndexMode.EVENTS), spelled(Setting.KV_EVENTS, silent), config
+        Setting.KV_EVENTS, what, _with(today, index=IndexMode.EVENTS), spell_advice(Setting.KV_EVENTS, silent), config
     )
 
 
@@ -102,7 +104,7 @@ def _sequences(today: Today, engines: Sequence[EngineSettingsSeen], occupancy: O
     other = _with(today, max_sequences=more, max_batched_tokens=max(today.fleet.max_batched_tokens, more + 1))
     yield Candidate(
         Setting.SEQUENCES, f"{more:,} sequences at a time instead of {slots:,}", other,
-        spelled(Setting.SEQUENCES, engines, more),
+        spell_advice(Setting.SEQUENCES, engines, more),
     )  # fmt: skip
 
 
@@ -112,11 +114,11 @@ def _steps(today: Today, engines: Sequence[EngineSettingsSeen]) -> Iterator[Cand
         if max(512, today.fleet.max_sequences + 1) <= other <= 65_536:
             what = f"{other:,} tokens a step instead of {tokens:,}"
             changed = _with(today, max_batched_tokens=other)
-            yield Candidate(Setting.STEP_TOKENS, what, changed, spelled(Setting.STEP_TOKENS, engines, other))
+            yield Candidate(Setting.STEP_TOKENS, what, changed, spell_advice(Setting.STEP_TOKENS, engines, other))
     if not today.fleet.long_prefill_token_threshold and tokens > _THRESHOLD:
         what = f"of one prompt at most {_THRESHOLD:,} tokens a step"
         changed = _with(today, long_prefill_token_threshold=_THRESHOLD)
-        yield Candidate(Setting.LONG_PREFILL, what, changed, spelled(Setting.LONG_PREFILL, engines, _THRESHOLD))
+        yield Candidate(Setting.LONG_PREFILL, what, changed, spell_advice(Setting.LONG_PREFILL, engines, _THRESHOLD))
 
 
 def _blocks(today: Today, engines: Sequence[EngineSettingsSeen]) -> Iterator[Candidate]:
@@ -124,17 +126,17 @@ def _blocks(today: Today, engines: Sequence[EngineSettingsSeen]) -> Iterator[Can
         what = f"blocks of 16 tokens instead of {today.block_tokens}"
         large = [one for one in engines if (one.block_tokens or 0) > BLOCK_TOKENS]
         other = replace(today, block_tokens=16)
-        yield Candidate(Setting.BLOCK_TOKENS, what, other, spelled(Setting.BLOCK_TOKENS, large, 16))
+        yield Candidate(Setting.BLOCK_TOKENS, what, other, spell_advice(Setting.BLOCK_TOKENS, large, 16))
 
 
 def _memory(today: Today, engines: Sequence[EngineSettingsSeen]) -> Iterator[Candidate]:
     capacity = today.fleet.capacity_tokens
-    flags = spelled(Setting.MEMORY, engines, lambda engine: more_memory(engine.memory_share))
+    flags = spell_advice(Setting.MEMORY, engines, lambda engine: more_memory(engine.memory_share))
     what = "a tenth more KV memory"
     yield Candidate(Setting.MEMORY, what, _with(today, capacity_tokens=round(capacity * _MORE_MEMORY)), flags)
     without = [one for one in engines if one.kind is not EngineKind.UNKNOWN and not one.offloads]
     what = f"host memory of {_HOST_MEMORY - 1:.0f} times the KV memory behind it"
     yield Candidate(
         Setting.OFFLOAD, what, _with(today, capacity_tokens=round(capacity * _HOST_MEMORY)),
-        spelled(Setting.OFFLOAD, without), at_most="bringing blocks back is not simulated",
+        spell_advice(Setting.OFFLOAD, without), at_most="bringing blocks back is not simulated",
     )  # fmt: skip

@@ -105,7 +105,7 @@ async def _events(engine: EngineFacts) -> tuple[bool | None, bool | None]:
 
 async def _renders(engine: EngineFacts) -> bool | None:
     try:
-        await engine.vllm.render(RequestKind.CHAT, (await engine.choose_model()).id, _PROBE)
+        await engine.vllm.render_prompt(RequestKind.CHAT, (await engine.choose_model()).id, _PROBE)
     except NotSupported:
         return False
     except ClientError:

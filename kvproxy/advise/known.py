@@ -42,7 +42,7 @@ def advise_from_facts(known: Known) -> list[Advice]:
     ]
 
 
-def spelled(
+def spell_advice(
     setting: Setting, engines: Sequence[EngineSettingsSeen], value: Callable[[EngineSettingsSeen], object] | object = ""
 ) -> tuple[tuple[str, str], ...]:
     """The flag for these engines, once for those that spell it alike; engines without such a flag are left out."""
@@ -64,7 +64,7 @@ def _advice(
     setting: Setting, engines: Sequence[EngineSettingsSeen], what: str, *, value: object = "", config: str = ""
 ) -> Iterator[Advice]:
     """Nothing, where no engine has such a flag."""
-    flags = spelled(setting, engines, value)
+    flags = spell_advice(setting, engines, value)
     if flags:
         yield Advice(setting, what, flags, config)
 
@@ -84,7 +84,7 @@ def _report(known: Known) -> Iterator[Advice]:
 
 def _never_reported(traffic: Traffic | None, endpoint: EndpointId) -> bool:
     """Some versions leave the figure out where it is 0: only answers that should have had one count."""
-    own = [] if traffic is None else traffic.on(endpoint)
+    own = [] if traffic is None else traffic.answered_by(endpoint)
     expected = sum(one.predicted_tokens >= _HIT_TOKENS for one in own)
     return len(own) >= _ANSWERS and expected >= _HITS and all(one.cached_tokens is None for one in own)
 
@@ -118,7 +118,7 @@ def _render(known: Known) -> Iterator[Advice]:
 
 def _slots(known: Known) -> Iterator[Advice]:
     occupancy, capacity = known.occupancy, usual_capacity(known.engines)
-    slots = occupancy.slots(capacity)
+    slots = occupancy.find_slots(capacity)
     if slots is not None and slots < DEFAULT_SEQUENCES[-1]:
         held = f", with {occupancy.held_tokens / capacity:.0%} of the KV memory in use" if capacity else ""
         what = (
@@ -161,7 +161,7 @@ def _priority(known: Known) -> Iterator[Advice]:
 
 def much_waits(known: Known) -> Iterator[Advice]:
     """Where no simulation can say what an order is worth: requests wait for each other, in order of arrival."""
-    if known.occupancy.slots(usual_capacity(known.engines)) is not None:
+    if known.occupancy.find_slots(usual_capacity(known.engines)) is not None:
         return  # then it is slots that are wanting
     waiting = {one.endpoint: one for one in known.occupancy.engines if one.waiting_share >= _MUCH_WAITING}
     engines = [one for one in known.engines if one.id in waiting and not one.by_priority]

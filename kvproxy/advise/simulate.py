@@ -79,7 +79,7 @@ class Simulation:
         self.ended_early = False  # the budget was spent, or Ctrl-C was pressed
         self.interrupted = False
 
-    def fit(self, runs: int) -> Fit | None:
+    def fit_today(self, runs: int) -> Fit | None:
         """Fits what nothing tells (how long a decode step takes, and a prefill beside it) to the first half of the
         recording and says how well today's settings then agree with the second. `runs` are still to come: a recording
         that would take too long is cut to its latest part. None when time ran out."""
@@ -98,7 +98,7 @@ class Simulation:
             self._stop(error)
             return None
 
-    def expect(self, candidates: Sequence[Candidate], fit: Fit) -> list[Expectation]:
+    def expect_gains(self, candidates: Sequence[Candidate], fit: Fit) -> list[Expectation]:
         """Every candidate's gain, seed by seed as long as there is time."""
         ratios: dict[int, list[tuple[Figures, Figures]]] = {index: [] for index in range(len(candidates))}
         self._bar = ProgressBar(len(self._requests) * len(candidates) * MAX_SEEDS, out=self._err)

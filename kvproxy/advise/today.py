@@ -169,7 +169,7 @@ def model_today(
 
 def _sequences(engines: Sequence[EngineSettingsSeen], occupancy: Occupancy, assumed: list[str]) -> int:
     said = [one.sequences for one in engines if one.sequences]
-    slots = round(median(said)) if said else occupancy.slots(usual_capacity(engines))
+    slots = round(median(said)) if said else occupancy.find_slots(usual_capacity(engines))
     if slots is not None:
         return slots
     assumed.append("sequences")

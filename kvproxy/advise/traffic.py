@@ -86,7 +86,7 @@ class Traffic:
         """For people."""
         return f"cluster {self.cluster}, model {', '.join(self.models)}"
 
-    def on(self, endpoint: EndpointId) -> list[RecordedRequest]:
+    def answered_by(self, endpoint: EndpointId) -> list[RecordedRequest]:
         """Those that one endpoint answered."""
         return [one for one in self.requests if one.endpoint == endpoint]
 
@@ -193,7 +193,7 @@ class Occupancy:
         """Of the time, on average."""
         return sum(one.waiting_share for one in self.engines) / max(1, len(self.engines))
 
-    def slots(self, capacity_tokens: int | None) -> int | None:
+    def find_slots(self, capacity_tokens: int | None) -> int | None:
         """How many sequences engines take at most, where requests waited for one of them to end; else None. One alone
         is not told from requests that end before the next prefill does."""
         begun = [count for one in self.engines for count in one.begun]
@@ -215,7 +215,9 @@ def measure_occupancy(traffic: Traffic) -> Occupancy:
     if streamed < _STREAMED * len(traffic.requests):
         return NOT_MEASURED
     return Occupancy(
-        tuple(_measure_engine(endpoint, own) for endpoint in traffic.endpoints if (own := traffic.on(endpoint)))
+        tuple(
+            _measure_engine(endpoint, own) for endpoint in traffic.endpoints if (own := traffic.answered_by(endpoint))
+        )
     )
 
 

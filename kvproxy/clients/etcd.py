@@ -121,7 +121,7 @@ class EtcdPrefix:
     async def _connect(self) -> AsyncIterator[StreamApi]:
         url = self._urls[self._turn % len(self._urls)]
         try:
-            verify = await to_thread(self._tls) if url.startswith("https:") else True
+            verify = await to_thread(self._tls) if url.startswith("https:") else False
         except (OSError, ssl.SSLError) as error:
             raise DiscoveryError(f"the authority of etcd's certificate cannot be read: {error}") from error
         try:

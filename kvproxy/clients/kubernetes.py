@@ -103,7 +103,7 @@ class KubernetesAccess:
 
     def _read(self) -> tuple[str, ssl.SSLContext | bool]:
         token = Path(self.token_file).read_text(encoding="ascii", errors="replace").strip() if self.token_file else ""
-        verify = ssl.create_default_context(cafile=self.ca_file or None) if self.url.startswith("https:") else True
+        verify = ssl.create_default_context(cafile=self.ca_file or None) if self.url.startswith("https:") else False
         return token, verify
 
 

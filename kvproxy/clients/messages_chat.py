@@ -39,10 +39,14 @@ class _Message(msgspec.Struct, gc=False):
 
 class _Tool(msgspec.Struct, gc=False):
     name: str
-    input_schema: dict[str, Raw]
+    input_schema: Raw
     description: str | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
+
+
+class _Schema(msgspec.Struct, gc=False):
+    type: Raw = _NO_RAW
 
 
 class _Thinking(msgspec.Struct, gc=False):
@@ -64,6 +68,7 @@ class _Body(msgspec.Struct, gc=False):
 
 
 _decode = msgspec.json.Decoder(_Body).decode
+_decode_schema = msgspec.json.Decoder(_Schema).decode
 _decode_blocks = msgspec.json.Decoder(list[_Block]).decode
 _Chat = dict[str, Any]
 
@@ -74,10 +79,10 @@ def chat_of_messages(body: bytes) -> bytes:
         request = _decode(body)
         chat: _Chat = {name: value for name in _KEPT if (value := getattr(request, name)) is not _NO_RAW}
         chat["messages"] = _messages(request)
+        if request.tools is not None:
+            chat["tools"] = [_tool(tool) for tool in request.tools]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise ValueError("not a request for messages of text") from None
-    if request.tools is not None:
-        chat["tools"] = [_tool(tool) for tool in request.tools]
     effort = _effort(request)
     return msgspec.json.encode(chat if effort is None else {**chat, "reasoning_effort": effort})
 
@@ -169,12 +174,19 @@ def _texts(blocks: Sequence[_Block]) -> str | list[_Chat] | None:
 
 
 def _tool(tool: _Tool) -> _Chat:
-    schema = tool.input_schema
     function: _Chat = {
         "name": tool.name,
         "description": tool.description,
-        "parameters": schema if "type" in schema else {**schema, "type": "object"},
+        "parameters": _typed(tool.input_schema),
         "strict": tool.strict,
         "defer_loading": tool.defer_loading,
     }
     return {"type": "function", "function": function}
+
+
+def _typed(schema: Raw) -> Raw:
+    """What says no type is an object. Its members are not taken apart: there may be as many as a client likes."""
+    if _decode_schema(schema).type is not _NO_RAW:
+        return schema
+    members = bytes(schema)[1:-1].rstrip()
+    return Raw(b'{%b%b"type":"object"}' % (members, b"," if members.strip() else b""))

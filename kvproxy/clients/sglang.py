@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from kvproxy.clients.api import Api
-from kvproxy.clients.kv_events.source import MAX_SOURCES, KvEventSource, reachable
+from kvproxy.clients.kv_events.source import MAX_SOURCES, KvEventSource, resolve_address
 from kvproxy.errors import BadResponse, NotSupported
 
 #: The second is the older name.
@@ -80,11 +80,11 @@ class SglangInfo(msgspec.Struct):
             replay = f"tcp://*:{told.replay_endpoint_port_base}"
         found = []
         for rank in range(min(ranks, MAX_SOURCES + 1)):
-            address = reachable(endpoint, host=host, offset=rank)
+            address = resolve_address(endpoint, host=host, offset=rank)
             if address is not None:
                 steps = 0 if config is None else config.buffer_steps or 0
                 found.append(
-                    KvEventSource(rank, address, reachable(replay, host=host, offset=rank), topic or "", steps)
+                    KvEventSource(rank, address, resolve_address(replay, host=host, offset=rank), topic or "", steps)
                 )
         return tuple(found)
 
@@ -97,7 +97,7 @@ class SglangInfo(msgspec.Struct):
                 if isinstance(given, str | None)
                 else msgspec.convert(given, _EventsConfig)
             )
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
             return None
         return config if config.publisher == _ZMQ else None
 

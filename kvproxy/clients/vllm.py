@@ -120,7 +120,9 @@ class VllmClient:
                 raise NotSupported(str(error), status=error.status) from error
             raise
 
-    async def render(self, kind: RequestKind, model: str, body: bytes, *, timeout_s: float | None = None) -> Tokenized:
+    async def render_prompt(
+        self, kind: RequestKind, model: str, body: bytes, *, timeout_s: float | None = None
+    ) -> Tokenized:
         """Token ids of a request by the engine's own renderer: exact for every input, where the engine has it.
 
         Raises NotSupported where it has not; `renders` then stays False for the kind.
@@ -153,7 +155,7 @@ class VllmClient:
         """
         if self.renders.get(kind) is not False:
             try:
-                return await self.render(kind, model, body, timeout_s=timeout_s)
+                return await self.render_prompt(kind, model, body, timeout_s=timeout_s)
             except NotSupported:
                 pass  # answered without work by the engine; asked once only
         return await self.tokenize_chat(model, AS_CHAT[kind](body), timeout_s=timeout_s)

@@ -71,7 +71,7 @@ class Adapters:
         """Adapters that run at the same time."""
         return (0 if self.use is None else self.use.slots) or _SLOTS
 
-    def begin(self, adapter: str) -> None:
+    def begin_request(self, adapter: str) -> None:
         """A request for it goes there; `end` follows."""
         self._requests[adapter] += 1
         self._recent[adapter] = None
@@ -79,13 +79,13 @@ class Adapters:
         while len(self._recent) > self.slots:
             self._recent.popitem(last=False)
 
-    def end(self, adapter: str) -> None:
+    def end_request(self, adapter: str) -> None:
         """The request is over."""
         self._requests[adapter] -= 1
         if self._requests[adapter] <= 0:
             del self._requests[adapter]
 
-    def restarted(self) -> None:
+    def forget_loaded(self) -> None:
         """Its process is another one: nothing is loaded."""
         self._recent.clear()
         self.use = None
@@ -110,13 +110,13 @@ class LoadTimes:
         self._mean_s = dict(_PRIOR_S)
         self.samples: Counter[AdapterState] = Counter()
 
-    def observe(self, state: AdapterState, late_s: float) -> None:
+    def observe_wait(self, state: AdapterState, late_s: float) -> None:
         """A first token came so much later than was expected."""
         self.samples[state] += 1
         weight = max(_WEIGHT, 1.0 / (_PRIOR_WEIGHT + self.samples[state]))
         self._mean_s[state] += weight * (min(max(late_s, 0.0), _MOST_S) - self._mean_s[state])
 
-    def seconds(self, state: AdapterState) -> float:
+    def expected_s(self, state: AdapterState) -> float:
         """What it costs to place a request where that is so."""
         return max(0.0, self._mean_s[state] - self._mean_s[AdapterState.RUNNING])
 
@@ -134,14 +134,14 @@ class Placement(msgspec.Struct, eq=False):
     def first_token(self, now: float) -> None:
         """It came."""
         if self.expected_at is not None:
-            self.times.observe(self.state, now - self.expected_at)
+            self.times.observe_wait(self.state, now - self.expected_at)
             self.expected_at = None
 
     def end(self) -> None:
         """The attempt is over. Idempotent."""
         if not self.over:
             self.over = True
-            self.adapters.end(self.adapter)
+            self.adapters.end_request(self.adapter)
 
 
 class KnownAdapters:
@@ -154,7 +154,7 @@ class KnownAdapters:
         self.times = LoadTimes()
         self.lost: set[str] = set()  # once listed, and by no engine of the cluster now
 
-    def keep(self, present: Iterable[Adapters]) -> None:
+    def keep_engines(self, present: Iterable[Adapters]) -> None:
         """These are the cluster's engines."""
         before = set(self.names)
         self.names.clear()  # in place: engines hold it too
@@ -163,7 +163,7 @@ class KnownAdapters:
         lost = (self.lost | before) - self.names.keys()
         self.lost = set(sorted(lost)[:MAX_ADAPTERS])
 
-    def observe(self, engine: str, adapters: Adapters, *, listed: Iterable[str]) -> None:
+    def observe_list(self, engine: str, adapters: Adapters, *, listed: Iterable[str]) -> None:
         """What an engine listed."""
         names = frozenset(sorted({name for name in listed if 0 < len(name) <= MAX_NAME})[:MAX_ADAPTERS])
         if names != adapters.names:
@@ -171,28 +171,28 @@ class KnownAdapters:
             adapters.names = names
             self._on_change()
 
-    def missing(self, engine: str, adapters: Adapters, adapter: str) -> None:
+    def record_missing(self, engine: str, adapters: Adapters, adapter: str) -> None:
         """The engine answered that it has no such adapter: until it lists it again it is sent none of its requests."""
         if adapter in adapters.names:
             log.warning("%s/%s does not know the adapter %s any more", self._cluster, engine, adapter)
             adapters.names -= {adapter}
             self._on_change()
 
-    def prices(self, adapter: str, engines: Mapping[EndpointId, Adapters]) -> Mapping[EndpointId, float]:
+    def price_endpoints(self, adapter: str, engines: Mapping[EndpointId, Adapters]) -> Mapping[EndpointId, float]:
         """Seconds that the adapter adds, by endpoint: to this request, and where it takes another one's slot, to load
         that one again."""
         prices = {}
         for endpoint, adapters in engines.items():
             state = adapters.state(adapter)
-            prices[endpoint] = self.times.seconds(state)
+            prices[endpoint] = self.times.expected_s(state)
             if state is not AdapterState.RUNNING and adapters.pushes_out:
-                prices[endpoint] += self.times.seconds(AdapterState.ROOM)
+                prices[endpoint] += self.times.expected_s(AdapterState.ROOM)
         return prices
 
-    def place(self, adapters: Adapters, adapter: str, expected_at: float | None) -> Placement:
+    def place_request(self, adapters: Adapters, adapter: str, expected_at: float | None) -> Placement:
         """A request for the adapter goes to this engine; its first token was to come at `expected_at`."""
         placement = Placement(adapters, self.times, adapter, adapters.state(adapter), expected_at)
-        adapters.begin(adapter)
+        adapters.begin_request(adapter)
         return placement
 
     def estimates(self) -> dict[str, object] | None:
@@ -200,6 +200,6 @@ class KnownAdapters:
         if not self.names:
             return None
         return {
-            state.value: {"seconds": round(self.times.seconds(state), 4), "samples": self.times.samples[state]}
+            state.value: {"seconds": round(self.times.expected_s(state), 4), "samples": self.times.samples[state]}
             for state in AdapterState
         }

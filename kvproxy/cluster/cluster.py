@@ -12,13 +12,14 @@ from typing import Self
 import msgspec
 
 from kvproxy.background_task import TaskSet
-from kvproxy.cluster.adapters import Adapters, KnownAdapters, Placement
+from kvproxy.cluster.adapters import Adapters, KnownAdapters
+from kvproxy.cluster.autoscaling import Autoscaling
 from kvproxy.cluster.discovery import Poller, Source, sources_of
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.engine_priority import ClusterPriority, utc_seconds
 from kvproxy.cluster.membership import STATIC, Membership
-from kvproxy.cluster.pick import AttemptOutcome, Pick, reserve
+from kvproxy.cluster.pick import AttemptOutcome, Pick, expected_first_token_at, reserve
 from kvproxy.cluster.policies import PolicySet
 from kvproxy.cluster.router_queue import RouterQueue
 from kvproxy.cluster.screening import KnownRanks, Refusal, Screening, refusal_of, skip_reason
@@ -27,7 +28,7 @@ from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing import selector
 from kvproxy.routing.engine_samples import Reading
-from kvproxy.routing.policy import Candidate, PickRequest, Policy, best_of
+from kvproxy.routing.policy import Candidate, PickRequest, Policy
 from kvproxy.routing.selector import PANIC, Decision
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import Clock, EndpointId
@@ -71,7 +72,7 @@ class Cluster:
             members=self._members,
             screening=self._screening,
             clock=clock,
-            on_return=self.restarted,
+            on_return=self.forget_process,
         )
         #: What becomes known of the adapters of its engines.
         self.adapters = KnownAdapters(name, on_change=self._follow)
@@ -92,8 +93,10 @@ class Cluster:
         self.tells_priority = False
         #: Where requests wait; None: none does.
         self.queue: RouterQueue | None = None
+        #: How many endpoints it should have.
+        self.scaling = Autoscaling(self)
         self._arrange_queue()
-        self.apply(settings.endpoints)
+        self.apply_endpoints(settings.endpoints)
 
     def __repr__(self) -> str:
         return f"<Cluster {self.name} {len(self.endpoints)} endpoints, {self.policy_name}>"
@@ -155,13 +158,13 @@ class Cluster:
         """What is being learned about the engines' speeds, if something learns them."""
         return self.policies.speeds
 
-    def endpoint(self, endpoint_id: EndpointId) -> Endpoint | None:
+    def find_endpoint(self, endpoint_id: EndpointId) -> Endpoint | None:
         """The member of this id."""
-        return self._members.get(endpoint_id)
+        return self._members.find_endpoint(endpoint_id)
 
-    def named(self, name: EndpointId) -> Sequence[Endpoint]:
+    def find_named(self, name: EndpointId) -> Sequence[Endpoint]:
         """The member of this id, or the ranks of the engine of this id; () for none."""
-        return self._members.named(name)
+        return self._members.find_named(name)
 
     def of_engine(self, engine: Engine) -> Sequence[Endpoint]:
         """The members that are this engine, or its ranks."""
@@ -188,7 +191,7 @@ class Cluster:
                     engine.health.forget_probes()
         if settings.discovery != before.discovery:
             self._ask_sources(None)
-        self.apply(settings.endpoints)
+        self.apply_endpoints(settings.endpoints)
         self._arrange_queue()
 
     def show(self) -> None:
@@ -203,47 +206,47 @@ class Cluster:
     def close(self) -> None:
         """The cluster is no more: requests that wait are refused, and its endpoints take their metric series along."""
         self._ask_sources(())
-        self.apply(())
+        self.apply_endpoints(())
         for endpoint in self.endpoints:  # those an operator added
-            self.remove(endpoint.id)
+            self.remove_endpoint(endpoint.id)
         self._close_queue()
 
-    def apply(self, endpoints: Sequence[EndpointSettings]) -> None:
+    def apply_endpoints(self, endpoints: Sequence[EndpointSettings]) -> None:
         """These are the static endpoints from now on. ValueError for a URL that is none, and then nothing changed."""
         self._update(STATIC, endpoints)
 
-    def drain(self, name: EndpointId, *, draining: bool = True) -> bool:
+    def drain_endpoint(self, name: EndpointId, *, draining: bool = True) -> bool:
         """Stop (with False, resume) giving a member, or all of an engine, new requests; whether there is such a one."""
-        endpoints = self._members.named(name)
+        endpoints = self._members.find_named(name)
         for endpoint in endpoints:
             endpoint.draining = draining
         return bool(endpoints)
 
-    def add(self, endpoint: EndpointSettings) -> bool:
+    def add_endpoint(self, endpoint: EndpointSettings) -> bool:
         """An operator's endpoint, beside the sources'; False when there are too many. ValueError as in `apply`."""
-        added = self._members.add(endpoint)
+        added = self._members.add_endpoint(endpoint)
         self._follow()
         return added
 
-    def remove(self, name: EndpointId) -> bool:
+    def remove_endpoint(self, name: EndpointId) -> bool:
         """Take a member, or all of an engine, out until it is added again; it finishes what it has. Whether there was
         such a one."""
-        found = self._members.remove(name)
+        found = self._members.remove_endpoint(name)
         self._follow()
         return found
 
-    def reweight(self, name: EndpointId, weight: float) -> bool:
+    def reweight_endpoint(self, name: EndpointId, weight: float) -> bool:
         """Give a member, or each of an engine, another weight until it leaves; whether there is such a one."""
-        return self._members.reweight(name, weight)
+        return self._members.reweight_endpoint(name, weight)
 
     def decide(self, request: PickRequest, now: float) -> Decision[Endpoint] | Refusal:
         """Where the request would go; changes nothing. A preferred endpoint is taken if it may serve; otherwise the
         policy chooses."""
-        pool, policies = self._screening.pool(request.model, now), self.policies
+        pool, policies = self._screening.find_pool(request.model, now), self.policies
         if request.model in self.adapters.names:
             engines = {endpoint.id: endpoint.engine.adapters for endpoint in pool.usable}
-            request = msgspec.structs.replace(request, adapter_s=self.adapters.prices(request.model, engines))
-        asked = policies.find(request.policy) if request.policy else policies.own
+            request = msgspec.structs.replace(request, adapter_s=self.adapters.price_endpoints(request.model, engines))
+        asked = policies.find_policy(request.policy) if request.policy else policies.own
         decision = selector.decide(
             request,
             pool.usable,
@@ -264,32 +267,27 @@ class Cluster:
         endpoint = decision.endpoint
         permit = endpoint.breaker.admit() if decision.reason != PANIC or endpoint.breaker.admits else None
         self.policies.placed(decision, now)
-        placement = self._place_adapter(decision, now) if decision.request.adapter_s is not None else None
+        placement = None
+        if decision.request.adapter_s is not None:
+            expected_at = expected_first_token_at(decision, self.speeds, now)
+            placement = self.adapters.place_request(endpoint.engine.adapters, decision.request.model, expected_at)
         reservation = reserve(endpoint, decision.request, now)
+        self.scaling.placed(reservation, now)
         if reservation.hidden:
             self._hiding.add(endpoint)
         if endpoint.load.in_flight == endpoint.max_in_flight:
             self._screening.invalidate()
         return Pick(decision, endpoint, reservation, permit, self, placement)
 
-    def _place_adapter(self, decision: Decision[Endpoint], now: float) -> Placement:
-        """The adapter of a request, from now on in use where it goes."""
-        endpoint, request, speeds = decision.endpoint, decision.request, self.speeds
-        adapters, expected_at = endpoint.engine.adapters, None
-        if speeds is not None and request.streams:
-            wait_s = endpoint.load.wait_s(speeds.seconds, speeds.slowness(endpoint.id, now), now)
-            expected_at = now + wait_s + best_of(request.facts, endpoint, speeds, now).own_s
-        return self.adapters.place(adapters, request.model, expected_at)
-
-    def refuse(self, request: PickRequest, refusal: Refusal) -> None:
+    def count_refusal(self, request: PickRequest, refusal: Refusal) -> None:
         """Count a request that `decide` refused."""
-        self.policies.find(request.policy).count(refusal.value)
+        self.policies.find_policy(request.policy).count_result(refusal.value)
 
     def pick(self, request: PickRequest, now: float) -> Pick | None:
         """Decide and reserve in one step; None when no endpoint may take the request."""
         decision = self.decide(request, now)
         if isinstance(decision, Refusal):
-            self.refuse(request, decision)
+            self.count_refusal(request, decision)
             return None
         return self.reserve(decision, now)
 
@@ -301,18 +299,18 @@ class Cluster:
     def observe_engine(self, endpoint: Endpoint, reading: Reading) -> None:
         """An engine's own count of its prefills, read just now: what streams do not teach, it does."""
         if not endpoint.metrics.closed:
-            endpoint.ended.read(reading, self._clock())
+            endpoint.ended.read_counters(reading, self._clock())
 
     def record_outcome(self, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None:
         """Draw the conclusions of an attempt; called by its pick."""
         self.verdicts.record_outcome(endpoint.engine, outcome, now)
 
-    def restarted(self, engine: Engine) -> None:
+    def forget_process(self, engine: Engine) -> None:
         """It is another process than before: what it was found to heed or to refuse is open again."""
         for endpoint in self.of_engine(engine):
-            endpoint.priority.restarted()
-        self.ranks.restarted(engine)
-        engine.adapters.restarted()
+            endpoint.priority.forget_verdict()
+        self.ranks.forget_refusals(engine)
+        engine.adapters.forget_loaded()
 
     def on_release(self, endpoint: Endpoint, now: float) -> None:
         """An attempt's load has been released; called by its pick."""
@@ -329,19 +327,21 @@ class Cluster:
 
     def may_serve(self, model: str, now: float) -> bool:
         """Whether an endpoint that is not out could take a request for `model` now."""
-        pool = self._screening.pool(model, now)
+        pool = self._screening.find_pool(model, now)
         return bool(pool.usable) and not pool.panic
 
     def _update(self, source: str, endpoints: Sequence[EndpointSettings]) -> None:
-        self._members.apply(source, endpoints)
+        self._members.apply_source(source, endpoints)
         self._follow()
 
     def _follow(self) -> None:
-        self.adapters.keep(engine.adapters for engine in self.engines)
-        self._screening.replace(self.endpoints)
+        self.adapters.keep_engines(engine.adapters for engine in self.engines)
+        self._screening.screen_endpoints(self.endpoints)
         self.tells_priority = any(not endpoint.priority.off for endpoint in self.endpoints)
         self._prober.probe_engines(self.engines)
         self.verdicts.give_back_all()
+        if self.queue is not None:
+            self.queue.on_endpoints_change()
 
     def _make_prober(self, probe: Probe | None) -> Prober:
         return Prober(
@@ -349,7 +349,7 @@ class Cluster:
             self.settings.health,
             probe=probe,
             tasks=self._tasks,
-            on_result=self.verdicts.probed,
+            on_result=self.verdicts.record_probe,
             rng=self._rng,
             sleep=self._sleep,
         )
@@ -410,14 +410,14 @@ class Cluster:
     def endpoint_left(self, endpoint: Endpoint) -> None:
         """As of Owner."""
         endpoint.load.on_sample = None
-        self.policies.forget(endpoint.id)
+        self.policies.forget_endpoint(endpoint.id)
 
     def _candidates(self, model: str, now: float) -> Sequence[Candidate]:
-        return self._screening.pool(model, now).usable
+        return self._screening.find_pool(model, now).usable
 
     def _why_skipped(self, request: PickRequest, now: float) -> str:
         assert request.preferred is not None
-        return skip_reason(self._members.get(request.preferred), request, now)
+        return skip_reason(self._members.find_endpoint(request.preferred), request, now)
 
     def _advance(self, now: float) -> None:
         """Hidden requests that are due are taken as prefilled."""
@@ -429,15 +429,15 @@ class Cluster:
 
     def _arrange_queue(self) -> None:
         """As the settings say: the queue there is goes on with the requests in it, or places them all at once."""
-        settings, speeds = self.settings.queue, self.policy.speeds
+        settings, speeds, holds = self.settings.queue, self.policy.speeds, self.settings.discovery.named
         if not settings.enabled or speeds is None:
             self._close_queue()
         elif self.queue is not None:
-            self.queue.reconfigure(settings, speeds)
+            self.queue.reconfigure(settings, speeds, holds=holds)
         else:
-            metrics, clock = self._metrics, self._clock
+            name, metrics, clock = self.name, self._metrics, self._clock
             self.queue = RouterQueue(
-                settings, speeds, cluster=self.name, candidates=self._candidates, metrics=metrics, clock=clock
+                settings, speeds, cluster=name, candidates=self._candidates, holds=holds, metrics=metrics, clock=clock
             )
             if self._shown:
                 self.queue.show()

@@ -198,7 +198,7 @@ class Endpoint:
 
     def refused_priority(self) -> None:
         """Its engine took a request without a `priority` that it had refused with one."""
-        self.priority.refused()
+        self.priority.record_refusal()
         self.metrics.engine_priority("refused")
 
     def show(self, metrics: Metrics) -> None:
@@ -209,10 +209,10 @@ class Endpoint:
         clock, taking = self._clock, (Condition.UP, Condition.SATURATED)
         load, breaker = self.load, self.breaker
         for gauge in (metrics.endpoint.in_flight, metrics.endpoint.in_flight_formerly):
-            self.metrics.gauge(gauge, lambda: load.in_flight)
-        self.metrics.gauge(metrics.endpoint.pending_prompt_tokens, lambda: load.pending_tokens)
-        self.metrics.gauge(metrics.endpoint.adapters, lambda: len(self.engine.adapters.names))
-        self.metrics.gauge(metrics.endpoint.up, lambda: self.condition(clock()) in taking)
+            self.metrics.bind_gauge(gauge, lambda: load.in_flight)
+        self.metrics.bind_gauge(metrics.endpoint.pending_prompt_tokens, lambda: load.pending_tokens)
+        self.metrics.bind_gauge(metrics.endpoint.adapters, lambda: len(self.engine.adapters.names))
+        self.metrics.bind_gauge(metrics.endpoint.up, lambda: self.condition(clock()) in taking)
         name = f"{self.metrics.cluster}/{self.id}"
-        self.metrics.gauge(metrics.bounds.breaker_state, lambda: breaker.state is not BreakerState.CLOSED, name)
+        self.metrics.bind_gauge(metrics.bounds.breaker_state, lambda: breaker.state is not BreakerState.CLOSED, name)
         self.metrics.show_priority(self.priority)

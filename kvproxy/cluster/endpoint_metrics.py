@@ -42,12 +42,12 @@ class EndpointMetrics:
         self._answers: dict[int, CounterCell] = {}  # of `requests`, by status: the one that every request needs
         self._latencies: dict[str, Latency] = {}
         self._series: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
-        self._closed = False
+        self.closed = False  # the series are gone
         self._priority_shown = False
         self.last_failure = ""  # reason of the last failed attempt; "": none failed yet
         self.last_probe = ""  # outcome of the last probe
 
-    def request(self, status: int) -> None:
+    def count_request(self, status: int) -> None:
         """A request was answered from here with this status."""
         tally = self._answers.get(status)
         if tally is None:
@@ -57,13 +57,13 @@ class EndpointMetrics:
             self._answers[status] = tally
         tally.value += 1.0
 
-    def latency(self, model: str) -> Latency | None:
+    def find_latency(self, model: str) -> Latency | None:
         """Histograms of this model's requests here; None once closed. `model` is from a closed set."""
         latency = self._latencies.get(model)
-        if latency is not None or self._closed:
+        if latency is not None or self.closed:
             return latency
         if len(self._latencies) >= MAX_MODELS and model != OTHER:
-            return self.latency(OTHER)
+            return self.find_latency(OTHER)
         metrics, labels = self._metrics, (*self._labels, model)
         streamed, whole = (*labels, "true"), (*labels, "false")
         series = [
@@ -81,11 +81,11 @@ class EndpointMetrics:
         self.last_failure = reason
         self._count(self._metrics.request.attempt_failures, reason)
 
-    def ejection(self, reason: str) -> None:
+    def count_ejection(self, reason: str) -> None:
         """The endpoint was taken out."""
         self._count(self._metrics.endpoint.ejections, reason)
 
-    def probe(self, outcome: str) -> None:
+    def count_probe(self, outcome: str) -> None:
         """An active probe ended."""
         self.last_probe = outcome
         self._count(self._metrics.endpoint.probes, outcome)
@@ -100,27 +100,22 @@ class EndpointMetrics:
 
     def show_priority(self, priority: EndpointPriority) -> None:
         """The gauges read it from now on, if the engine is told a priority at all. Idempotent."""
-        if priority.off or self._priority_shown or self._closed:
+        if priority.off or self._priority_shown or self.closed:
             return
         self._priority_shown = True
         gauge = self._metrics.endpoint.engine_priority_state
         for state in PriorityState:
-            self.gauge(gauge, partial(priority.is_in, state), *self._labels, state.value)
+            self.bind_gauge(gauge, partial(priority.is_in, state), *self._labels, state.value)
 
-    def gauge(self, gauge: Gauge, read: Callable[[], float], *labels: str) -> None:
+    def bind_gauge(self, gauge: Gauge, read: Callable[[], float], *labels: str) -> None:
         """Read a gauge of this endpoint at scrape time; `labels` where they are not cluster and endpoint."""
         values = labels or self._labels
         gauge.labels(*values).set_function(read)
         self._series.append((gauge, values))
 
-    @property
-    def closed(self) -> bool:
-        """Whether the series are gone."""
-        return self._closed
-
     def close(self) -> None:
         """Remove every series of this endpoint. Idempotent."""
-        self._closed = True
+        self.closed = True
         for metric, values in self._series:
             metric.remove(*values)
         self._series.clear()
@@ -136,7 +131,7 @@ class EndpointMetrics:
     def _tally(self, counter: Counter, label: str) -> CounterCell | None:
         """The series, made when there is none yet; None once closed."""
         child = self._children.get((counter, label))
-        if child is None and not self._closed:
+        if child is None and not self.closed:
             values = (*self._labels, label)
             child = self._children[(counter, label)] = counter.labels(*values)
             self._series.append((counter, values))

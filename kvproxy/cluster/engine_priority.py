@@ -42,7 +42,7 @@ class PriorityState(StrEnum):
 class EndpointPriority:
     """One engine: whether it is sent the number, and the experiment that tells whether it heeds it."""
 
-    __slots__ = ("_ignored_at", "_load", "_payoff", "_refused", "_rng", "_trial", "_waited_at", "mode", "order")
+    __slots__ = ("_ignored_at", "_load", "_payoff", "_refused", "_rng", "_trial", "_waited_at", "mode", "off", "order")
 
     def __init__(
         self,
@@ -60,17 +60,13 @@ class EndpointPriority:
         self._trial = PriorityTrial(rng)
         self._ignored_at = -math.inf  # when the experiment last said so
         self.configure(settings, cluster)
-        self.restarted()
+        self.forget_verdict()
 
     def configure(self, settings: EndpointSettings, cluster: ClusterSettings) -> None:
         """Take over what the configuration says; what is known of the engine stays."""
         self.mode = settings.engine_priority or cluster.engine_priority
         self.order = settings.engine_priority_order or cluster.engine_priority_order
-
-    @property
-    def off(self) -> bool:
-        """Nothing is sent and nothing is looked for."""
-        return self.mode is EnginePriorityMode.OFF
+        self.off = self.mode is EnginePriorityMode.OFF  # nothing is sent and nothing is looked for
 
     @property
     def state(self) -> PriorityState:
@@ -98,7 +94,7 @@ class EndpointPriority:
             return False
         if verdict is Verdict.IGNORES:
             return now - self._ignored_at >= _ASK_AGAIN_S
-        return verdict is Verdict.UNKNOWN or self._payoff.sends(now)
+        return verdict is Verdict.UNKNOWN or self._payoff.sends_priority(now)
 
     def waits(self, now: float) -> bool:
         """Whether several requests waited in the engine of late; also where it does not tell."""
@@ -122,26 +118,24 @@ class EndpointPriority:
         return number if self.order is PriorityOrder.LOWEST_FIRST else -number
 
     def first_token(self, request: object, placed_at: float, now: float) -> None:
-        """A request on this engine, placed at that time, got its first token."""
-        if self.off:
-            return
+        """A request on this engine, placed at that time, got its first token; not while it is off."""
         verdict = self._trial.verdict
         if verdict is Verdict.UNKNOWN:
             self._trial.first_token(request, now)
             if self._trial.verdict is Verdict.IGNORES:
                 self._ignored_at = now
         elif verdict is Verdict.OBEYS and self.mode is EnginePriorityMode.AUTO and self.waits(now):
-            self._payoff.observe(placed_at, now - placed_at)
+            self._payoff.observe_wait(placed_at, now - placed_at)
 
-    def ended(self, request: object) -> None:
+    def forget_request(self, request: object) -> None:
         """A request on this engine is over."""
         self._trial.ended(request)
 
-    def refused(self) -> None:
+    def record_refusal(self) -> None:
         """The engine takes no request with the number, and the same request without."""
         self._refused = True
 
-    def restarted(self) -> None:
+    def forget_verdict(self) -> None:
         """Another process, maybe with other flags: nothing is known of it."""
         self._refused = False
         self._trial = PriorityTrial(self._rng)
@@ -198,6 +192,6 @@ class ClusterPriority:
         class_s = level * LEVEL_S
         if tenant:
             class_s -= self._turns.behind_s(tenant, endpoints, now)
-            self._turns.grant(tenant, own, now)
+            self._turns.grant_work(tenant, own, now)
         arrived = self._wall_clock() - EPOCH_S - (now - received_at)
         return urgency_s(own, arrived, slowness=slowness, ageing=self.ageing, class_s=class_s)

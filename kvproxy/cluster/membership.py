@@ -68,11 +68,11 @@ class Membership:
         """Those of the members."""
         return tuple(self._engines.values())
 
-    def get(self, endpoint_id: EndpointId) -> Endpoint | None:
+    def find_endpoint(self, endpoint_id: EndpointId) -> Endpoint | None:
         """The member of this id."""
         return self._present.get(endpoint_id)
 
-    def named(self, name: EndpointId) -> Sequence[Endpoint]:
+    def find_named(self, name: EndpointId) -> Sequence[Endpoint]:
         """The member of this id, or those of the engine of this id; () for none."""
         if (endpoint := self._present.get(name)) is not None:
             return (endpoint,)
@@ -95,11 +95,11 @@ class Membership:
         if len(sources) < len(self._sources):
             self._apply(sources, self._removed)
 
-    def apply(self, source: str, configs: Iterable[EndpointSettings]) -> None:
+    def apply_source(self, source: str, configs: Iterable[EndpointSettings]) -> None:
         """All that `source` knows now. ValueError for a URL that is none, and then nothing changed."""
         self._apply({**self._sources, source: tuple(configs)}, self._removed)
 
-    def add(self, config: EndpointSettings) -> bool:
+    def add_endpoint(self, config: EndpointSettings) -> bool:
         """An operator's endpoint, until it is removed; False if there are too many. ValueError as in `apply`."""
         added = [one for one in self._sources.get(OPERATOR, ()) if one.id != config.id]
         if len(added) >= MAX_ADDED:
@@ -108,16 +108,16 @@ class Membership:
         self._apply({**self._sources, OPERATOR: (*added, config)}, self._removed - {config.id} - ranks)
         return True
 
-    def remove(self, name: EndpointId) -> bool:
+    def remove_endpoint(self, name: EndpointId) -> bool:
         """Take a member, or all of an engine, out until it is added again, or every source has stopped naming it;
         whether there was such a one."""
-        if not self.named(name):
+        if not self.find_named(name):
             return False
         added = tuple(one for one in self._sources.get(OPERATOR, ()) if one.id != name)
         self._apply({**self._sources, OPERATOR: added}, self._removed | {name})
         return True
 
-    def refresh(self) -> None:
+    def apply_ranks(self) -> None:
         """An engine has other ranks now."""
         self._apply(self._sources, self._removed)
 
@@ -151,10 +151,10 @@ class Membership:
         self._present, self._engines = present, {engine.id: engine for engine in ids}
         self.present = tuple(present.values())
 
-    def reweight(self, name: EndpointId, weight: float) -> bool:
+    def reweight_endpoint(self, name: EndpointId, weight: float) -> bool:
         """Set an operator's weight until the endpoint leaves or its source gives it another one; whether it (or an
         engine of this id) is there."""
-        endpoints = self.named(name)
+        endpoints = self.find_named(name)
         for endpoint in endpoints:
             self._weights[endpoint.id] = weight
             endpoint.configure(self._weighted(endpoint.id), self._owner.settings)

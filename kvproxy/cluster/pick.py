@@ -12,8 +12,9 @@ from kvproxy.cluster.adapters import Placement
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.resilience.breaker import BreakerState, Permit
 from kvproxy.routing.load import Reservation
-from kvproxy.routing.policy import NO_FACTS, PickRequest
+from kvproxy.routing.policy import NO_FACTS, PickRequest, best_of
 from kvproxy.routing.selector import Decision
+from kvproxy.routing.speeds import SpeedModel
 
 
 class AttemptOutcome(StrEnum):
@@ -84,7 +85,7 @@ class Pick(msgspec.Struct, eq=False):
         self.endpoint.load.first_token(self.reservation, now)
         if self.placement is not None:
             self.placement.first_token(now)
-        if not self.reservation.hidden:
+        if not (self.reservation.hidden or self.endpoint.priority.off):
             self.endpoint.priority.first_token(self, self.reservation.started_at, now)
         self.picker.on_load_decrease()
         if self.permit is not None and self.endpoint.breaker.state is BreakerState.HALF_OPEN:
@@ -101,7 +102,7 @@ class Pick(msgspec.Struct, eq=False):
             return
         self._release(now)
         if outcome is AttemptOutcome.SUCCESS:
-            self.endpoint.ended.add(self.reservation)
+            self.endpoint.ended.add_request(self.reservation)
         if outcome in _UNSERVED:
             self.endpoint.health.record_unserved(now)
         self._record(outcome, now)
@@ -122,21 +123,17 @@ class Pick(msgspec.Struct, eq=False):
         self.endpoint.load.release(self.reservation, now)
         if self.placement is not None:
             self.placement.end()
-        self.endpoint.priority.ended(self)
+        self.endpoint.priority.forget_request(self)
 
     def _record(self, outcome: AttemptOutcome, now: float) -> None:
         if self.permit is not None:
-            _settle_permit(self.permit, outcome)
+            if outcome is AttemptOutcome.SUCCESS or outcome is AttemptOutcome.CLIENT_ERROR:
+                self.permit.record_success()
+            elif outcome is AttemptOutcome.FAILURE:
+                self.permit.record_failure()
+            else:
+                self.permit.record_cancellation()
         self.picker.record_outcome(self.endpoint, outcome, now)
-
-
-def _settle_permit(permit: Permit, outcome: AttemptOutcome) -> None:
-    if outcome is AttemptOutcome.SUCCESS or outcome is AttemptOutcome.CLIENT_ERROR:
-        permit.record_success()
-    elif outcome is AttemptOutcome.FAILURE:
-        permit.record_failure()
-    else:
-        permit.record_cancellation()
 
 
 def reserve(endpoint: Endpoint, request: PickRequest, now: float) -> Reservation:
@@ -153,3 +150,12 @@ def reserve(endpoint: Endpoint, request: PickRequest, now: float) -> Reservation
     return endpoint.load.reserve(
         facts.prompt_tokens - cached, cached, now, lower_tokens=lower, hidden=hidden, blocks=facts.blocks
     )
+
+
+def expected_first_token_at(decision: Decision[Endpoint], speeds: SpeedModel | None, now: float) -> float | None:
+    """When a request placed now would answer where it goes; None where that is not known, or will not be seen."""
+    endpoint, request = decision.endpoint, decision.request
+    if speeds is None or not request.streams:
+        return None
+    wait_s = endpoint.load.wait_s(speeds.seconds, speeds.slowness(endpoint.id, now), now)
+    return now + wait_s + best_of(request.facts, endpoint, speeds, now).own_s

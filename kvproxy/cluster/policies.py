@@ -29,7 +29,7 @@ class NamedPolicy:
         self._picks = partial(metrics.request.picks.labels, cluster, name)
         self._counts: dict[str, CounterCell] = {}  # by reason: closed sets of the policy, the selector and the cluster
 
-    def count(self, reason: str) -> None:
+    def count_result(self, reason: str) -> None:
         """A placement, or a refusal."""
         counter = self._counts.get(reason)
         if counter is None:
@@ -96,14 +96,14 @@ class PolicySet:
         self.speeds: SpeedModel | None = None
         self._list_policies()
 
-    def find(self, name: str) -> NamedPolicy:
+    def find_policy(self, name: str) -> NamedPolicy:
         """The policy that a request asks for, where that is on offer; otherwise the cluster's own."""
         return self.named.get(name, self.own)
 
     def placed(self, decision: Decision[Endpoint], now: float) -> None:
         """The decision takes effect: it is counted, compared with the shadow's, and every policy hears of it."""
         request, candidates, index, by = decision.request, decision.candidates, decision.index, decision.decided_by
-        (self.find(request.policy) if request.policy else self.own).count(decision.reason)
+        (self.find_policy(request.policy) if request.policy else self.own).count_result(decision.reason)
         if decision.preference is not None:
             self._count_preference(decision.preference)
         if self.shadow is not None:
@@ -139,7 +139,7 @@ class PolicySet:
         if self.shadow is not None:
             self.shadow.observe_answer(endpoint, output_tokens, decode_s, sequences, now)
 
-    def forget(self, endpoint: EndpointId) -> None:
+    def forget_endpoint(self, endpoint: EndpointId) -> None:
         """As of Policy; also those that share speeds, since what they count besides is their own."""
         for policy in self._deciding:
             policy.forget(endpoint)

@@ -41,15 +41,14 @@ class Ranks:
         self._first = 0  # subtracted from a rank to get its number
         self.in_body = False  # requests name theirs in the body, too
         self.shown: tuple[int, ...] = ()  # by its metrics, if several
-        self.named: tuple[int, ...] | None = (
-            None  # by its event sources, or what is configured of them; None: not asked
-        )
+        #: By its event sources, or what is configured of them; None: they were not asked.
+        self.named: tuple[int, ...] | None = None
 
     def configure(self, settings: DataParallelSettings) -> None:
         """Take over what the configuration says. Other ranks than before have not been refused yet."""
         if settings != self._settings:
             self._settings = settings
-            self.restarted()
+            self.forget_refusals()
 
     @property
     def stated(self) -> tuple[int, ...]:
@@ -82,7 +81,7 @@ class Ranks:
         """What the engine calls this rank in a request."""
         return rank - self._first
 
-    def observe(self, shown: Collection[int], named: Collection[int] | None) -> None:
+    def observe_sources(self, shown: Collection[int], named: Collection[int] | None) -> None:
         """What its metrics show now, and what its event sources name: where these are the same, and several, the ranks
         are known."""
         self.shown = tuple(sorted(shown)[:MAX_RANKS]) if len(shown) > 1 else ()
@@ -92,12 +91,12 @@ class Ranks:
             self._found = found
             self._refused = frozenset()
 
-    def resume(self, found: Collection[int]) -> None:
+    def resume_ranks(self, found: Collection[int]) -> None:
         """The ranks it had when it was last seen, until it is asked."""
         if self.asks and not self.shown:
             self._found = tuple(sorted(found)[:MAX_RANKS])
 
-    def refuse(self, rank: int, number: int, *, named: bool = True) -> RankRefusal:
+    def record_refusal(self, rank: int, number: int, *, named: bool = True) -> RankRefusal:
         """The engine refused a request for the rank of this number, and served it without one. `named`: it said that it
         is for the rank."""
         if rank in self._refused or rank not in self.candidates or number != self.number(rank):
@@ -112,7 +111,7 @@ class Ranks:
         self._refused |= {rank}
         return RankRefusal.DROPPED
 
-    def restarted(self) -> None:
+    def forget_refusals(self) -> None:
         """It may be another engine now: nothing has been refused."""
         self._refused, self._first = frozenset(), 0
         self._doubts.clear()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.held_requests import HeldRequests
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.screening import Refusal
 from kvproxy.config.cluster_schema import RouterQueueSettings
@@ -17,7 +18,7 @@ from kvproxy.errors import QueueFull
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.collectors import CounterCell
 from kvproxy.routing.fair_queue import FairQueue, QueueSettings
-from kvproxy.routing.policy import Best, Candidate, best_of, engine_wait_s, least_own_s
+from kvproxy.routing.policy import Best, Candidate, OverlapFacts, best_of, engine_wait_s, least_own_s, own_s
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.routing.waiting_lines import Ticket
@@ -41,7 +42,8 @@ class ReleaseReason(StrEnum):
 
     TURN = "turn"  # an endpoint had room
     MAX_WAIT = "max_wait"  # the bound on waiting, whatever the endpoints had pending
-    NO_ENDPOINT = "no_endpoint"  # none was left to take it
+    NO_ENDPOINT = "no_endpoint"  # none was left to take it, or came in time
+    ARRIVED = "arrived"  # there was none, and then one came
     QUEUE_OFF = "queue_off"  # a reload took the queue away
     CLIENT_LEFT = "client_left"
     REFUSED = "refused"  # the queue was full
@@ -58,7 +60,8 @@ class _QueuedRequest:
 
 
 class RouterQueue:
-    """In front of a cluster that learns `speeds`. `candidates(model, now)` are the endpoints that may be chosen.
+    """In front of a cluster that learns `speeds`. `candidates(model, now)` are the endpoints that may be chosen. With
+    `holds` requests wait for a first endpoint, too.
 
     A task of its own, which lives while requests wait, places them one by one, so that each look sees the load of the
     placement before it, and no request runs another one's decision.
@@ -71,9 +74,13 @@ class RouterQueue:
         *,
         cluster: str,
         candidates: Callable[[str, float], Sequence[Candidate]],
+        holds: bool,
         metrics: Metrics,
         clock: Clock,
     ) -> None:
+        #: Whether endpoints may come where there is none.
+        self.holds = holds
+        self._held: HeldRequests[Verdict] = HeldRequests(settings.limit, settings.max_wait, clock=clock)
         self._queue: FairQueue[_QueuedRequest] = FairQueue(_bounds(settings))
         self._speeds = speeds
         self._candidates = candidates
@@ -89,7 +96,12 @@ class RouterQueue:
 
     def __len__(self) -> int:
         """Requests waiting."""
-        return len(self._queue)
+        return len(self._queue) + len(self._held)
+
+    @property
+    def pending_s(self) -> float:
+        """Pooled prefill seconds of all of them, by what they were when they came."""
+        return self._queue.pending_s + self._held.pending_s
 
     def status(self, now: float) -> dict[str, object]:
         """For people: what waits against what may, and what became of all requests since the start."""
@@ -97,9 +109,10 @@ class RouterQueue:
         exits = {reason.value: int(self._exit_count(reason).value) for reason in ReleaseReason}
         refused = exits.pop(ReleaseReason.REFUSED.value)
         return {
-            "depth": len(self._queue),
+            "depth": len(self),
             "limit": settings.limit,
-            "oldest_wait_s": round(self._queue.oldest_wait_s(now), 3),
+            "without_endpoint": len(self._held),
+            "oldest_wait_s": round(self._oldest_wait_s(now), 3),
             "max_wait_s": settings.max_wait_s,
             "released": exits,
             "refused": refused,
@@ -116,8 +129,8 @@ class RouterQueue:
         """What `take` makes of the decision once the request's turn has come. Raises QueueFull."""
         now = self._clock()
         queued = _QueuedRequest(decide, take, asyncio.get_running_loop().create_future())
-        own_s = least_own_s(decision.request.facts, decision.candidates, self._speeds)
-        ticket = self._queue.offer(queued, own_s, now, level=level, tenant=tenant)
+        least_s = least_own_s(decision.request.facts, decision.candidates, self._speeds)
+        ticket = self._queue.offer(queued, least_s, now, level=level, tenant=tenant)
         if ticket is None:
             self._exit_count(ReleaseReason.REFUSED).inc()
             raise QueueFull(self._queue.retry_after_s(now))
@@ -131,13 +144,41 @@ class RouterQueue:
         self._metrics.request.router_queue_wait.labels(self._cluster).observe(self._clock() - now)
         return pick
 
+    async def hold(self, decide: Decide, facts: OverlapFacts) -> Verdict:
+        """What is decided of a request that found no endpoint, once there is one or its time is over. Raises
+        QueueFull."""
+        now, reason = self._clock(), ReleaseReason.CLIENT_LEFT
+        try:
+            verdict = await self._held.wait(
+                lambda at: None if (found := decide(at)) is Refusal.NO_ENDPOINTS and not self._closed else found,
+                own_s(facts, EndpointId(""), self._speeds.seconds),
+            )
+            if self._closed:
+                reason = ReleaseReason.QUEUE_OFF
+            else:
+                reason = ReleaseReason.NO_ENDPOINT if verdict is None else ReleaseReason.ARRIVED
+        except QueueFull:
+            reason = ReleaseReason.REFUSED
+            raise
+        finally:
+            self._exit_count(reason).inc()
+        self._metrics.request.router_queue_wait.labels(self._cluster).observe(self._clock() - now)
+        return Refusal.NO_ENDPOINTS if verdict is None else verdict
+
+    def on_endpoints_change(self) -> None:
+        """There may be an endpoint now."""
+        if self._candidates("", self._clock()):
+            self._held.let_in()
+
     def on_load_decrease(self) -> None:
         """An endpoint has less to do than before: the turn of a waiting request may have come."""
         self._load_decreased.set()
 
-    def reconfigure(self, settings: RouterQueueSettings, speeds: SpeedModel) -> None:
+    def reconfigure(self, settings: RouterQueueSettings, speeds: SpeedModel, *, holds: bool) -> None:
         """Other bounds, and maybe other speeds. Requests go on waiting, by the new ones."""
         # Kept over a reload with the task that places them: requests of both generations wait in one line.
+        self.holds = holds
+        self._held.limit, self._held.max_wait_s = settings.limit, settings.max_wait
         self._queue.reconfigure(_bounds(settings))
         self._speeds = speeds
         if self._shown:
@@ -149,20 +190,24 @@ class RouterQueue:
         self._shown = True
         bounds, clock = self._metrics.bounds, self._clock
         bounds.queue_limit.labels(self._name).set(self._queue.settings.limit)
-        bounds.queue_depth.labels(self._name).set_function(lambda: len(self._queue))
+        bounds.queue_depth.labels(self._name).set_function(lambda: len(self))
         oldest = self._metrics.request.router_queue_oldest.labels(self._cluster)
-        oldest.set_function(lambda: self._queue.oldest_wait_s(clock()))
+        oldest.set_function(lambda: self._oldest_wait_s(clock()))
         for reason in ReleaseReason:
             self._exit_count(reason)  # from 0 on, so that the first of a kind is an increase
 
     def close(self) -> None:
         """Let all requests go, and show no queue any more."""
         self._closed = True
+        self._held.let_in()
         self._load_decreased.set()
         if self._shown:
             self._metrics.bounds.queue_limit.remove(self._name)
             self._metrics.bounds.queue_depth.remove(self._name)
             self._metrics.request.router_queue_oldest.remove(self._cluster)
+
+    def _oldest_wait_s(self, now: float) -> float:
+        return max(self._queue.oldest_wait_s(now), self._held.oldest_wait_s(now))
 
     async def _release_in_turn(self) -> None:
         """Places what may go, whenever load fell or time alone may have changed the answer, until nothing waits."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvproxy.cluster.autoscaling import TAKING
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition
 from kvproxy.config.schema import Config, RouteSettings
@@ -18,8 +19,6 @@ _MAX_REMEMBERED = 4096
 
 #: Paths longer than this are not remembered, so that the memory is bounded in bytes too.
 _MAX_KEY = 512
-
-_TAKING = (Condition.UP, Condition.SATURATED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +92,14 @@ class Routes:
 
 
 def clusters_without_endpoint(clusters: Mapping[str, Cluster], now: float) -> list[str]:
-    """Names of the clusters in which no endpoint takes traffic."""
+    """Names of the clusters in which no endpoint takes traffic, and whose requests do not wait for one either."""
     return sorted(name for name, cluster in clusters.items() if not _available(cluster, now))
 
 
 def _available(cluster: Cluster, now: float) -> bool:
-    return any(endpoint.condition(now) in _TAKING for endpoint in cluster.endpoints)
+    conditions = {endpoint.condition(now) for endpoint in cluster.endpoints}
+    holds = cluster.queue is not None and cluster.queue.holds
+    return not conditions.isdisjoint(TAKING) or (holds and conditions <= {Condition.NOT_READY})
 
 
 def show_learned(metrics: Metrics, clusters: Callable[[], Iterable[Cluster]], *, clock: Clock) -> None:
@@ -116,5 +117,15 @@ def show_learned(metrics: Metrics, clusters: Callable[[], Iterable[Cluster]], *,
                 for endpoint in cluster.endpoints:
                     yield (cluster.name, str(endpoint.id)), cluster.speeds.slowness(endpoint.id, clock())
 
+    def saturation() -> Iterable[tuple[tuple[str, ...], float]]:
+        found = ((cluster.name, cluster.scaling.saturation(clock())) for cluster in clusters())
+        return [((name,), value) for name, value in found if value is not None]
+
+    def wanted() -> Iterable[tuple[tuple[str, ...], float]]:
+        found = ((cluster.name, cluster.scaling.wanted_endpoints(clock())) for cluster in clusters())
+        return [((name,), value) for name, value in found if value is not None]
+
+    metrics.endpoint.saturation.set_source(saturation)
+    metrics.endpoint.wanted_endpoints.set_source(wanted)
     metrics.cache.learned_tokens_per_s.set_source(speeds)
     metrics.cache.learned_slowness.set_source(slowness)

@@ -51,37 +51,28 @@ class Screening:
     def __init__(self) -> None:
         self._endpoints: tuple[Endpoint, ...] = ()
         self._conditions: dict[Endpoint, Condition] = {}
-        self._declared: frozenset[str] = frozenset()
-        self._named: frozenset[str] = frozenset()
+        #: Models that some endpoint's configuration names; these, and the adapters that engines list.
+        self.declared: frozenset[str] = frozenset()
+        self.named: frozenset[str] = frozenset()
         self._pools: dict[str | None, Pool] = {}  # None: models that none names
         self._stale_at = -math.inf
 
-    @property
-    def declared(self) -> frozenset[str]:
-        """Models some endpoint's configuration names."""
-        return self._declared
-
-    @property
-    def named(self) -> frozenset[str]:
-        """These, and the adapters that their engines list."""
-        return self._named
-
-    def replace(self, endpoints: Collection[Endpoint]) -> None:
+    def screen_endpoints(self, endpoints: Collection[Endpoint]) -> None:
         """Screen these from now on."""
         self._endpoints = tuple(endpoints)
-        self._declared = frozenset().union(*(endpoint.models for endpoint in self._endpoints))
-        self._named = self._declared.union(*(endpoint.engine.adapters.names for endpoint in self._endpoints))
+        self.declared = frozenset().union(*(endpoint.models for endpoint in self._endpoints))
+        self.named = self.declared.union(*(endpoint.engine.adapters.names for endpoint in self._endpoints))
         self.invalidate()
 
     def invalidate(self) -> None:
         """Something about an endpoint changed."""
         self._stale_at = -math.inf
 
-    def pool(self, model: str, now: float) -> Pool:
+    def find_pool(self, model: str, now: float) -> Pool:
         """The endpoints for `model` ("": any)."""
         if now >= self._stale_at:
             self._refresh(now)
-        key = model if not model or model in self._named else None
+        key = model if not model or model in self.named else None
         pool = self._pools.get(key)
         if pool is None:
             pool = self._pools[key] = self._screen(model)
@@ -150,30 +141,30 @@ class KnownRanks:
         self._members = members
         self._on_change = on_change
 
-    def observe(
+    def observe_ranks(
         self, engine: Engine, shown: Collection[int], named: Collection[int] | None, *, in_body: bool = False
     ) -> None:
         """The ranks that an engine's metrics show now, and those that its event sources name (None: they were not
         asked); whether it reads them in a body. Once they are known each is an endpoint."""
         before = engine.ranks.candidates
         engine.ranks.in_body = in_body
-        engine.ranks.observe(shown, named)
+        engine.ranks.observe_sources(shown, named)
         self._follow(engine, before)
 
-    def resume(self, engine: Engine, found: Collection[int]) -> None:
+    def resume_ranks(self, engine: Engine, found: Collection[int]) -> None:
         """An engine had these when an earlier life of this proxy saw it last."""
         before = engine.ranks.candidates
-        engine.ranks.resume(found)
+        engine.ranks.resume_ranks(found)
         self._follow(engine, before)
 
-    def refused(self, endpoint: Endpoint, number: int, *, named: bool = True) -> None:
+    def record_refusal(self, endpoint: Endpoint, number: int, *, named: bool = True) -> None:
         """An engine served a request without a rank that it had refused with this one; `named`: for the rank's sake, by
         its own word."""
         engine, rank = endpoint.engine, endpoint.rank
         assert rank is not None
         where = f"{self._cluster}/{engine.id}"
         before = engine.ranks.candidates
-        refusal = engine.ranks.refuse(rank, number, named=named)
+        refusal = engine.ranks.record_refusal(rank, number, named=named)
         endpoint.metrics.rank_refused(refusal.value)
         if refusal is RankRefusal.RENUMBERED:
             log.info(
@@ -183,15 +174,15 @@ class KnownRanks:
             log.warning("%s has no data-parallel rank %d: it is no candidate any more", where, rank)
         self._follow(engine, before)
 
-    def restarted(self, engine: Engine) -> None:
+    def forget_refusals(self, engine: Engine) -> None:
         """It is another process than before, which has refused nothing yet."""
         before = engine.ranks.candidates
-        engine.ranks.restarted()
+        engine.ranks.forget_refusals()
         self._follow(engine, before)
 
     def _follow(self, engine: Engine, before: Collection[int]) -> None:
         if engine.ranks.candidates != before and engine in self._members.engines:
             ranks = ", ".join(map(str, engine.ranks.candidates)) or "none"
             log.info("%s/%s: data-parallel ranks that are candidates: %s", self._cluster, engine.id, ranks)
-            self._members.refresh()
+            self._members.apply_ranks()
             self._on_change()

@@ -166,7 +166,7 @@ class Verdicts:
 
     def has_outage(self, model: str, now: float) -> bool:
         """Whether every endpoint of `model` is out, or has of late served nothing: a retry would only be more load."""
-        pool = self._screening.pool(model, now)
+        pool = self._screening.find_pool(model, now)
         if pool.panic or not pool.usable:
             return pool.panic
         unserved = [health.unserved_in_a_row(now) for health in {endpoint.health for endpoint in pool.usable}]
@@ -177,7 +177,7 @@ class Verdicts:
         or requests that fail in this way wherever they go (`record_shared_failure`) have been seen lately."""
         if now - self._shared_failures.get(reason, -math.inf) < _SHARED_FAILURE_S:
             return True
-        usable = self._screening.pool(model, now).usable
+        usable = self._screening.find_pool(model, now).usable
         others = [other for other in usable if other.engine is not endpoint.engine]
         return bool(others) and all(other.health.unserved_in_a_row(now) for other in others)
 
@@ -191,10 +191,10 @@ class Verdicts:
             self._count_ejection(engine, Condition.BREAKER_OPEN.value)
         self._screening.invalidate()
 
-    def probed(self, engine: Engine, outcome: ProbeOutcome) -> None:
+    def record_probe(self, engine: Engine, outcome: ProbeOutcome) -> None:
         """A probe ended."""
         for endpoint in self._members.of_engine(engine):
-            endpoint.metrics.probe(outcome.value)
+            endpoint.metrics.count_probe(outcome.value)
         if outcome is ProbeOutcome.NOT_SENT:
             return
         well = outcome is ProbeOutcome.OK
@@ -228,7 +228,7 @@ class Verdicts:
 
     def _count_ejection(self, engine: Engine, reason: str) -> None:
         for endpoint in self._members.of_engine(engine):
-            endpoint.metrics.ejection(reason)
+            endpoint.metrics.count_ejection(reason)
 
     def _give_back(self, engine: Engine) -> None:
         for endpoint in self._members.all_endpoints():

@@ -50,7 +50,7 @@ class AdviceRunner:
     async def __aexit__(self, *_: object) -> None:
         await self._tasks.__aexit__(None, None, None)
 
-    def start(self, budget_s: float) -> bool:
+    def start_run(self, budget_s: float) -> bool:
         """Whether it was begun: one is enough."""
         if self._state == "running":
             return False
@@ -58,7 +58,7 @@ class AdviceRunner:
         self._tasks.start(self._run(budget_s), name="advice")
         return True
 
-    def describe(self) -> dict[str, Any]:
+    def describe_run(self) -> dict[str, Any]:
         """`state` is none, running, done or failed (`error` says why); `advice` is the latest there was."""
         started = None if self._started is None else self._started.isoformat(timespec="seconds")
         return {"state": self._state, "started": started, "error": self._error, "advice": self._advice}

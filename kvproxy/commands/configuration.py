@@ -92,10 +92,10 @@ def main_check(args: argparse.Namespace) -> int:
     if not file:
         sys.stderr.write("kvproxy check: a FILE (or --schema) is required, there is no ./config.yaml\n")
         return 2
-    return check(file, lenient=args.lenient, out=sys.stdout)
+    return check_file(file, lenient=args.lenient, out=sys.stdout)
 
 
-def check(path: str, *, lenient: bool, out: TextIO) -> int:
+def check_file(path: str, *, lenient: bool, out: TextIO) -> int:
     """Print what is wrong; 0 when the file can be served, 1 when not."""
     extra = {name: kind.settings for name, kind in discover().items()}
     config, problems = check_config(Path(path), extra_filters=extra, lenient=lenient)

@@ -65,7 +65,7 @@ async def _play(mix: Mix, url: str, policy: str, out: TextIO) -> list[DemoReply]
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         print(f"\n{policy}", file=out)
         with TrafficProgress(mix.requests, out) as progress:
-            return await run_mix(mix, client, on_reply=progress.step)
+            return await run_mix(mix, client, on_reply=progress.count_reply)
 
 
 async def _stay(mix: Mix, place: ProxyAddress, out: TextIO) -> None:
@@ -96,7 +96,7 @@ class TrafficProgress:
         if self._live:
             print(file=self._out)
 
-    def step(self, reply: DemoReply) -> None:
+    def count_reply(self, reply: DemoReply) -> None:
         """One more request was answered."""
         self._done += 1
         self._cached += reply.cached_tokens

@@ -27,7 +27,7 @@ from kvproxy.doctor.checks.configuration import convert_problems
 from kvproxy.doctor.report import DoctorReport, print_json, print_table
 from kvproxy.doctor.tools import Tools, VisitTimeouts, utc_seconds
 from kvproxy.doctor.traffic import rows_of, rows_of_receipts, traffic_report
-from kvproxy.doctor.visit import diagnose
+from kvproxy.doctor.visit import diagnose_setup
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.filters.registry import discover
 from kvproxy.receipts.files import ReceiptReader
@@ -68,24 +68,24 @@ def main(args: argparse.Namespace) -> int:
     if args.traffic:
         address = AdminAddress(args.url, args.token_file)
         asked = TrafficOptions(address, args.receipts, args.json, args.strict)
-        return traffic(asked, out=sys.stdout, err=sys.stderr)
+        return print_traffic(asked, out=sys.stdout, err=sys.stderr)
     options = DoctorOptions(
         named_file(args), args.endpoint, args.timeout, args.json, args.strict, args.lenient, args.verbose,
         advise=args.advise, budget=args.advise_budget, receipts=args.receipts,
     )  # fmt: skip
     if options.advise:
         os.nice(_NICE)  # it often runs beside the proxy
-        return advise(options, out=sys.stdout, err=sys.stderr)
+        return print_advice(options, out=sys.stdout, err=sys.stderr)
     return run(options, out=sys.stdout, err=sys.stderr)
 
 
 def run(options: DoctorOptions, *, out: TextIO, err: TextIO) -> int:
     """Print the verdict; 0 fine, 1 problems, 2 only warnings with `strict`. Raises ConfigError for a wrong command."""
     timeout_s = _duration_s("--timeout", options.timeout)
-    config, problems = load(options)
+    config, problems = load_configuration(options)
 
     async def visit() -> int:
-        report = await diagnose(config, problems, tools=Tools(timeouts=VisitTimeouts(exchange_s=timeout_s)))
+        report = await diagnose_setup(config, problems, tools=Tools(timeouts=VisitTimeouts(exchange_s=timeout_s)))
         _print(report, out, as_json=options.as_json, verbose=options.verbose)
         return report.exit_status(strict=options.strict)
 
@@ -95,12 +95,12 @@ def run(options: DoctorOptions, *, out: TextIO, err: TextIO) -> int:
     return run_loop(visit)
 
 
-def advise(options: DoctorOptions, *, out: TextIO, err: TextIO) -> int:
+def print_advice(options: DoctorOptions, *, out: TextIO, err: TextIO) -> int:
     """Print advice; 0, 1 when the configuration has errors, 130 when Ctrl-C ended it early."""
     timeout_s, budget_s = _duration_s("--timeout", options.timeout), _budget_s(options.budget)
-    config, problems = load(options)
+    config, problems = load_configuration(options)
     if config is None:
-        print_table(DoctorReport.of(convert_problems(problems)), out)
+        print_table(DoctorReport.of_findings(convert_problems(problems)), out)
         return 1
     tools = Tools(timeouts=VisitTimeouts(exchange_s=timeout_s))
     engines: list[EngineSettingsSeen] = []
@@ -121,7 +121,9 @@ def advise(options: DoctorOptions, *, out: TextIO, err: TextIO) -> int:
     return INTERRUPTED if adviser.interrupted else 0
 
 
-def traffic(options: TrafficOptions, *, out: TextIO, err: TextIO, transport: httpx.BaseTransport | None = None) -> int:
+def print_traffic(
+    options: TrafficOptions, *, out: TextIO, err: TextIO, transport: httpx.BaseTransport | None = None
+) -> int:
     """Print what breaks prefixes; 0, 1 when there is nothing to read, 2 for warnings with `strict`."""
     try:
         if options.receipts is not None:
@@ -146,7 +148,7 @@ def _print(report: DoctorReport, out: TextIO, *, as_json: bool, verbose: bool) -
         print_table(report, out, width=width, colour=colour, verbose=verbose)
 
 
-def load(options: DoctorOptions) -> tuple[Config | None, list[Problem]]:
+def load_configuration(options: DoctorOptions) -> tuple[Config | None, list[Problem]]:
     """The configuration, None when it has errors, and what is wrong with it. Raises ConfigError when none is named."""
     if (options.path is None) == (not options.endpoints):
         hint = "`kvproxy init` writes a config.yaml"

@@ -14,9 +14,9 @@ import httpx
 
 from kvproxy.commands.operate import AdminAddress, AdminRefused, ask_admin
 from kvproxy.filters.access_log import printable
-from kvproxy.receipts.explain import explain, explain_decision
+from kvproxy.receipts.explain import explain_decision, explain_receipt
 from kvproxy.receipts.files import Ambiguous, ReceiptReader
-from kvproxy.receipts.receipt import Receipt, encode
+from kvproxy.receipts.receipt import Receipt, encode_receipt
 
 DEFAULT_FILE = "receipts.jsonl"
 
@@ -61,7 +61,7 @@ def run(options: ExplainOptions, *, out: TextIO, err: TextIO, transport: httpx.B
 
 def _print_receipts(found: list[Receipt], *, as_json: bool, out: TextIO, err: TextIO) -> None:
     newest = found[0]
-    print(encode(newest).decode().rstrip() if as_json else explain(newest), file=out)
+    print(encode_receipt(newest).decode().rstrip() if as_json else explain_receipt(newest), file=out)
     if len(found) > 1:
         print(f"{len(found) - 1} earlier request(s) had the same id", file=err)
 

@@ -89,15 +89,15 @@ def main_drain(args: argparse.Namespace) -> int:
     """`kvproxy drain` and `kvproxy undrain`."""
     address = AdminAddress(args.url, args.token_file)
     where = {"cluster": args.cluster, "draining": args.draining}
-    return drain(address, args.endpoint, **where, out=sys.stdout, err=sys.stderr)
+    return drain_endpoint(address, args.endpoint, **where, out=sys.stdout, err=sys.stderr)
 
 
 def main_reload(args: argparse.Namespace) -> int:
     """`kvproxy reload`."""
-    return reload(AdminAddress(args.url, args.token_file), out=sys.stdout, err=sys.stderr)
+    return reload_configuration(AdminAddress(args.url, args.token_file), out=sys.stdout, err=sys.stderr)
 
 
-def drain(
+def drain_endpoint(
     address: AdminAddress,
     endpoint: str,
     *,
@@ -123,7 +123,9 @@ def drain(
     return 0
 
 
-def reload(address: AdminAddress, *, out: TextIO, err: TextIO, transport: httpx.BaseTransport | None = None) -> int:
+def reload_configuration(
+    address: AdminAddress, *, out: TextIO, err: TextIO, transport: httpx.BaseTransport | None = None
+) -> int:
     """Have the configuration file read again; 1, and every problem, when it was not applied."""
     with address.connect(transport=transport) as client:
         try:

@@ -61,7 +61,7 @@ def run(
 
         def shown() -> str:
             live = _ask(client, options.url)
-            return f"{json.dumps(live)}\n" if options.as_json else render(live, colour=colour)
+            return f"{json.dumps(live)}\n" if options.as_json else render_page(live, colour=colour)
 
         if options.watch:
             return _watch(shown, out=out, over=out.isatty() and not options.as_json, sleep=sleep)
@@ -106,7 +106,7 @@ def _ask(client: httpx.Client, url: str) -> dict[str, Any]:
     return data
 
 
-def render(live: Mapping[str, Any], *, colour: bool = False) -> str:
+def render_page(live: Mapping[str, Any], *, colour: bool = False) -> str:
     """The whole screen. Control characters in names that clients chose are shown as `?`."""
     blocks = [
         [_headline(live)],

@@ -162,14 +162,14 @@ class Finding(NamedTuple):
     """Other places that it draws on: nothing is said when one of them is wrong itself."""
 
 
-def error(
+def error_at(
     path: Path, message: str, hint: str = "", *, absence: bool = False, follows: tuple[Path, ...] = ()
 ) -> Finding:
     """Refuses the configuration."""
     return Finding(path, message, hint, "error", absence, follows)
 
 
-def warning(path: Path, message: str, hint: str = "", *, follows: tuple[Path, ...] = ()) -> Finding:
+def warning_at(path: Path, message: str, hint: str = "", *, follows: tuple[Path, ...] = ()) -> Finding:
     """Usable, but probably not what was meant."""
     return Finding(path, message, hint, "warning", False, follows)
 
@@ -177,7 +177,7 @@ def warning(path: Path, message: str, hint: str = "", *, follows: tuple[Path, ..
 def missing_file(path: Path, name: str) -> Iterator[Finding]:
     """An error when `name` is no file."""
     if not FilePath(name).is_file():
-        yield error(path, f"no such file: {name!r}")
+        yield error_at(path, f"no such file: {name!r}")
 
 
 #: Names in one line of the log; of more changes it gives the number.

@@ -62,7 +62,7 @@ class Translation:
     def __init__(self, *, lenient: bool) -> None:
         self.form = Canonical({}, lenient=lenient)
 
-    def decode(self, kind: type[K], raw: Mapping[str, Any] | None, at: Path) -> K | None:
+    def decode_part(self, kind: type[K], raw: Mapping[str, Any] | None, at: Path) -> K | None:
         """`raw` (nothing: defaults) as `kind`; its problems are kept."""
         decoded = decode_model(kind, raw or {}, Origins([((), at)]))
         for problem in decoded.problems:

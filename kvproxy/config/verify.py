@@ -8,7 +8,7 @@ from pathlib import Path as FilePath
 from kvproxy.config.addresses import is_loopback, listener_at, same_origin, url_fault
 from kvproxy.config.cluster_schema import ClusterSettings, EnginePriorityMode, PolicyName
 from kvproxy.config.discovery_schema import DiscoverySettings
-from kvproxy.config.paths import Finding, Path, closest_word, error, missing_file, warning
+from kvproxy.config.paths import Finding, Path, closest_word, error_at, missing_file, warning_at
 from kvproxy.config.schema import Config, RouteSettings
 from kvproxy.config.verify_filters import find_chain_faults
 
@@ -26,16 +26,16 @@ def find_faults(config: Config) -> list[Finding]:
 def _listeners(config: Config) -> Iterator[Finding]:
     listen, admin = config.listen, config.admin
     if not listen.host:
-        yield error(("listen", "host"), "must not be empty", "0.0.0.0 is every interface")
+        yield error_at(("listen", "host"), "must not be empty", "0.0.0.0 is every interface")
     if not admin.enabled:
         return
     if not admin.host:
-        yield error(("admin", "host"), "must not be empty")
+        yield error_at(("admin", "host"), "must not be empty")
     elif not is_loopback(admin.host) and admin.token is None:
-        yield error(("admin", "token"), "required when the admin listener is not on loopback")
+        yield error_at(("admin", "token"), "required when the admin listener is not on loopback")
     wildcard = {"0.0.0.0", "::"} & {listen.host, admin.host}
     if admin.port and admin.port == listen.port and (listen.host == admin.host or wildcard):
-        yield error(("admin", "port"), "the admin listener has the public listener's address")
+        yield error_at(("admin", "port"), "the admin listener has the public listener's address")
 
 
 def _tls(config: Config) -> Iterator[Finding]:
@@ -46,25 +46,25 @@ def _tls(config: Config) -> Iterator[Finding]:
 
 def _limits(config: Config) -> Iterator[Finding]:
     if config.limits.bodies < config.limits.body:
-        yield error(("limits", "bodies"), "less than limits.body: a body of that size would never fit")
+        yield error_at(("limits", "bodies"), "less than limits.body: a body of that size would never fit")
 
 
 def _clusters(config: Config) -> Iterator[Finding]:
     if not config.clusters:
         hint = "the shortest way is `endpoints: [http://host:port]`"
-        yield error(("clusters",), "no cluster is configured", hint, follows=_CLUSTERS_ARE_FROM)
+        yield error_at(("clusters",), "no cluster is configured", hint, follows=_CLUSTERS_ARE_FROM)
     for name, cluster in config.clusters.items():
         at: Path = ("clusters", name)
         if not cluster.endpoints and not cluster.discovery.named:
-            yield error((*at, "endpoints"), "the cluster has no endpoints and no discovery", absence=True)
+            yield error_at((*at, "endpoints"), "the cluster has no endpoints and no discovery", absence=True)
         yield from _endpoints(cluster, (*at, "endpoints"))
         yield from _loops(config, cluster, (*at, "endpoints"))
         if cluster.queue.enabled and cluster.policy not in FORECASTING:
             hint = "use kv_aware or least_ttft, or leave the queue out"
-            yield error((*at, "queue"), f"{cluster.policy} does not know how long a prefill takes", hint)
+            yield error_at((*at, "queue"), f"{cluster.policy} does not know how long a prefill takes", hint)
         yield from _engine_priority(config, cluster, at)
         if cluster.discovery.file is not None and not FilePath(cluster.discovery.file.path).is_file():
-            yield warning((*at, "discovery", "file", "path"), "the file does not exist yet")
+            yield warning_at((*at, "discovery", "file", "path"), "the file does not exist yet")
 
 
 def _engine_priority(config: Config, cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
@@ -73,15 +73,15 @@ def _engine_priority(config: Config, cluster: ClusterSettings, at: Path) -> Iter
     if all(mode in (None, off) for mode in modes):
         if cluster.queue.priority_header and not cluster.queue.enabled:
             hint = "turn the queue on, or engine_priority"
-            yield warning((*at, "queue", "priority_header"), "nothing reads it: no request waits by priority", hint)
+            yield warning_at((*at, "queue", "priority_header"), "nothing reads it: no request waits by priority", hint)
         return
     first = next(index for index, mode in enumerate(modes) if mode not in (None, off))
     where = (*at, "engine_priority") if not first else (*at, "endpoints", first - 1, "engine_priority")
     if cluster.policy not in FORECASTING:
         hint = "use kv_aware or least_ttft, or leave engine_priority off"
-        yield error(where, f"{cluster.policy} does not know how long a prefill takes", hint)
+        yield error_at(where, f"{cluster.policy} does not know how long a prefill takes", hint)
     if "inference_request" not in [spec.name for spec in config.filters]:
-        yield error(where, "needs the filter inference_request: nothing else reads the body that gets the number")
+        yield error_at(where, "needs the filter inference_request: nothing else reads the body that gets the number")
 
 
 def _endpoints(cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
@@ -92,15 +92,15 @@ def _endpoints(cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
     for index, endpoint in enumerate(cluster.endpoints):
         here: Path = (*at, index)
         if endpoint.id in ids:
-            yield error((*here, "id"), f"two endpoints have the id {endpoint.id!r}", "give each an id of its own")
+            yield error_at((*here, "id"), f"two endpoints have the id {endpoint.id!r}", "give each an id of its own")
         ids.add(endpoint.id)
         for rank in (endpoint.data_parallel or cluster.data_parallel).ranks:
             if f"{endpoint.id}@{rank}" in names:
                 what = f"rank {rank} would be called as the endpoint '{endpoint.id}@{rank}'"
-                yield error((*here, "id"), what, "give that endpoint another id")
+                yield error_at((*here, "id"), what, "give that endpoint another id")
         instance = endpoint.instance_id or endpoint.id
         if endpoint.id != instances.setdefault(instance, endpoint.id):
-            yield warning(
+            yield warning_at(
                 (*here, "instance_id"),
                 f"the instance id {instance!r} also belongs to {instances[instance]!r}",
                 "right only if both share one LMCache",
@@ -108,20 +108,20 @@ def _endpoints(cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
         if endpoint.ca_file:
             yield from missing_file((*here, "ca_file"), endpoint.ca_file)
         if endpoint.insecure:
-            yield warning((*here, "insecure"), "the endpoint's certificate is not verified")
+            yield warning_at((*here, "insecure"), "the endpoint's certificate is not verified")
         fault = url_fault(endpoint.url)
         if fault:
-            yield error((*here, "url"), fault)
+            yield error_at((*here, "url"), fault)
             continue
         if endpoint.url.rstrip("/").endswith("/v1"):
-            yield warning((*here, "url"), "ends in /v1, which clients' paths already have", "leave it out")
+            yield warning_at((*here, "url"), "ends in /v1, which clients' paths already have", "leave it out")
         other = origins.setdefault(same_origin(endpoint.url), endpoint.id)
         if other != endpoint.id:
-            yield warning((*here, "url"), f"the same engine as {other!r}: its load is counted apart")
+            yield warning_at((*here, "url"), f"the same engine as {other!r}: its load is counted apart")
         if endpoint.api_key is not None and endpoint.url.startswith("http://") and not _local(endpoint.url):
-            yield warning((*here, "api_key"), "sent in clear text over http")
+            yield warning_at((*here, "api_key"), "sent in clear text over http")
         if endpoint.retry is not None and endpoint.retry.max_backoff < endpoint.retry.backoff:
-            yield error((*here, "retry", "max_backoff"), "shorter than backoff")
+            yield error_at((*here, "retry", "max_backoff"), "shorter than backoff")
 
 
 def _loops(config: Config, cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
@@ -133,7 +133,7 @@ def _loops(config: Config, cluster: ClusterSettings, at: Path) -> Iterator[Findi
         listener = "" if url_fault(endpoint.url) else listener_at(same_origin(endpoint.url), listeners)
         if listener:
             message = f"this is the proxy's own address (`{listener}`): its requests would come back to it"
-            yield error((*at, index, "url"), message, "give the engine's address")
+            yield error_at((*at, index, "url"), message, "give the engine's address")
 
 
 def _local(url: str) -> bool:
@@ -146,24 +146,24 @@ def _routes(config: Config) -> Iterator[Finding]:
         at: Path = ("routes", index)
         if route.cluster not in config.clusters:
             hint, follows = _clusters_hint(route.cluster, config), () if config.clusters else _CLUSTERS_ARE_FROM
-            yield error((*at, "cluster"), f"there is no cluster {route.cluster!r}", hint, follows=follows)
+            yield error_at((*at, "cluster"), f"there is no cluster {route.cluster!r}", hint, follows=follows)
         if not route.prefix.startswith("/"):
-            yield error((*at, "prefix"), "must start with /")
+            yield error_at((*at, "prefix"), "must start with /")
         if "*" in route.model[:-1]:
-            yield error((*at, "model"), "a * may only stand at the end")
+            yield error_at((*at, "model"), "a * may only stand at the end")
         if route.upstream_model and (not route.model or route.model.endswith("*")):
-            yield error((*at, "upstream_model"), "needs a `model` without *: it is the alias for that one name")
+            yield error_at((*at, "upstream_model"), "needs a `model` without *: it is the alias for that one name")
         shadow = next((number for number, other in enumerate(earlier) if _covers(other, route)), None)
         if shadow is not None:
-            yield error(at, f"never reached: routes[{shadow}] already matches all of it")
+            yield error_at(at, f"never reached: routes[{shadow}] already matches all of it")
         earlier.append(route)
     for name, cluster in config.clusters.items() if not config.routes and len(config.clusters) > 1 else ():
         if not any(endpoint.models for endpoint in cluster.endpoints) and cluster.discovery == DiscoverySettings():
-            yield error(("clusters", name), "no route leads here and no endpoint declares its models")
+            yield error_at(("clusters", name), "no route leads here and no endpoint declares its models")
     used = {route.cluster for route in config.routes}
     for name in config.clusters if used and used <= set(config.clusters) else ():
         if name not in used:
-            yield warning(("clusters", name), "no route leads to this cluster", follows=(("routes",),))
+            yield warning_at(("clusters", name), "no route leads to this cluster", follows=(("routes",),))
 
 
 def _clusters_hint(wrong: str, config: Config) -> str:
@@ -184,17 +184,17 @@ def _covers(wide: RouteSettings, narrow: RouteSettings) -> bool:
 
 def _intervals(config: Config) -> Iterator[Finding]:
     if config.retry.max_backoff < config.retry.backoff:
-        yield error(("retry", "max_backoff"), "shorter than backoff")
+        yield error_at(("retry", "max_backoff"), "shorter than backoff")
     if config.pool.max_idle > config.pool.max_connections:
-        yield warning(("pool", "max_idle"), "more than max_connections are never kept")
+        yield warning_at(("pool", "max_idle"), "more than max_connections are never kept")
     for name in ("connect", "first_byte", "idle"):
         if getattr(config.timeouts, name) == 0:
-            yield error(("timeouts", name), "must be longer than 0")
+            yield error_at(("timeouts", name), "must be longer than 0")
     for name, cluster in config.clusters.items():
         health, at = cluster.health, ("clusters", name, "health")
         if health.max_eject_for < health.eject_for:
-            yield error((*at, "max_eject_for"), "shorter than eject_for")
+            yield error_at((*at, "max_eject_for"), "shorter than eject_for")
         if health.active and (health.interval == 0 or health.timeout == 0):
-            yield error((*at, "timeout" if health.interval else "interval"), "must be longer than 0")
+            yield error_at((*at, "timeout" if health.interval else "interval"), "must be longer than 0")
         if not health.path.startswith("/"):
-            yield error((*at, "path"), "must start with /")
+            yield error_at((*at, "path"), "must start with /")

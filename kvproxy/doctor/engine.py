@@ -18,7 +18,7 @@ from kvproxy.clients.sglang import SglangInfo
 from kvproxy.clients.vllm import ModelInfo, VllmClient
 from kvproxy.cluster.engine import origin_of
 from kvproxy.config.cluster_schema import DataParallelSettings, EndpointSettings, EventSources
-from kvproxy.doctor.tools import ConnectResult, Tools, connect, try_tls
+from kvproxy.doctor.tools import ConnectResult, Tools, try_connect, try_tls
 from kvproxy.doctor.trial import (
     RankAnswers,
     Trial,
@@ -165,7 +165,9 @@ class EngineFacts:
     async def try_link(self) -> ConnectResult:
         """Whether it can be connected to."""
         timeout_s = self.tools.timeouts.exchange_s
-        return await self.tools.answers.ask_once(f"{self._key} link", lambda: connect(self.origin, timeout_s=timeout_s))
+        return await self.tools.answers.ask_once(
+            f"{self._key} link", lambda: try_connect(self.origin, timeout_s=timeout_s)
+        )
 
     async def is_reachable(self) -> bool:
         """Whether connecting worked; why not is the connection check's business."""
@@ -200,7 +202,7 @@ class EngineFacts:
         """What it was started with. Raises NotSupported where it is no SGLang."""
         return await self._fact("sglang info", self.vllm.sglang_info)
 
-    async def kind(self) -> EngineKind:
+    async def find_kind(self) -> EngineKind:
         """Which program it is, by its metrics, else by whether it answers as SGLang does."""
         try:
             kind = parse_engine_metrics(await self.fetch_exposition()).kind
@@ -294,7 +296,7 @@ class EngineFacts:
         return await self.tools.answers.ask_once(f"{self._key} {name}", ask)
 
     async def _run_trial(self) -> Trial:
-        if await self.sleeps():
+        if await self.is_asleep():
             raise ClientError(f"{self.where} sleeps")
         model = await self.choose_model()
         sources = await self.sources_or_none() if self.plan.events else ()
@@ -307,7 +309,7 @@ class EngineFacts:
     async def _target(self) -> TrialTarget:
         return TrialTarget(await self.choose_model(), self.api, self.vllm, (), self.metrics_now, self.tools)
 
-    async def sleeps(self) -> bool:
+    async def is_asleep(self) -> bool:
         """Whether its metrics say so. They are taken before our own requests show in them."""
         try:
             return parse_engine_metrics(await self.fetch_exposition()).asleep

@@ -7,7 +7,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 from kvproxy.clients.kv_events.events import BlockStored, Skipped, decode_batch, sequence_number
-from kvproxy.clients.kv_events.sockets import Subscription, replayed
+from kvproxy.clients.kv_events.sockets import Subscription, read_replay
 from kvproxy.clients.kv_events.source import KvEventSource
 from kvproxy.errors import BadResponse, ClientError
 from kvproxy.types import Clock
@@ -105,7 +105,7 @@ class WatchedStreams:
 
     async def _replays(self, address: str, within_s: float) -> bool:
         try:
-            async with aclosing(replayed(address, 1 << 62, idle_timeout_s=within_s)) as messages:
+            async with aclosing(read_replay(address, 1 << 62, idle_timeout_s=within_s)) as messages:
                 async for frames in messages:
                     if sequence_number(frames) is None:
                         return True

@@ -17,7 +17,7 @@ from kvproxy.clients.tokens import TokenIds, body_with_tokens, token_array
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.kvcache_schema import Provider as ProviderName
 from kvproxy.doctor.engine import EngineFacts
-from kvproxy.doctor.tools import ConnectResult, Tools, connect
+from kvproxy.doctor.tools import ConnectResult, Tools, try_connect
 from kvproxy.doctor.trial import Trial
 from kvproxy.errors import BadResponse, ClientError, ClientTimeout, ClientUnavailable, NotSupported
 from kvproxy.kvcache.providers import (
@@ -65,24 +65,24 @@ class LmcacheFacts:
     async def try_link(self) -> ConnectResult:
         """Whether it can be connected to."""
         timeout_s = self.tools.timeouts.exchange_s
-        return await self.tools.answers.ask_once("lmcache link", lambda: connect(self.origin, timeout_s=timeout_s))
+        return await self.tools.answers.ask_once("lmcache link", lambda: try_connect(self.origin, timeout_s=timeout_s))
 
-    async def kind(self) -> ProviderName:
+    async def find_kind(self) -> ProviderName:
         """Which service answers there, whatever the configuration says. Raises BadResponse when it is neither."""
         link = await self.try_link()
         if link.error is not None:
             raise ClientUnavailable(f"{self.where} cannot be connected to")
         return await self.tools.answers.ask_once("lmcache kind", self._recognise)
 
-    async def provider(self) -> Provider:
+    async def make_provider(self) -> Provider:
         """The service as the proxy speaks to it."""
-        if await self.kind() is ProviderName.COORDINATOR:
+        if await self.find_kind() is ProviderName.COORDINATOR:
             return CoordinatorProvider(self._coordinator, model=self.settings.directory_model)
         return ControllerProvider(self._controller, self.settings.cache_strategy)
 
     async def list_instances(self) -> frozenset[str]:
         """Registered instances; NotSupported where the service cannot list them."""
-        provider = await self.provider()
+        provider = await self.make_provider()
         return await self.tools.answers.ask_once("lmcache instances", provider.instances)
 
     async def find_holders(self, engine: EngineFacts) -> LookupAnswer:
@@ -93,7 +93,7 @@ class LmcacheFacts:
 
     async def time_lookups(self, trial: Trial, *, times: int = 20) -> list[float]:
         """Seconds that lookups of this prompt take, one after another, as the proxy makes them."""
-        provider, clock = await self.provider(), self.tools.clock
+        provider, clock = await self.make_provider(), self.tools.clock
         prefix, timeout_s = Prefix(token_array(list(trial.tokens)), trial.model), self.tools.timeouts.exchange_s
         took = []
         for _ in range(times + 1):  # the first may have to open a connection
@@ -126,7 +126,7 @@ class LmcacheFacts:
         return ProviderName.CONTROLLER
 
     async def _find(self, engine: EngineFacts) -> LookupAnswer:
-        kind, trial = await self.kind(), await engine.try_generating()
+        kind, trial = await self.find_kind(), await engine.try_generating()
         tokens, timeouts = token_array(list(trial.tokens)), self.tools.timeouts
         for attempt in range(timeouts.lookup_tries):
             if attempt:
@@ -145,7 +145,7 @@ class LmcacheFacts:
         timeout_s = self.tools.timeouts.exchange_s
         body = body_with_tokens("tokens", tokens, {})
         raw = await self.api.call("POST", "/lookup", body=body, timeout_s=timeout_s)
-        holders = self.api.decode(raw, WireLookup, "/lookup").holders()
+        holders = self.api.decode(raw, WireLookup, "/lookup").read_holders()
         places = list(self.api.decode(raw, _Layout, "/lookup").layout_info.values())
         shape = "" if not places else "objects" if isinstance(places[0], dict) else "arrays"
         named = tuple(holder.instance_id for holder in holders if holder.matched_tokens > 0)

@@ -71,7 +71,7 @@ class DoctorReport:
     skipped: tuple[SkippedCheck, ...] = ()
 
     @classmethod
-    def of(cls, findings: Iterable[Finding], skipped: Iterable[SkippedCheck] = ()) -> DoctorReport:
+    def of_findings(cls, findings: Iterable[Finding], skipped: Iterable[SkippedCheck] = ()) -> DoctorReport:
         """Sorted by severity; otherwise place by place, as they were looked at: in the order of the file."""
         found = list(findings)
         places = {where: number for number, where in enumerate(dict.fromkeys(one.where for one in found))}
@@ -79,10 +79,10 @@ class DoctorReport:
         bad = tuple(one for one in ordered if one.severity is not Severity.OK)
         return cls(bad, tuple(one for one in ordered if one.severity is Severity.OK), tuple(skipped))
 
-    def merge(self, other: DoctorReport) -> DoctorReport:
+    def merge_report(self, other: DoctorReport) -> DoctorReport:
         """Both together."""
         findings = (*self.findings, *self.passed, *other.findings, *other.passed)
-        return DoctorReport.of(findings, (*self.skipped, *other.skipped))
+        return DoctorReport.of_findings(findings, (*self.skipped, *other.skipped))
 
     @property
     def problems(self) -> int:
@@ -134,10 +134,10 @@ def print_table(
         print(_finding_line(one, width=width, colour=colour), file=out)
         for line in _advice(one, width):
             print(line, file=out)
-    print(f"\n{summarize(report, verbose=verbose)}", file=out)
+    print(f"\n{summarize_report(report, verbose=verbose)}", file=out)
 
 
-def summarize(report: DoctorReport, *, verbose: bool = False) -> str:
+def summarize_report(report: DoctorReport, *, verbose: bool = False) -> str:
     """The last line."""
     if not report.findings:
         return f"Everything is well ({_count(len(report.passed), 'check')}{'' if verbose else '; -v lists them'})."

@@ -120,7 +120,7 @@ class ConnectResult:
     connected: bool = True
 
 
-async def connect(origin: Origin, *, timeout_s: float) -> ConnectResult:
+async def try_connect(origin: Origin, *, timeout_s: float) -> ConnectResult:
     """Connects, shakes hands, and closes again."""
     writer: asyncio.StreamWriter | None = None
     try:

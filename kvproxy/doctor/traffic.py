@@ -62,13 +62,13 @@ def traffic_report(rows: Sequence[Row], returned: int) -> DoctorReport:
     """A warning for each row, the dearest first. `returned`: turns that were compared with the one before."""
     if not returned:
         what = "no session has returned yet: nothing to compare (sessions are told by their key, prompts from 4 KB on)"
-        return DoctorReport.of([Finding(Severity.OK, "traffic", what, check=CHECK)])
+        return DoctorReport.of_findings([Finding(Severity.OK, "traffic", what, check=CHECK)])
     broken = sum(row.breaks for row in rows)
     good = Finding(
         Severity.OK, "traffic", f"{max(0, returned - broken):,} of {returned:,} returning turns were reused as far as "
         "their last prompt went", check=CHECK,
     )  # fmt: skip
-    return DoctorReport.of([good, *map(_finding, rows)])
+    return DoctorReport.of_findings([good, *map(_finding, rows)])
 
 
 def _finding(row: Row) -> Finding:

@@ -68,7 +68,7 @@ async def run_checks(checks: Iterable[Check], *, timeout_s: float) -> DoctorRepo
         ]
     results = [task.result() for task in tasks]
     skipped = [one for one in results if isinstance(one, SkippedCheck)]
-    return DoctorReport.of(
+    return DoctorReport.of_findings(
         [finding for one in results if not isinstance(one, SkippedCheck) for finding in one], skipped
     )
 
@@ -163,7 +163,7 @@ def _wants_events(deployment: Deployment) -> bool:
     return deployment.kvcache is not None and deployment.kvcache.kv_events
 
 
-async def diagnose(
+async def diagnose_setup(
     config: Config | None, problems: Sequence[Problem] = (), *, tools: Tools, open_files: int | None = None
 ) -> DoctorReport:
     """Everything found. `config` is None when `problems` (those of `kvproxy check`) leave nothing to visit.
@@ -172,12 +172,12 @@ async def diagnose(
     of the system.
     """
     if config is None:
-        return DoctorReport.of(convert_problems(problems))
+        return DoctorReport.of_findings(convert_problems(problems))
     async with tools:
         deployment = await survey_deployment(config, tools=tools, open_files=open_files)
         timeout_s = tools.timeouts.exchange_s
         visited = await run_checks(list_full_checks(deployment, problems), timeout_s=timeout_s)
-        return visited.merge(await run_checks(list_timed_checks(deployment), timeout_s=timeout_s))
+        return visited.merge_report(await run_checks(list_timed_checks(deployment), timeout_s=timeout_s))
 
 
 async def diagnose_lightly(config: Config, *, tools: Tools, open_files: int | None = None) -> DoctorReport:

@@ -80,10 +80,10 @@ class AccessLogFilter(Step):
             word=self._word,
         )
         if self._json:
-            self._lines.add(as_json(line, self._wall_clock()))
+            self._lines.add_line(as_json(line, self._wall_clock()))
         else:
             text = as_text(line)
-            self._lines.add(format_console_line(self._time_at(now), "INFO", text) if self._stamped else text)
+            self._lines.add_line(format_console_line(self._time_at(now), "INFO", text) if self._stamped else text)
 
     def _time_at(self, now: float) -> str:
         """The time as text, worked out once for all lines of a millisecond."""
@@ -108,22 +108,22 @@ class LineBatch:
 
     async def __aexit__(self, *_: object) -> None:
         self._loop = None
-        self.flush()
+        self.flush_lines()
 
     @property
     def wanted(self) -> bool:
         """Whether a line will be written anywhere."""
         return self._logger.isEnabledFor(logging.INFO)
 
-    def add(self, line: str) -> None:
+    def add_line(self, line: str) -> None:
         """One line, without line breaks in it."""
         self._lines.append(line)
         if self._loop is None or len(self._lines) >= MAX_LINES:
-            self.flush()
+            self.flush_lines()
         elif self._timer is None:
-            self._timer = self._loop.call_later(self._delay_s, self.flush)
+            self._timer = self._loop.call_later(self._delay_s, self.flush_lines)
 
-    def flush(self) -> None:
+    def flush_lines(self) -> None:
         """Whatever waits goes out."""
         if self._timer is not None:
             self._timer.cancel()

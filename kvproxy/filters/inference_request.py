@@ -59,7 +59,7 @@ class InferenceRequestFilter(Step):
         if body is None:
             self._reader.check_length(length)
             return self._read(exchange, downstream, None if encoded else kind, caller)
-        self._reader.accept(body)
+        self._reader.accept_body(body)
         return self._parse(exchange, downstream, body, None if encoded else kind, caller)
 
     def after(self, exchange: Exchange, downstream: Downstream) -> None:
@@ -99,7 +99,7 @@ class InferenceRequestFilter(Step):
         counted = self._counted.get(about)
         if counted is None:
             counted = self._counted[about] = self.metrics.request.clients.labels(about[0] or "unknown", session)
-        counted.inc()
+        counted.value += 1.0
 
     def _headers(self, headers: Headers) -> tuple[int, bool, Caller]:
         """Declared length (0 when it says none), whether the body is compressed, and the caller."""
@@ -153,7 +153,7 @@ class ReadIfPossible(InferenceRequestFilter):
         with contextlib.suppress(BodiesFull):
             for message in seen:
                 size = len(message.get("body", b""))
-                self._held.take(size)
+                self._held.hold_bytes(size)
                 exchange.held_bytes += size
 
 

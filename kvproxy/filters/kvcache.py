@@ -172,7 +172,7 @@ class KvCacheLearning(RequestObserver):
         result = result_of(exchange)
         self._service.finished(self._facts, result)
         state = self._service.state
-        exchange.outcome.cache_loss = state.losses.recent(self._facts.cluster.name, result.endpoint)
+        exchange.outcome.cache_loss = state.losses.recent_reason(self._facts.cluster.name, result.endpoint)
         exchange.outcome.prefix_break = state.breaks.finished(self._facts, result)
 
 

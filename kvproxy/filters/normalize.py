@@ -58,7 +58,7 @@ class Trials:
             self._show(cluster, rules, trial.state)
         return trial
 
-    def settled(self, cluster: str, rules: str, trial: Trial) -> None:
+    def record_verdict(self, cluster: str, rules: str, trial: Trial) -> None:
         """The trial is over."""
         log.info(_VERDICTS[trial.state], rules, cluster, 100 * (trial.gain or 0.0))
         self._show(cluster, rules, trial.state)
@@ -133,8 +133,8 @@ class TrialWatch(RequestObserver):
         prompt, cached = exchange.outcome.prompt_tokens, exchange.outcome.cached_tokens
         if prompt is None or cached is None:
             return
-        if self._trial.observe(self._session, prompt_tokens=prompt, cached_tokens=cached) is not None:
-            self._trials.settled(*self._of, self._trial)
+        if self._trial.observe_turn(self._session, prompt_tokens=prompt, cached_tokens=cached) is not None:
+            self._trials.record_verdict(*self._of, self._trial)
 
 
 def session_of(tenant: str, request: InferenceRequest) -> int:

@@ -61,7 +61,7 @@ class Trial:
             return self._is_treated(session)
         return self.state is TrialState.ON
 
-    def observe(self, session: int, *, prompt_tokens: int, cached_tokens: int) -> TrialState | None:
+    def observe_turn(self, session: int, *, prompt_tokens: int, cached_tokens: int) -> TrialState | None:
         """An engine reused so much of a prompt that the rules change, or would; the new state, if that settles it."""
         if self.state is not TrialState.TRYING or prompt_tokens <= 0:
             return None

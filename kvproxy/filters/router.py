@@ -177,7 +177,7 @@ class RouterFilter:
                 exchange,
                 cluster=target.cluster,
                 model=target.upstream_model or (exchange.inference.model if exchange.inference else ""),
-                head=parts.headers.build(scope, request_id=exchange.request_id, trusted=exchange.trusted),
+                head=parts.headers.build_head(scope, request_id=exchange.request_id, trusted=exchange.trusted),
                 body=body,
                 downstream=downstream,
                 debug=exchange.debug or (exchange.may_debug and parts.debug_header in dict(scope["headers"])),
@@ -215,7 +215,7 @@ class RouterFilter:
             if downstream.connection is None or not downstream.complete:  # else it is told of no disconnect any more
                 watcher.disarm()
             if body is not None:
-                body.end()
+                body.release_bytes()
             notify(RequestObserver.finished, exchange, self._clock())
 
     def _target(self, exchange: Exchange, scope: Scope) -> RouteTarget:
@@ -236,7 +236,7 @@ class RouterFilter:
         """The body as engines get it: without what clients may not say, salted, with its name for the model."""
         guard = self._parts.guard
         if not body.consumed:
-            await body.begin(whole=lambda start: guard.looks_at(start, exchange, received))
+            await body.read_beginning(whole=lambda start: guard.looks_at(start, exchange, received))
         whole = body.whole
         if whole is None:
             return
@@ -259,7 +259,7 @@ class RouterFilter:
         why = error.why
         if isinstance(why, HeldReply):
             exchange.outcome.status, exchange.outcome.end = why.status, "completed"
-            why.endpoint.metrics.request(why.status)
+            why.endpoint.metrics.count_request(why.status)
             await downstream.start(why.status, why.headers, why.body, more=False)
             return
         status = local_status(why)

@@ -12,7 +12,7 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.config.schema import RetrySettings
 from kvproxy.errors import EngineReportedError, UpstreamError
-from kvproxy.request.usage import ERROR_MARK, error_status
+from kvproxy.request.usage import error_status
 from kvproxy.resilience.retry import full_jitter_s
 from kvproxy.types import EndpointId
 from kvproxy.upstream.response import UpstreamResponse
@@ -26,11 +26,6 @@ _NO_MODEL = re.compile(
 _ERROR_BODY_S = 1.0
 
 
-def may_be_error(status: int, first: bytes) -> bool:
-    """Whether an answer that begins so has to be looked at: an engine that died in its prefill streams an error."""
-    return status == 200 and ERROR_MARK in first
-
-
 async def read_beginning(response: UpstreamResponse, first: bytes) -> tuple[int, bytes]:
     """The status, or that of an error that a stream begins with, and as much as makes its first event whole, if it is
     one and its end is on the way."""
@@ -38,7 +33,7 @@ async def read_beginning(response: UpstreamResponse, first: bytes) -> tuple[int,
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ERROR_BODY_S):
                 while not (response.complete or first.endswith(b"\n") or len(first) > _MAX_HELD_BYTES):
-                    first += await response.chunk()
+                    first += await response.next_chunk()
     return error_status(first, first=True) or response.status, first
 
 
@@ -48,7 +43,7 @@ async def read_short(response: UpstreamResponse, first: bytes) -> tuple[bytes, b
     try:
         async with asyncio.timeout(_ERROR_BODY_S):
             while not response.complete and len(body) <= _MAX_HELD_BYTES:
-                body += await response.chunk()
+                body += await response.next_chunk()
     except TimeoutError:
         return body, True
     return (body + (response.take() or b""), True) if response.complete else (body, False)
@@ -90,7 +85,7 @@ class Attempts:
         """Endpoints tried in this round."""
         return frozenset(self._tried)
 
-    def failed(self, endpoint: Endpoint) -> float | None:
+    def count_failure(self, endpoint: Endpoint) -> float | None:
         """Seconds to pause before the next attempt; None when this endpoint's failure is to be the answer."""
         own = endpoint.retry
         self._in_a_row += 1

@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import Pick
 from kvproxy.config.cluster_schema import PriorityOrder
-from kvproxy.forward.answer import may_be_error, read_beginning, read_short
-from kvproxy.forward.headers import RANK_HEADER, RequestHead
+from kvproxy.forward.answer import read_beginning, read_short
+from kvproxy.forward.headers import RequestHead
 from kvproxy.forward.request_body import RequestBody
 from kvproxy.request.exchange import Exchange
+from kvproxy.request.usage import ERROR_MARK
 from kvproxy.routing.policy import NO_FACTS
 from kvproxy.types import EndpointId, Headers, RequestKind
 from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
@@ -65,7 +66,7 @@ class Asking:
         self._head = head
         self._body = body
         #: The data-parallel rank that a trusted client asks for itself: its word stands.
-        self.own_rank = dict(head.repeated.headers).get(RANK_HEADER) if exchange.trusted else None
+        self.own_rank = head.repeated.rank if exchange.trusted else None
 
     @property
     def level(self) -> int:
@@ -79,7 +80,7 @@ class Asking:
         ranked = {one.id: b"%d" % one.rank for one in self._cluster.endpoints if one.rank is not None}
         return frozenset(one for one, rank in ranked.items() if rank != asked and asked in ranked.values())
 
-    def ask(self, pick: Pick) -> Coroutine[None, None, Answer]:
+    def ask_engine(self, pick: Pick) -> Coroutine[None, None, Answer]:
         """The engine's answer. (A coroutine around `_send` would be resumed with it.)"""
         endpoint, head = pick.endpoint, self._head
         if endpoint.authorization is not None:
@@ -107,7 +108,7 @@ class Asking:
         named = b"rank" in first.lower()
         response, status, first = await self._ask(pick, head)
         if status < 400:
-            self._cluster.ranks.refused(pick.endpoint, number, named=named)
+            self._cluster.ranks.record_refusal(pick.endpoint, number, named=named)
         return response, status, first
 
     def _ask(self, pick: Pick, head: RequestHead, member: bytes = b"") -> Coroutine[None, None, Answer]:
@@ -165,7 +166,7 @@ class Asking:
         try:
             if status < 500:  # the first piece is there, or the end
                 first = response.take() or b""
-                if may_be_error(status, first):
+                if status == 200 and ERROR_MARK in first:  # an engine that died in its prefill streams an error
                     status, first = await read_beginning(response, first)
             return response, status, first
         except BaseException:

@@ -129,11 +129,14 @@ class Forwarding:
         is the one this runs in."""
         self._task = task
         shared = self._shared
-        shared.budget.request(shared.clock())
+        shared.budget.count_request(shared.clock())
         try:
             while True:
                 queue, now = self._cluster.queue, shared.clock()
                 verdict = self._cluster.decide(self._pick_request(), now)
+                if verdict is Refusal.NO_ENDPOINTS and queue is not None and queue.holds:
+                    verdict = await queue.hold(self._decide_refreshed, self._exchange.facts or NO_FACTS)
+                    queue, now = self._cluster.queue, shared.clock()
                 if (
                     queue is None
                     or isinstance(verdict, Refusal)
@@ -169,7 +172,7 @@ class Forwarding:
     def _take(self, decision: Decision[Endpoint] | Refusal, now: float) -> Pick | None:
         """Notify, reserve: no await since the decision, so that nothing comes between a choice and its load."""
         if isinstance(decision, Refusal):
-            self._cluster.refuse(self._pick_request(), decision)
+            self._cluster.count_refusal(self._pick_request(), decision)
             notify(RequestObserver.refused, self._exchange, decision.value, now)
             if not self._exchange.outcome.attempts:
                 self._last = decision
@@ -186,7 +189,7 @@ class Forwarding:
     def _count_failed(self, endpoint: Endpoint) -> float | None:
         if self._earlier is None:
             self._earlier = Attempts(self._shared.retry, rng=self._shared.rng)
-        return self._earlier.failed(endpoint)
+        return self._earlier.count_failure(endpoint)
 
     def _pick_request(self) -> PickRequest:
         exchange, earlier = self._exchange, self._earlier
@@ -217,7 +220,7 @@ class Forwarding:
         try:
             if "attempt_began" in self._exchange.hooks:
                 notify(RequestObserver.attempt_began, self._exchange, pick)
-            response, status, first = await self._asking.ask(pick)
+            response, status, first = await self._asking.ask_engine(pick)
             if status >= 500:
                 first, whole = await read_short(response, first)
                 if whole:
@@ -241,7 +244,7 @@ class Forwarding:
             if response is not None and not response.complete:
                 response.abort()
             if not pick.reservation.released:
-                pick.endpoint.metrics.request(CLIENT_CLOSED_REQUEST)
+                pick.endpoint.metrics.count_request(CLIENT_CLOSED_REQUEST)
                 pick.settle(AttemptOutcome.CANCELLED, now=self._shared.clock())
 
     def _failed(self, pick: Pick, error: UpstreamError) -> _Next:
@@ -308,7 +311,7 @@ class Forwarding:
         self._asked_elsewhere = True
         pick.settle(AttemptOutcome.CLIENT_ERROR, now=self._shared.clock())
         engine = pick.endpoint.engine
-        self._cluster.adapters.missing(str(engine.id), engine.adapters, self._model)
+        self._cluster.adapters.record_missing(str(engine.id), engine.adapters, self._model)
         self._hold_reply(pick, response, body)
         pick.endpoint.metrics.attempt_failure("unknown_model")
         return self._after_failure("unknown_model", self._why_no_retry(unprocessed=True))
@@ -367,7 +370,7 @@ class Forwarding:
         now = shared.clock()
         if self._cluster.verdicts.has_outage(self._model, now):
             return "outage"
-        return "" if shared.budget.withdraw(now) else "budget"
+        return "" if shared.budget.withdraw_retry(now) else "budget"
 
     def _after_failure(self, reason: str, refusal: str) -> _Next:
         metrics = self._shared.metrics
@@ -400,7 +403,7 @@ class Forwarding:
                 verdict = AttemptOutcome.UNPROVEN
         if error is not None and verdict is not AttemptOutcome.CLIENT_ERROR:
             pick.endpoint.metrics.attempt_failure(error.reason)
-        pick.endpoint.metrics.request(response.status)
+        pick.endpoint.metrics.count_request(response.status)
         pick.settle(verdict, now=now)
         if (cached_tokens := self._exchange.outcome.cached_tokens) is not None:
             self._cluster.observe_reuse(pick, cached_tokens, now)

@@ -85,7 +85,7 @@ class RequestHeaders:
         if via is not None and self._pseudonym in via:
             raise RequestLoops
 
-    def build(self, scope: Scope, *, request_id: str, trusted: bool = False) -> RequestHead:
+    def build_head(self, scope: Scope, *, request_id: str, trusted: bool = False) -> RequestHead:
         """One head for all attempts of a request. Raises RequestLoops, and UnsafeRequest."""
         of_this_one = self._of_this_one if request_id else _OF_THIS_ONE
         sent = []
@@ -162,11 +162,12 @@ class RequestHeaders:
 class ClientFields(RepeatedFields):
     """Those of one client."""
 
-    __slots__ = ("_anonymous",)
+    __slots__ = ("_anonymous", "rank")
 
     def __init__(self, headers: Headers) -> None:
         super().__init__(headers)
         self._anonymous: ClientFields | None = None
+        self.rank = dict(headers).get(RANK_HEADER)  # the data-parallel rank it asks for
 
     @property
     def anonymous(self) -> ClientFields:

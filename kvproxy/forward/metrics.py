@@ -91,8 +91,8 @@ class RouteMetrics(RequestObserver):
     def _time(self, exchange: Exchange, cluster: Cluster | None, model: str, now: float) -> None:
         """How long it took, where it went; a request that went nowhere took no time on an endpoint."""
         outcome = exchange.outcome
-        endpoint = None if cluster is None or outcome.endpoint is None else cluster.endpoint(outcome.endpoint)
-        latency = None if endpoint is None else endpoint.metrics.latency(model)
+        endpoint = None if cluster is None or outcome.endpoint is None else cluster.find_endpoint(outcome.endpoint)
+        latency = None if endpoint is None else endpoint.metrics.find_latency(model)
         if latency is None:
             return
         duration_s = now - exchange.received_at
@@ -128,7 +128,7 @@ class RouteMetrics(RequestObserver):
         if cached:
             series.cached_tokens.value += cached
             speeds = None if cluster is None else cluster.speeds
-            self._savings.add(outcome, model=model, tenant=exchange.tenant, speeds=speeds, now=now)
+            self._savings.add_request(outcome, model=model, tenant=exchange.tenant, speeds=speeds, now=now)
 
 
 def _count_tiers(series: _ClusterSeries, held: Overlap) -> None:
@@ -149,7 +149,7 @@ class Savings:
         self._catalog = catalog
         self._pairs: dict[tuple[str, str], tuple[CounterCell, CounterCell]] = {}
 
-    def add(self, outcome: Outcome, *, model: str, tenant: str, speeds: SpeedModel | None, now: float) -> None:
+    def add_request(self, outcome: Outcome, *, model: str, tenant: str, speeds: SpeedModel | None, now: float) -> None:
         """One request; `speeds` of its cluster, None where nothing learns them."""
         cached = outcome.cached_tokens or 0
         tokens, seconds = self._pairs.get((model, tenant)) or self._pair(model, tenant)

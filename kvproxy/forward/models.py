@@ -115,7 +115,7 @@ class ModelList:
         for (cluster, engine), listed in zip(engines, lists, strict=True):
             if listed:  # otherwise it did not answer, and what was known goes on
                 names = [str(row.get("id", "")) for row in listed if row.get("parent")]
-                cluster.adapters.observe(str(engine.id), engine.adapters, listed=names)
+                cluster.adapters.observe_list(str(engine.id), engine.adapters, listed=names)
             for row in listed:
                 rows.setdefault(str(row.get("id", "")), row)
         for route in self._aliases:
@@ -133,7 +133,7 @@ class ModelList:
             response = await self._pool.request(engine.origin, b"GET", PATH.encode(), headers, None, timeouts=_TIMEOUTS)
             try:
                 body = b""
-                while len(body) <= _MAX_LIST_BYTES and (chunk := await response.chunk()):
+                while len(body) <= _MAX_LIST_BYTES and (chunk := await response.next_chunk()):
                     body += chunk
             finally:
                 response.abort()

@@ -88,7 +88,7 @@ class RequestBody:
         """The client's content-length, so that a streamed body is not re-framed as chunked."""
         return [(b"content-length", self._length)] if self.whole is None and self._length and self._streams else []
 
-    async def begin(self, *, whole: Callable[[bytes], bool] | None = None) -> None:
+    async def read_beginning(self, *, whole: Callable[[bytes], bool] | None = None) -> None:
         """Reads the beginning of a body that was not read yet; all of it if it is short, if too many are streamed, or
         if `whole` says so of what begins so."""
         if self.consumed:
@@ -105,7 +105,7 @@ class RequestBody:
                 if not all_of_it and uploads.streams < uploads.max_streams:
                     break
             piece, more = await self._next()
-            uploads.held.take(len(piece))
+            uploads.held.hold_bytes(len(piece))
             self._held_bytes += len(piece)
             pieces.append(piece)
             if not more:
@@ -116,7 +116,7 @@ class RequestBody:
         self._streaming = True
         uploads.streams += 1
 
-    def end(self) -> None:
+    def release_bytes(self) -> None:
         """Gives back what the body holds."""
         self.on_consumed = None
         if self._streaming:

@@ -47,7 +47,7 @@ class Engines:
             self._clients[engine] = client
         return client
 
-    def tokenizer(self, endpoints: Sequence[Endpoint]) -> tuple[VllmClient, Endpoint | None] | None:
+    def find_tokenizer(self, endpoints: Sequence[Endpoint]) -> tuple[VllmClient, Endpoint | None] | None:
         """The engine that tokenizes for these: the configured one, else the least busy of those that may be able to."""
         if self._tokenizer is not None:
             return self._tokenizer, None
@@ -63,7 +63,7 @@ class Engines:
         """The engine has no `/tokenize`: it is not asked again."""
         self._unable.add(endpoint.engine)
 
-    def keep(self, engines: Iterable[Engine]) -> None:
+    def keep_only(self, engines: Iterable[Engine]) -> None:
         """Forget the clients of all others."""
         kept = set(engines)
         self._unable &= kept
@@ -81,7 +81,7 @@ class RankFinder:
         self._engines = engines
         self._stated = stated
 
-    async def follow(self, cluster: Cluster, engine: Engine, metrics: EngineMetrics) -> None:
+    async def follow_ranks(self, cluster: Cluster, engine: Engine, metrics: EngineMetrics) -> None:
         """Tell the cluster what is known of the engine's ranks now."""
         shown, ranks = metrics.ranks.keys(), engine.ranks
         named: Collection[int] | None = ranks.named if shown == set(ranks.shown) else None
@@ -91,7 +91,7 @@ class RankFinder:
                 named = await self._named(cluster, engine, metrics.kind)
             except ClientError as error:
                 log.debug("[kvcache] data-parallel ranks of %s: %s", engine.id, error)
-        cluster.ranks.observe(engine, shown, named, in_body=metrics.kind is EngineKind.SGLANG)
+        cluster.ranks.observe_ranks(engine, shown, named, in_body=metrics.kind is EngineKind.SGLANG)
         if unknown and ranks.unknown and named is not None:
             log.warning(
                 "[kvcache] %s/%s has the data-parallel ranks %s by its metrics, and nothing else says that requests "

@@ -16,7 +16,7 @@ from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ClientError
 from kvproxy.kvcache.actions.signals import HostUse, Pressure, Signals
 from kvproxy.kvcache.engines import Engines, RankFinder
-from kvproxy.kvcache.feedback.cache_losses import LossReason
+from kvproxy.kvcache.feedback.trust import LossReason
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.lookup import LookupClient
 from kvproxy.kvcache.state import CacheState
@@ -85,12 +85,12 @@ class MetricsScraper(BackgroundTask):
         await self._sleep(min(FIRST_ROUND_S, interval_s))
         while True:
             try:
-                await self.round(reading=self._interval_s > 0)
+                await self.scrape_all(reading=self._interval_s > 0)
             except Exception:
                 log.exception("[kvcache] a round of readings is broken")
             await self._sleep(interval_s)
 
-    async def round(self, *, reading: bool = True) -> None:
+    async def scrape_all(self, *, reading: bool = True) -> None:
         """Everything once; without `reading` no engine is asked."""
         self._follow()
         if reading:
@@ -107,11 +107,11 @@ class MetricsScraper(BackgroundTask):
         )
 
     async def _read_all(self) -> None:
-        self.signals.host(self._sample_host())
+        self.signals.note_host(self._sample_host())
         reads = [self._read(cluster, engine) for cluster in self._clusters.values() for engine in cluster.engines]
         await asyncio.gather(self._read_provider(), *reads)
         for name, cluster in self._clusters.items():
-            readings = [self.signals.reading(endpoint) for endpoint in cluster.endpoints]
+            readings = [self.signals.latest_scrape(endpoint) for endpoint in cluster.endpoints]
             self._indexes[name].note_kinds([reading[1].kind for reading in readings if reading is not None])
 
     def _follow(self) -> None:
@@ -121,18 +121,18 @@ class MetricsScraper(BackgroundTask):
             now = {str(endpoint.id): endpoint for endpoint in cluster.endpoints}
             for endpoint_id, endpoint in before.items():
                 if endpoint_id not in now or now[endpoint_id].origin != endpoint.origin:
-                    indexes.forget(endpoint.id)
+                    indexes.forget_endpoint(endpoint.id)
             self._present[name] = now
             indexes.hot.endpoints = max(1, len(now))
         every = frozenset(endpoint for cluster in self._clusters.values() for endpoint in cluster.endpoints)
-        self._engines.keep(endpoint.engine for endpoint in every)
-        self.signals.keep(every)
+        self._engines.keep_only(endpoint.engine for endpoint in every)
+        self.signals.keep_only(every)
 
     async def _read(self, cluster: Cluster, engine: Engine) -> None:
         try:
             async with self._slots:
                 metrics = await self._engines.client(engine).fetch_metrics()
-                await self._rank_finder.follow(cluster, engine, metrics)
+                await self._rank_finder.follow_ranks(cluster, engine, metrics)
         except ClientError as error:
             log.debug("[kvcache] metrics of %s: %s", engine.id, error)
             self._forget_sleep(cluster, engine)
@@ -145,12 +145,12 @@ class MetricsScraper(BackgroundTask):
                 restarted |= self._observe(cluster, endpoint, own)
         if restarted:
             log.info("[kvcache] %s/%s is a new process: what it held is forgotten", cluster.name, engine.id)
-            cluster.restarted(engine)
+            cluster.forget_process(engine)
 
     def _observe(self, cluster: Cluster, endpoint: Endpoint, metrics: EngineMetrics) -> bool:
         """Take in what an engine, or one rank of it, says; whether it is another process than before."""
-        latest = self.signals.reading(endpoint)
-        self.signals.engine(endpoint, metrics)
+        latest = self.signals.latest_scrape(endpoint)
+        self.signals.note_scrape(endpoint, metrics)
         if metrics.asleep is not endpoint.asleep:
             endpoint.asleep = metrics.asleep
             how = "sleeps: it is left out" if metrics.asleep else "is awake again"
@@ -166,31 +166,31 @@ class MetricsScraper(BackgroundTask):
             cluster.observe_engine(endpoint, reading)
         restarted = self._restarted(cluster.name, endpoint.id, metrics)
         if restarted:
-            self._losses.note(cluster.name, endpoint.id, LossReason.RESTARTED)
+            self._losses.note_loss(cluster.name, endpoint.id, LossReason.RESTARTED)
         self._size(cluster.name, endpoint, metrics)
         return restarted
 
     def _forget_sleep(self, cluster: Cluster, engine: Engine) -> None:
         """What it said last is too old to keep it out."""
         for endpoint in cluster.of_engine(engine):
-            latest = self.signals.reading(endpoint)
+            latest = self.signals.latest_scrape(endpoint)
             if latest is None or latest[0] > self.signals.max_age_s:
                 endpoint.asleep = False
 
     def _gave_up(self, cluster: str, endpoint: Endpoint) -> None:
         """Its sleep is so deep that it gave its KV memory up."""
         indexes = self._indexes[cluster]
-        indexes.reset(endpoint.id)
+        indexes.reset_endpoint(endpoint.id)
         indexes.precise.remove_endpoint(endpoint.id)
-        self._losses.note(cluster, endpoint.id, LossReason.ASLEEP)
+        self._losses.note_loss(cluster, endpoint.id, LossReason.ASLEEP)
 
     def _restarted(self, cluster: str, endpoint: EndpointId, metrics: EngineMetrics) -> bool:
         """Whether this is another process than before; one that does not say when it began tells by its counters."""
-        indexes, restarted = self._indexes[cluster], self._hit_ratios.scraped((cluster, endpoint), metrics)
+        indexes, restarted = self._indexes[cluster], self._hit_ratios.read_counters((cluster, endpoint), metrics)
         if metrics.started_at is not None:
             return indexes.process_started(endpoint, metrics.started_at)
         if restarted:
-            indexes.reset(endpoint)
+            indexes.reset_endpoint(endpoint)
         return restarted
 
     def _size(self, cluster: str, endpoint: Endpoint, metrics: EngineMetrics) -> None:
@@ -198,7 +198,7 @@ class MetricsScraper(BackgroundTask):
         far as nothing contradicts."""
         cache = metrics.cache
         indexes, block_tokens = self._indexes[cluster], None if cache is None else cache.block_tokens
-        indexes.steps.tell(endpoint.id, lcm(block_tokens or 1, indexes.precise.step_tokens(endpoint.id)))
+        indexes.steps.tell_block_size(endpoint.id, lcm(block_tokens or 1, indexes.precise.step_tokens(endpoint.id)))
         if cache is None or not cache.capacity_tokens:
             return
         blocks = int(cache.capacity_tokens * self._bytes_per_token.typical) // TEXT_BLOCK_BYTES
@@ -209,7 +209,7 @@ class MetricsScraper(BackgroundTask):
         if provider is None:
             return
         try:
-            self.signals.provider(await provider.memory())
+            self.signals.note_memory(await provider.memory())
         except ClientError as error:
             log.debug("[kvcache] memory of LMCache: %s", error)
 
@@ -229,6 +229,6 @@ class MetricsScraper(BackgroundTask):
     def _readings(self) -> Iterator[tuple[tuple[str, str], EngineMetrics]]:
         for name, cluster in self._clusters.items():
             for endpoint in cluster.endpoints:
-                reading = self.signals.reading(endpoint)
+                reading = self.signals.latest_scrape(endpoint)
                 if reading is not None and reading[0] <= self.signals.max_age_s:
                     yield (name, str(endpoint.id)), reading[1]

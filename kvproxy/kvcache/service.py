@@ -17,8 +17,8 @@ from kvproxy.kvcache.actions.signals import HostUse
 from kvproxy.kvcache.actions.strategy_runner import StrategyRunner
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.engines import Engines
-from kvproxy.kvcache.feedback.cache_losses import LossReason
 from kvproxy.kvcache.feedback.predictions import PredictionFeedback
+from kvproxy.kvcache.feedback.trust import LossReason
 from kvproxy.kvcache.metrics_scraper import MetricsScraper
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, utc_seconds
@@ -104,7 +104,7 @@ class KvCache:
         self._running = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        self.state.keep(self.clusters)
+        self.state.keep_only(self.clusters)
         for name, indexes in self.overlap.indexes.items():
             indexes.followed.on_cleared = partial(self._cleared, name)
         async with AsyncExitStack() as starting:
@@ -134,7 +134,7 @@ class KvCache:
     async def look_up(self, facts: RequestFacts) -> None:
         """Ask the lookup service within what is left of the routing deadline, and complete the facts."""
         holders = await self.overlap.look_up(facts)
-        self.overlap.complete(facts, self.actions.without_compressed(facts, holders))
+        self.overlap.add_lookup(facts, self.actions.without_compressed(facts, holders))
 
     def refresh(self, facts: RequestFacts) -> None:
         """The facts of a request that was not placed yet, from our own sources as they are now; what a lookup said
@@ -158,16 +158,16 @@ class KvCache:
             return
         if not (result.prefilled and self._uses_tokens):
             return
-        self.overlap.tokens.counted(facts, result.prompt_tokens)
-        endpoint = None if result.endpoint is None else facts.cluster.endpoint(result.endpoint)
+        self.overlap.tokens.note_count(facts, result.prompt_tokens)
+        endpoint = None if result.endpoint is None else facts.cluster.find_endpoint(result.endpoint)
         streams = self.overlap.streams
         if streams is not None and endpoint is not None and result.prompt_tokens is not None:
             streams.note_traffic(endpoint, result.prompt_tokens - (result.cached_tokens or 0))
-        self.actions.served(facts, endpoint)
+        self.actions.run_strategies(facts, endpoint)
 
     def _end_session(self, facts: RequestFacts) -> None:
         """What was kept for the session alone goes: nothing asks for it again."""
-        last = facts.indexes.last_served.end(facts.names.session)
+        last = facts.indexes.last_served.end_session(facts.names.session)
         self._metrics.kvcache.sessions_ended.labels("unknown" if last is None else "known").inc()
         if last is not None:
             self.actions.hotness.end_session(facts.names.session, last.keys)
@@ -177,12 +177,12 @@ class KvCache:
     def _cleared(self, cluster: str, endpoint: EndpointId) -> None:
         """The engine says that it dropped its cache."""
         log.info("[kvcache] %s/%s dropped its cache: what it held is forgotten", cluster, endpoint)
-        self.overlap.indexes[cluster].reset(endpoint)
-        self.state.losses.note(cluster, endpoint, LossReason.CLEARED)
+        self.overlap.indexes[cluster].reset_endpoint(endpoint)
+        self.state.losses.note_loss(cluster, endpoint, LossReason.CLEARED)
 
     def _tick(self) -> None:
         """Between requests, after each round of the scraper."""
         present = {(name, one.id) for name, cluster in self.clusters.items() for one in cluster.endpoints}
-        self.feedback.keep(present)
-        self.state.breaks.keep(present)
+        self.feedback.keep_only(present)
+        self.state.breaks.keep_only(present)
         self.actions.tick()

@@ -9,10 +9,10 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings, TokenCacheSettings
 from kvproxy.kvcache.actions.signals import Hotness
 from kvproxy.kvcache.actions.strategies import ActionRecord
-from kvproxy.kvcache.feedback.cache_losses import CacheLosses
 from kvproxy.kvcache.feedback.prediction_stats import PredictionStats
 from kvproxy.kvcache.feedback.prefix_breaks import PrefixBreaks
 from kvproxy.kvcache.feedback.token_counts import BytesPerToken, CountedPrompts, HitRatioStats
+from kvproxy.kvcache.feedback.trust import CacheLosses
 from kvproxy.kvcache.overlap.indexes import IndexState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.tokens.token_memory import TokenMemory
@@ -75,7 +75,7 @@ class CacheState:
             self._tokens = (settings, memory)
         return self._tokens[1]
 
-    def keep(self, clusters: Mapping[str, object]) -> None:
+    def keep_only(self, clusters: Mapping[str, object]) -> None:
         """Forget the indexes of all other clusters."""
         for known in (self.indexes, self.present):
             for name in known.keys() - clusters.keys():

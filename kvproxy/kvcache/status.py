@@ -78,7 +78,7 @@ def troubles(service: KvCache) -> list[dict[str, object]]:
             "last_error": one.status.reason.value,
             "meaning": "what was routed there counts until its KV events are complete again",
         }
-        for one in (() if streams is None else streams.troubles())
+        for one in (() if streams is None else streams.find_troubles())
     ]
     return sorted(found, key=lambda one: -float(str(one["for_s"])))
 
@@ -205,7 +205,7 @@ def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[s
     overlap = service.overlap
     indexes = overlap.indexes[cluster]
     streams = {} if overlap.streams is None else overlap.streams.streams(endpoint)
-    loss = service.state.losses.latest(cluster, endpoint.id)
+    loss = service.state.losses.latest_loss(cluster, endpoint.id)
     return {
         "state": index_worth(streams).value,
         "events_believed": endpoint.id not in indexes.missed.doubted,
@@ -219,7 +219,7 @@ def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[s
         "told_capacity_blocks": indexes.capacities.reported_blocks(endpoint.id),
         "reuse_step_tokens": indexes.steps.known.get(endpoint.id),
         "trust": overlap.trust(cluster, endpoint.id),
-        "hit_ratio": asdict(service.state.hit_ratios.use((cluster, endpoint.id))),
+        "hit_ratio": asdict(service.state.hit_ratios.read_shares((cluster, endpoint.id))),
         "block_bytes": TEXT_BLOCK_BYTES,
         "precise_blocks": indexes.precise.count_rows(endpoint.id),
     }
@@ -227,7 +227,7 @@ def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[s
 
 def engine_status(service: KvCache, endpoint: Endpoint) -> dict[str, object] | None:
     """What the engine's own metrics said last; None before that."""
-    reading = service.scraper.signals.reading(endpoint)
+    reading = service.scraper.signals.latest_scrape(endpoint)
     if reading is None:
         return None
     age_s, metrics = reading

@@ -113,7 +113,7 @@ class ClientProtocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._linger is not None:
-            self._linger.heard(len(data))
+            self._linger.drop_bytes(len(data))
         elif self._unparsed or self._queue:
             self._unparsed = memoryview(bytes(self._unparsed) + data)
         elif len(data) > _PIECE_BYTES and data.find(b"\r", _PIECE_BYTES) >= 0:
@@ -358,7 +358,7 @@ class Linger:
             transport.write_eof()
         self._timer = loop.call_later(silence_s, self._look)
 
-    def heard(self, size_bytes: int) -> None:
+    def drop_bytes(self, size_bytes: int) -> None:
         """The client sent that much; it is dropped."""
         self._heard = True
         self._left_bytes -= size_bytes

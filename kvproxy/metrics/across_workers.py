@@ -35,6 +35,7 @@ RULES: Mapping[str, Across] = {
             "kvproxy_build_info",
             "kvproxy_router_queue_oldest_wait_seconds",
             "kvproxy_endpoint_adapters",
+            "kvproxy_discovery_failing",
             "kvproxy_engine_priority_state",
             "kvproxy_kv_event_lag_seconds",
             "kvproxy_kv_event_stream_state",

@@ -169,6 +169,14 @@ class EndpointStateMetrics:
             "kvproxy_engine_cache_losses", "Times an endpoint's engine lost what it held, by how that was noticed",
             ["cluster", "endpoint", "reason"], registry=r,
         )  # fmt: skip  # restarted, cleared, forgot, asleep
+        self.saturation = CallbackGauge(
+            "kvproxy_saturation", "Prefill seconds that wait, an endpoint, over `autoscaling.wanted_wait`; "
+            "no series where nothing learns speeds", ["cluster"], registry=r,
+        )  # fmt: skip
+        self.wanted_endpoints = CallbackGauge(
+            "kvproxy_wanted_endpoints", "Endpoints that would bring this to 1, smoothed; to be rounded up, after the "
+            "sum over all proxies", ["cluster"], registry=r,
+        )  # fmt: skip
         self.probes = Counter("kvproxy_health_probes", "Active probes", ["cluster", "endpoint", "outcome"], registry=r)
         self.engine_priority_requests = Counter(
             "kvproxy_engine_priority_requests", "Requests that carried the number by which engines order what waits",

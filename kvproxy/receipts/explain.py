@@ -17,7 +17,7 @@ REASONS = {**selector.REASONS, **{reason: text for kind in POLICIES.values() for
 _HEADER = ("", "endpoint", "cost", "wait", "prefill", "cached", "known from", "in flight", "pending")
 
 
-def explain(receipt: Receipt) -> str:
+def explain_receipt(receipt: Receipt) -> str:
     """Several lines for a terminal."""
     return "\n".join([*_heading(receipt), *_decisions(receipt), "", *_outcome(receipt)])
 

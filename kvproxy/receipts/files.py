@@ -15,7 +15,7 @@ import msgspec
 
 from kvproxy.errors import KvproxyError
 from kvproxy.filters.access_log import printable
-from kvproxy.receipts.receipt import Receipt, decode
+from kvproxy.receipts.receipt import Receipt, decode_receipt
 
 _MAX_SIMILAR = 20
 _MAX_SHOWN = 4
@@ -174,7 +174,7 @@ class ReceiptReader:
             if line.isspace():
                 continue
             try:
-                receipt = decode(line)
+                receipt = decode_receipt(line)
             except ValueError:
                 self.broken += 1
             else:

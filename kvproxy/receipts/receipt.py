@@ -101,12 +101,12 @@ _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Receipt)
 
 
-def encode(receipt: Receipt) -> bytes:
+def encode_receipt(receipt: Receipt) -> bytes:
     """Its line, newline included."""
     return _encoder.encode(receipt) + b"\n"
 
 
-def decode(line: bytes) -> Receipt:
+def decode_receipt(line: bytes) -> Receipt:
     """The receipt on a line; ValueError when it is none."""
     try:
         return _decoder.decode(line)

@@ -17,7 +17,7 @@ from kvproxy.filters.chain import WallClock
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.receipts.files import RotatingFile
 from kvproxy.receipts.observed import AttemptLog, Placed
-from kvproxy.receipts.receipt import Attempt, Receipt, encode, encode_prefixes, wait_s
+from kvproxy.receipts.receipt import Attempt, Receipt, encode_prefixes, encode_receipt, wait_s
 from kvproxy.receipts.writer import Writer
 from kvproxy.request.exchange import Exchange, Outcome
 from kvproxy.request.observer import RequestObserver
@@ -177,7 +177,7 @@ class Recorder(RequestObserver):
 
     def _line(self, over: FinishedRequest) -> bytes:
         ended = self._wall_clock() - timedelta(seconds=self._clock() - over.ended_at)
-        return encode(compose_receipt(over, ended=ended, hashed=self._hash, key=self._key))
+        return encode_receipt(compose_receipt(over, ended=ended, hashed=self._hash, key=self._key))
 
 
 class RecorderTarget(Protocol):

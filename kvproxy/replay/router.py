@@ -44,9 +44,9 @@ class SimEndpoint:
         tokens = (so_far.computed_tokens or 0) + computed_tokens
         self.prefills = Reading(so_far.prefills + 1, so_far.seconds + prefill_s, tokens)
 
-    def scrape(self, now: float) -> None:
+    def scrape_engine(self, now: float) -> None:
         """The engine's metrics are read, as the proxy reads them."""
-        self.ended.read(self.prefills, now)
+        self.ended.read_counters(self.prefills, now)
         settings, load = self.engine.settings, self.engine.load
         capacity_tokens = settings.capacity_blocks * settings.block_size
         state = EngineState(now, capacity_tokens, load.kv_usage, load.running, load.waiting)
@@ -149,7 +149,7 @@ class VirtualRouter:
             endpoint.load.first_token(placement.reservation, now)
         endpoint.load.release(placement.reservation, now)
         if outcome.first_token_at is not None:
-            endpoint.ended.add(placement.reservation)
+            endpoint.ended.add_request(placement.reservation)
         predicted = outcome.predicted_tokens
         cached = outcome.cached_tokens if self._reports_cached else 0
         placement.settle(predicted, cached)

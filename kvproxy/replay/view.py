@@ -73,7 +73,7 @@ class IndexView:
     def facts(self, turn: Turn) -> OverlapFacts:
         blocks, cursor = turn.blocks, self._local.approximate.locate(turn.blocks)
         limit = (turn.prompt_tokens - 1) // self._block_size  # the last token is always computed
-        known = self._local.overlaps(
+        known = self._local.find_overlaps(
             cursor,
             bytes_per_token=_BYTES_PER_TOKEN,
             tokens=array("I", blocks) if self._events else None,
@@ -100,7 +100,7 @@ class IndexView:
         """As the proxy learns from a response."""
         local, endpoint, cached_blocks = self._local, entry.endpoint, cached // self._block_size
         lost = local.observe_capacity(entry, overlap, cached_tokens=cached, cached_blocks=cached_blocks)
-        local.correct(
+        local.correct_prediction(
             endpoint,
             entry.cursor,
             overlap,
@@ -108,13 +108,13 @@ class IndexView:
             cached_tokens=cached,
             cached_blocks=cached_blocks,
         )
-        local.settle(entry, prefilled=True, lost=lost)
+        local.settle_entry(entry, prefilled=True, lost=lost)
 
     def observe(self, endpoint: int, events: Sequence[KvEvent]) -> None:
         self._local.precise.apply_events(self._ids[endpoint], 0, [_on_the_wire(event) for event in events])
 
     def forget(self, endpoint: int) -> None:
-        self._local.forget(self._ids[endpoint])
+        self._local.forget_endpoint(self._ids[endpoint])
         self._local.precise.remove_endpoint(self._ids[endpoint])
         while not self._local.precise.sweep_rows():
             pass

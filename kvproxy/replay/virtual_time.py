@@ -199,7 +199,7 @@ class VirtualTime:
 
     def _scrape(self, now: float) -> None:
         for endpoint in self._router.endpoints:
-            endpoint.scrape(now)
+            endpoint.scrape_engine(now)
         if self._events:  # something is still to come
             self._push(now + _SCRAPE_S, _Kind.SCRAPE, None)
 

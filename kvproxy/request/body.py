@@ -69,7 +69,7 @@ class HeldBodies:
             metrics.bounds.bodies_held.set_function(lambda: self.held_bytes)
             metrics.bounds.bodies_limit.set(limit_bytes)
 
-    def take(self, size_bytes: int) -> None:
+    def hold_bytes(self, size_bytes: int) -> None:
         """Hold that much more; raises BodiesFull, and holds no more, when it would be too much."""
         if self.held_bytes + size_bytes > self.limit_bytes:
             raise BodiesFull
@@ -96,12 +96,12 @@ class BodyReader:
         if declared_bytes > self.limit_bytes:
             raise BodyTooLarge(self.limit_bytes)
 
-    def accept(self, body: bytes) -> None:
+    def accept_body(self, body: bytes) -> None:
         """Counts a whole body that is there already, until `release`. Raises BodyRefused's kinds."""
         size = len(body)
         if size > self.limit_bytes:
             raise BodyTooLarge(self.limit_bytes)
-        self._held.take(size)
+        self._held.hold_bytes(size)
 
     async def read(self, receive: Receive) -> bytes:
         """The whole body, to be given back with `release`. Raises BodyRefused's kinds or ClientLeft."""
@@ -118,7 +118,7 @@ class BodyReader:
                 piece: bytes = message.get("body", b"")
                 if size + len(piece) > self.limit_bytes:
                     raise BodyTooLarge(self.limit_bytes)
-                self._held.take(len(piece))
+                self._held.hold_bytes(len(piece))
                 size += len(piece)
                 more = message.get("more_body", False)
                 if pieces is None and not more:

@@ -11,6 +11,9 @@ from kvproxy.request.session import Session, bounded_key, child_session, session
 
 NO_RAW = Raw()
 _Key = str | int | None
+_COMMON = ("session_id", "user", "prompt_cache_key", "vllm_xargs", "nvext")
+#: Fields, of whatever kind of body, that may name a session or a cache group.
+NAMING = (*_COMMON, "client_metadata", "conversation", "metadata")
 
 
 class _Program(msgspec.Struct, gc=False):
@@ -42,8 +45,8 @@ class _ClientMetadata(msgspec.Struct, gc=False):
 
     def session(self) -> Session | None:
         """The session it names."""
-        root = _word(self.thread_id) or _word(self.session_id)
-        return child_session(root, "", _word(self.parent) or _word(self.session_id)) if root else None
+        own = _word(self.session_id)
+        return _named(_word(self.thread_id) or own, _word(self.parent) or own)
 
 
 class _SessionFields(msgspec.Struct, gc=False):
@@ -57,16 +60,13 @@ class _SessionFields(msgspec.Struct, gc=False):
 
     def session(self) -> Session | None:
         """By the first of them that names one."""
-        if root := _word(self.session_id):
-            return Session(bounded_key(root))
-        if self.vllm_xargs is not None and (session := _session_of_xargs(self.vllm_xargs)):
-            return session
-        context = None if self.nvext is None else self.nvext.agent_context
-        if context is not None and (root := _word(context.session_id)):
-            return child_session(root, "", _word(context.parent_session_id))
-        if session := self.own_session():
-            return session
-        return Session(bounded_key(user)) if (user := _word(self.end_user())) else None
+        return (
+            _named(self.session_id)
+            or (self.vllm_xargs and _session_of_xargs(self.vllm_xargs))
+            or (self.nvext and _session_of_nvext(self.nvext))
+            or self.own_session()
+            or _named(self.end_user())
+        )
 
     def own_session(self) -> Session | None:
         """By fields that only this API has."""
@@ -78,20 +78,25 @@ class _SessionFields(msgspec.Struct, gc=False):
 
     def cache_group(self) -> str | None:
         """The requests that the client expects to share prefixes."""
-        group = _word(self.prompt_cache_key)
-        return bounded_key(group) if group else None
+        return bounded_key(_word(self.prompt_cache_key)) or None
 
 
 def _session_of_xargs(xargs: _Xargs) -> Session | None:
-    if root := _word(xargs.session_id):
-        return Session(bounded_key(root))
     program = xargs.agentic_context
-    if isinstance(program, _Program) and (root := _word(program.program_id)):
-        parent = _word(program.parent_program_id)
-        if not (agent := _word(program.agent_id)):
-            return child_session(root, "", parent)
-        return Session(bounded_key(f"{root}/{agent}"), bounded_key(parent or root))
-    return None
+    if (session := _named(xargs.session_id)) or not isinstance(program, _Program):
+        return session
+    root, agent, parent = map(_word, (program.program_id, program.agent_id, program.parent_program_id))
+    return _named(f"{root}/{agent}", parent or root) if root and agent else _named(root, parent)
+
+
+def _session_of_nvext(nvext: _Nvext) -> Session | None:
+    context = nvext.agent_context
+    return None if context is None else _named(context.session_id, context.parent_session_id)
+
+
+def _named(root: _Key, parent: _Key = None) -> Session | None:
+    """The session of this name, and the one it comes from; None without a name."""
+    return None if root is None or root == "" else child_session(str(root), "", _word(parent))
 
 
 def _word(value: _Key) -> str:
@@ -106,14 +111,6 @@ class Common(_SessionFields, gc=False):
     cache_salt: str | None = None
     add_special_tokens: Raw = NO_RAW
     truncate_prompt_tokens: Raw = NO_RAW
-
-    def continues(self) -> str | None:
-        """The id of the response, or conversation, that this request goes on from."""
-        return None
-
-    def continuable(self) -> bool:
-        """Whether another request may go on from its response."""
-        return False
 
 
 class Templated(Common, gc=False):
@@ -160,15 +157,13 @@ class Responses(Templated, gc=False):
     def own_session(self) -> Session | None:
         if self.client_metadata is not None and (session := self.client_metadata.session()):
             return session
-        conversation = _id_of(self.conversation)
-        return Session(bounded_key(conversation)) if conversation else None
+        return _named(_id_of(self.conversation))
 
-    def continues(self) -> str | None:
-        history = _id_of(self.previous_response_id) or _id_of(self.conversation)
-        return bounded_key(history) if history else None
-
-    def continuable(self) -> bool:
-        return self.store is not False
+    def history(self) -> tuple[str | None, bool]:
+        """The id of the response, or conversation, that this request goes on from, and whether another request may go
+        on from its response."""
+        earlier = _id_of(self.previous_response_id) or _id_of(self.conversation)
+        return bounded_key(earlier) or None, self.store is not False
 
 
 class Embeddings(Templated, gc=False):

@@ -28,7 +28,7 @@ from kvproxy.json_scan import (
     run_at_once,
     run_in_turns,
 )
-from kvproxy.request.fields import NO_RAW, Chat, Common, Completion, Embeddings, Messages, Responses
+from kvproxy.request.fields import NAMING, NO_RAW, Chat, Common, Completion, Embeddings, Messages, Responses
 from kvproxy.request.session import NO_CALLER, Caller
 from kvproxy.types import InferenceRequest, Prompt, RequestKind
 
@@ -91,6 +91,8 @@ class _Reader:
         self._shaping = {name: name.encode() + b":" for name in raw}
         self._shapes: Callable[[Common], tuple[Raw, ...]] = attrgetter(*raw)
         self._unshaped = (NO_RAW,) * len(raw)
+        self._naming = attrgetter(*[name for name in NAMING if name in self._names])
+        self._unnamed = self._naming(struct())
 
     def read(self, body: bytes, caller: Caller) -> InferenceRequest:
         """Everything, at once. Raises what a decoder raises, and _TooMany."""
@@ -130,7 +132,9 @@ class _Reader:
 
     def _request(self, data: Common, prompt: Prompt, caller: Caller) -> InferenceRequest:
         model, salt = data.model or "", data.cache_salt
-        session = caller.session or data.session()
+        named = self._naming(data) != self._unnamed
+        session = caller.session or (data.session() if named else None)
+        continues, continuable = data.history() if isinstance(data, Responses) else (None, False)
         return InferenceRequest(
             self._kind,
             model if len(model) <= MAX_NAME else _digest(model),
@@ -142,9 +146,9 @@ class _Reader:
             caller.client,
             None if session is None else session.parent,
             caller.ends,
-            data.cache_group(),
-            data.continues(),
-            data.continuable(),
+            data.cache_group() if named else None,
+            continues,
+            continuable,
         )
 
     def _shape(self, data: Common) -> bytes:

@@ -75,7 +75,8 @@ class Breaker:
         self.settings = settings
         self._clock = clock
         self._on_change = on_change
-        self._state = BreakerState.CLOSED
+        #: As last recorded; an open breaker whose time has come stays open until the first call asks.
+        self.state = BreakerState.CLOSED
         self._era = 0  # counts state changes
         self._probes = 0  # running in this half-open era
         self._opened_at = -math.inf
@@ -83,12 +84,7 @@ class Breaker:
         self._circuit = pybreaker.CircuitBreaker(settings.failure_threshold, state_storage=self._counts, name=name)
 
     def __repr__(self) -> str:
-        return f"<Breaker {self.name} {self._state}>"
-
-    @property
-    def state(self) -> BreakerState:
-        """As last recorded; an open breaker whose time has come stays open until the first call asks."""
-        return self._state
+        return f"<Breaker {self.name} {self.state}>"
 
     @property
     def failures(self) -> int:
@@ -98,29 +94,29 @@ class Breaker:
     @property
     def admits(self) -> bool:
         """Whether `admit` would succeed now."""
-        if self._state is BreakerState.CLOSED:
+        if self.state is BreakerState.CLOSED:
             return True
-        if self._state is BreakerState.OPEN:
+        if self.state is BreakerState.OPEN:
             return self._clock() >= self.reopens_at
         return self._probes < self.settings.half_open_max_calls
 
     @property
     def reopens_at(self) -> float:
         """When an open breaker begins to admit probes, on its clock; infinite in other states."""
-        if self._state is not BreakerState.OPEN:
+        if self.state is not BreakerState.OPEN:
             return math.inf
         return self._opened_at + self.settings.recovery_timeout
 
     def admit(self) -> Permit:
         """Leave to make one call, or BreakerOpen. Never blocks."""
-        if self._state is not BreakerState.CLOSED:
+        if self.state is not BreakerState.CLOSED:
             self._admit_probe()
         return Permit(self, self._era)
 
     def _admit_probe(self) -> None:
         if not self.admits:
-            raise BreakerOpen(f"breaker {self.name} is {self._state}")
-        if self._state is BreakerState.OPEN:
+            raise BreakerOpen(f"breaker {self.name} is {self.state}")
+        if self.state is BreakerState.OPEN:
             self._change_state(self._circuit.half_open)
         self._probes += 1
         if self._on_change is not None and self._probes >= self.settings.half_open_max_calls:
@@ -129,7 +125,7 @@ class Breaker:
     def _settle(self, era: int, answered: bool | None) -> None:
         if era != self._era:
             return
-        probe = self._state is BreakerState.HALF_OPEN
+        probe = self.state is BreakerState.HALF_OPEN
         if probe:
             self._probes -= 1
         if answered is None:
@@ -146,10 +142,10 @@ class Breaker:
 
     def _change_state(self, transition: Callable[[], object]) -> None:
         transition()
-        self._state = BreakerState(self._circuit.current_state)
+        self.state = BreakerState(self._circuit.current_state)
         self._era += 1
         self._probes = 0
-        if self._state is BreakerState.OPEN:
+        if self.state is BreakerState.OPEN:
             self._opened_at = self._clock()
         if self._on_change is not None:
             self._on_change()

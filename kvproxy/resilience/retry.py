@@ -90,7 +90,7 @@ class RetryBudget:
         self._requests = 0
         self._retries = 0
 
-    def request(self, now: float) -> None:
+    def count_request(self, now: float) -> None:
         """A request began (its first attempt, not its retries)."""
         window = self._window
         if window and int(now / self._slot_s) <= window[-1].index:
@@ -99,7 +99,7 @@ class RetryBudget:
             self._slot(now).requests += 1
         self._requests += 1
 
-    def withdraw(self, now: float) -> bool:
+    def withdraw_retry(self, now: float) -> bool:
         """Take one retry out of the budget; False when it is spent."""
         slot = self._slot(now)
         if self._retries + 1 > self._share * self._requests + self._reserve:

@@ -47,13 +47,13 @@ class EndedWork:
         self._before: Reading | None = None  # what growth is counted from
         self._work, self._hidden, self._readings = NO_WORK, 0, 0
 
-    def add(self, reservation: Reservation) -> None:
+    def add_request(self, reservation: Reservation) -> None:
         """This request was served to its end. One without a known prompt (a list of models, say) is no prefill."""
         if reservation.uncached_tokens or reservation.cached_tokens:
             self._work = sum_of(self._work, reservation.features)
             self._hidden += reservation.hidden
 
-    def read(self, reading: Reading, now: float) -> None:
+    def read_counters(self, reading: Reading, now: float) -> None:
         """The engine's counters, read just now. What they say is a sample unless first tokens taught all of it."""
         before, requests = self._before, self._work[0]
         if before is None or reading.prefills < before.prefills:  # another process than before
@@ -111,7 +111,7 @@ class StepModel:
         self.base_s = self.sequence_s = 0.0
         self.answer_tokens = 0.0
 
-    def observe(self, output_tokens: int, decode_s: float, sequences: float) -> None:
+    def observe_answer(self, output_tokens: int, decode_s: float, sequences: float) -> None:
         """An answer of so many tokens took `decode_s` from its first to its last, beside so many sequences, itself
         among them."""
         if output_tokens < MIN_TOKENS or decode_s <= 0.0 or sequences < 1.0:

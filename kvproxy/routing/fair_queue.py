@@ -58,6 +58,11 @@ class FairQueue(Generic[ItemT]):
         """Requests waiting."""
         return self._count
 
+    @property
+    def pending_s(self) -> float:
+        """Prefill seconds of all of them, by what they were when they came."""
+        return sum(ticket.own_s for ticket in [*self._arrivals] if not ticket.released)
+
     def admits(self, endpoint: EndpointId, wait_s: float) -> bool:
         """Whether a request that comes now and would go there, where `wait_s` is pending, need not wait."""
         if wait_s >= self.settings.admit_below_s:

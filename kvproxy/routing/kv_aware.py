@@ -110,7 +110,7 @@ class KvAware(Policy):
         arrivals = self.arrivals.estimate(pool.ids, waits, now)
         crowding, delayed, stall, foresight = 0.0, settings.kappa, settings.stall, settings.foresight
         if delayed is None:
-            rho, arrivals_per_s = self.utilisation.rates(now)
+            rho, arrivals_per_s = self.utilisation.estimate_rates(now)
             idle = 1.0 - rho
             crowding = settings.crowding / idle
             delayed = settings.congestion * arrivals_per_s / idle * sum(waits) / len(waits)
@@ -207,7 +207,7 @@ class KvAware(Policy):
             self.arrivals.record_arrival(candidates[index].id)
 
     def estimates(self, now: float) -> Mapping[str, object]:
-        known, (rho, arrivals_per_s) = self.arrivals.known(), self.utilisation.rates(now)
+        known, (rho, arrivals_per_s) = self.arrivals.known(), self.utilisation.estimate_rates(now)
         return {
             **asdict(self.speeds.estimates(now)),
             **self.steps.estimates(),
@@ -227,7 +227,7 @@ class KvAware(Policy):
     ) -> None:
         if self.settings.target_itl is not None:
             slowness = self.speeds.slowness(endpoint, now)
-            self.steps.observe(output_tokens, decode_s / slowness, sequences)
+            self.steps.observe_answer(output_tokens, decode_s / slowness, sequences)
 
     def forget(self, endpoint: EndpointId) -> None:
         self.speeds.forget(endpoint)

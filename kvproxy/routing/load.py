@@ -180,7 +180,7 @@ class EndpointLoad:
 
     def leading_live_blocks(self, blocks: Sequence[int]) -> int:
         """Leading blocks of a prompt that are among them."""
-        return 0 if self._live is None else self._live.leading(blocks)
+        return 0 if self._live is None else self._live.count_leading(blocks)
 
     def count_live_blocks(self, wanted: bool) -> None:
         """Whether they are counted from now on; of requests already in flight they never are."""

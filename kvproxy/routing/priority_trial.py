@@ -181,13 +181,13 @@ class PriorityPayoff:
         """First tokens of requests with and without the number, since the last decision."""
         return self._with.count, self._without.count
 
-    def sends(self, at: float) -> bool:
+    def sends_priority(self, at: float) -> bool:
         """Whether a request placed at that time carries the number."""
         if self.pays is not None and at - self._decided_at < STANDS_S:
             return self.pays
         return _is_with(at)
 
-    def observe(self, placed_at: float, ttft_s: float) -> None:
+    def observe_wait(self, placed_at: float, ttft_s: float) -> None:
         """The first token of a request that was placed then, on an engine in which requests wait."""
         if self.pays is not None and placed_at - self._decided_at < STANDS_S:
             return

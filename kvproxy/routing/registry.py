@@ -15,10 +15,9 @@ from kvproxy.config.model import Model
 from kvproxy.config.paths import dotted_path
 from kvproxy.errors import ConfigError
 from kvproxy.routing.consistent_hash import ConsistentHash, Session
-from kvproxy.routing.dynamo import Dynamo, DynamoAgentic
 from kvproxy.routing.kv_aware import KvAware
-from kvproxy.routing.llm_d import LlmD, LlmDSticky
 from kvproxy.routing.policy import Policy
+from kvproxy.routing.published import Dynamo, DynamoAgentic, LlmD, LlmDSticky
 from kvproxy.routing.simple import (
     LeastRequest,
     LeastTtft,

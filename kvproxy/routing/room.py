@@ -87,7 +87,7 @@ class LiveBlocks:
     def __repr__(self) -> str:
         return f"<LiveBlocks {len(self)} distinct of {sum(self._requests.values())}>"
 
-    def leading(self, hashes: Sequence[int]) -> int:
+    def count_leading(self, hashes: Sequence[int]) -> int:
         """Leading blocks of a prompt that are live: found by bisection, since what is live is closed under prefixes."""
         requests = self._requests
         low, high = 0, len(hashes)

@@ -72,7 +72,7 @@ class Utilisation:
         self._work += work_s / endpoints
         self._arrived += 1.0 / endpoints
 
-    def rates(self, now: float) -> tuple[float, float]:
+    def estimate_rates(self, now: float) -> tuple[float, float]:
         """rho, the share of the pool's time that is prefill, at most the ceiling; and requests a second for each
         endpoint. Both over the window under way and the rest of the one before it."""
         started_at, window_s = self._started_at, self._window_s

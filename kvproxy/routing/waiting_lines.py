@@ -59,7 +59,7 @@ class TenantTurns:
         self._mean_s = 0.0
         self._at = 0.0  # when all of it was decayed last
 
-    def grant(self, tenant: str, own_s: float, now: float) -> None:
+    def grant_work(self, tenant: str, own_s: float, now: float) -> None:
         """A request of so much work was placed."""
         self._refresh(now)
         granted = self._granted

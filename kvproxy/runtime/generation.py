@@ -47,7 +47,7 @@ class StateStore:
     def __init__(self) -> None:
         self._living: list[GenerationStates] = []  # the oldest first
 
-    def draft(self) -> GenerationStates:
+    def draft_states(self) -> GenerationStates:
         """For a generation that is being built: it finds what is there, and adds nothing before it is kept."""
         return GenerationStates(self._living)
 
@@ -83,11 +83,11 @@ class GenerationStates:
             place += 1
         return self.get(kind, place, make)
 
-    def keep(self) -> None:
+    def keep_states(self) -> None:
         """The generation lives from now on."""
         self._living.append(self)
 
-    def release(self) -> None:
+    def release_states(self) -> None:
         """The generation lives no longer: what only it used is closed and forgotten."""
         self._living.remove(self)
         for key, close in self._closes.items():
@@ -126,7 +126,7 @@ class Generation:
         self.config = config
         self._shared = shared
         self.running = 0
-        self.states = store.draft()
+        self.states = store.draft_states()
         self.clusters: dict[str, Cluster] = {
             name: self.states.get(Cluster, name, partial(self._cluster, name, settings), close=Cluster.close)
             for name, settings in config.clusters.items()
@@ -151,7 +151,7 @@ class Generation:
         #: In the order they are entered; some may be running already, in the generation before.
         self.parts: list[AbstractAsyncContextManager[object]] = [*self.clusters.values(), *context.lifetimes]
 
-    def serve(self) -> dict[str, dict[str, object]]:
+    def begin_serving(self) -> dict[str, dict[str, object]]:
         """From now on this is the configuration: clusters get its settings, and gauges read what it uses. Answers with
         the routing parameters that are lost by it, by cluster: those an operator changed about a policy that another
         one replaces."""
@@ -204,10 +204,10 @@ class Reloader:
         await asyncio.gather(*self._retiring, return_exceptions=True)
         await self._end(list(self._alive))
 
-    async def begin(self, generation: Generation) -> None:
+    async def begin_generation(self, generation: Generation) -> None:
         """Keep its states and start those of its parts that do not run yet; if one cannot start, undo it and raise its
         error."""
-        generation.states.keep()  # at once: the end of an earlier one, meanwhile, must not close what this one found
+        generation.states.keep_states()  # at once: the end of an earlier one must not close what this one found
         self._living.append(generation)
         try:
             for part in generation.parts:
@@ -219,7 +219,7 @@ class Reloader:
             await self._forget(generation)
             raise
 
-    def retire(self, generation: Generation) -> None:
+    def retire_generation(self, generation: Generation) -> None:
         """End what only this one needs, once its last request is over or patience is."""
         task = asyncio.create_task(self._retire(generation), name="retire generation")
         self._retiring.add(task)
@@ -234,7 +234,7 @@ class Reloader:
 
     async def _forget(self, generation: Generation) -> None:
         self._living.remove(generation)
-        generation.states.release()  # before any wait: a generation built meanwhile must not find what ends here
+        generation.states.release_states()  # before any wait: a generation built meanwhile must not find what ends here
         needed = [part for other in self._living for part in other.parts]
         await self._end([part for part in generation.parts if part not in needed])
 

@@ -20,7 +20,7 @@ class Checkpoints:
     interval_tokens: int
     ends_only: bool = False
 
-    def reusable(self, block_hashes: Sequence[int], held: int, block_size: int, states: Container[int]) -> int:
+    def count_reusable(self, block_hashes: Sequence[int], held: int, block_size: int, states: Container[int]) -> int:
         """Of `held` leading blocks, those up to the last one at whose end there is a state."""
         step = self.interval_tokens // block_size
         for end in range(held - held % step, 0, -step):
@@ -28,7 +28,7 @@ class Checkpoints:
                 return end
         return 0
 
-    def ends(self, first: int, last: int, *, prompt_tokens: int, parted: int, block_size: int) -> list[int]:
+    def find_ends(self, first: int, last: int, *, prompt_tokens: int, parted: int, block_size: int) -> list[int]:
         """Numbers of blocks, over `first` and up to `last`, after which a state is kept. `parted` of them were held
         before, without a state."""
         step = self.interval_tokens // block_size

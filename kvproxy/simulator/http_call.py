@@ -42,7 +42,7 @@ class HttpCall:
         self.headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         self.reply_headers: dict[str, str] = {}
 
-    async def read(self) -> bytes:
+    async def read_body(self) -> bytes:
         """The whole request body."""
         chunks = []
         while True:
@@ -53,26 +53,26 @@ class HttpCall:
             if not message.get("more_body"):
                 return b"".join(chunks)
 
-    async def reply(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+    async def send_reply(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         """A complete answer."""
-        await self.start(status, {**(headers or {}), "content-length": str(len(body))})
+        await self.start_reply(status, {**(headers or {}), "content-length": str(len(body))})
         await self.send({"type": "http.response.body", "body": body})
 
     async def reply_json(self, body: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
         """A complete JSON answer."""
-        await self.reply(status, encode_json(body), {**JSON, **(headers or {})})
+        await self.send_reply(status, encode_json(body), {**JSON, **(headers or {})})
 
-    async def start(self, status: int, headers: dict[str, str]) -> None:
+    async def start_reply(self, status: int, headers: dict[str, str]) -> None:
         """Sends the response head; `write` and `finish` follow."""
         fields = {**headers, **self.reply_headers}
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields.items()]
         await self.send({"type": "http.response.start", "status": status, "headers": raw})
 
-    async def write(self, data: bytes) -> None:
+    async def write_chunk(self, data: bytes) -> None:
         """One chunk of a streamed body."""
         await self.send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def finish(self) -> None:
+    async def finish_reply(self) -> None:
         """The proper end of a streamed body. Returning without it makes the server break the connection."""
         await self.send({"type": "http.response.body", "body": b""})
 
@@ -186,14 +186,14 @@ class JsonApp(HttpApp):
 
     async def _answer(self, call: HttpCall, handler: Handler, path_values: dict[str, str]) -> None:
         pairs = [pair.partition("=") for pair in call.query.decode().split("&") if pair]
-        request = Request(path_values, {name: value for name, _, value in pairs}, await call.read())
+        request = Request(path_values, {name: value for name, _, value in pairs}, await call.read_body())
         await call.run_while_connected(self._run(call, handler, request))
 
     async def _run(self, call: HttpCall, handler: Handler, request: Request) -> None:
         answer = await handler(request)
         status, body = answer if isinstance(answer, tuple) else (200, answer)
         if status == 204:
-            await call.reply(204)
+            await call.send_reply(204)
         else:
             await call.reply_json(body, status)
 

@@ -54,7 +54,7 @@ class Scheduler:
         if not batch.preempted:
             self._admit(now, batch)
         batch.decodes = len(self.decoding)
-        self.loras.note(self._adapters(), (one.request.lora_name for one in self.waiting), now)
+        self.loras.note_step(self._adapters(), (one.request.lora_name for one in self.waiting), now)
         return batch
 
     def limit_decode_steps(self, wanted: int) -> int:
@@ -169,7 +169,7 @@ class Scheduler:
             if wanted > self.cache.free_blocks - batch.reserved_blocks:
                 return
             sequence.parted = held
-            batch.loads += self.loras.take(sequence.request.lora_name, self._adapters())
+            batch.loads += self.loras.take_slot(sequence.request.lora_name, self._adapters())
             self._start(sequence, hits, now)
             self._schedule_chunk(sequence, self._next_chunk(sequence, batch), batch)
 
@@ -216,14 +216,14 @@ class Scheduler:
         settings = self._settings
         if settings.checkpoints is None:
             return held
-        return settings.checkpoints.reusable(hashes, held, settings.block_size, self.cache.states)
+        return settings.checkpoints.count_reusable(hashes, held, settings.block_size, self.cache.states)
 
     def _keep_states(self, sequence: Sequence, first: int, last: int) -> None:
         """Of a hybrid model, with the blocks from `first` up to `last`."""
         checkpoints, size = self._settings.checkpoints, self._settings.block_size
         if checkpoints is None:
             return
-        ends = checkpoints.ends(
+        ends = checkpoints.find_ends(
             first, last, prompt_tokens=sequence.request.prompt_tokens, parted=sequence.parted, block_size=size
         )
         if ends:

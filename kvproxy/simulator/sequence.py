@@ -34,7 +34,7 @@ class LoraSlots:
         in_use = {each for each in running if each is not None}
         return not self._slots or adapter is None or adapter in in_use or len(in_use) < self._slots
 
-    def take(self, adapter: str | None, running: Iterable[str | None]) -> bool:
+    def take_slot(self, adapter: str | None, running: Iterable[str | None]) -> bool:
         """A request of it begins. Whether it has to be loaded first."""
         if adapter is None:
             return False
@@ -46,7 +46,7 @@ class LoraSlots:
             del self._loaded[next(each for each in self._loaded if each not in in_use)]
         return missing
 
-    def note(self, running: Iterable[str | None], waiting: Iterable[str | None], now: float) -> None:
+    def note_step(self, running: Iterable[str | None], waiting: Iterable[str | None], now: float) -> None:
         """How it stands in an engine step."""
         names = [",".join(sorted({each for each in some if each is not None})) for some in (running, waiting)]
         self._seen[names[0], names[1]] = now

@@ -46,7 +46,7 @@ class GenerateRoute:
 
 async def read_json(call: HttpCall) -> dict[str, Any]:
     """The body as an object, or vLLM's error about it."""
-    raw = await call.read()
+    raw = await call.read_body()
     if "application/json" not in call.headers.get("content-type", ""):
         raise unsupported_media_type()
     try:
@@ -156,12 +156,12 @@ class _Stream:
 
     async def run(self) -> str:
         """How it went: finished, cut or error."""
-        await self._call.start(200, EVENT_STREAM)
+        await self._call.start_reply(200, EVENT_STREAM)
         await self._state.faults.stall(self._state.faults.values.stall_first_byte_s)
         ended = False
         while not ended:
             if not await self._group.wait_for_change(self._state.settings.sse_keep_alive_interval_s):
-                await self._call.write(KEEP_ALIVE)
+                await self._call.write_chunk(KEEP_ALIVE)
                 continue
             ended = self._group.ended
             if self._group.failed:
@@ -170,9 +170,9 @@ class _Stream:
                 outcome = await self._faulted()
                 if outcome is not None:
                     return outcome
-                await self._call.write(event)
+                await self._call.write_chunk(event)
                 self._chunks += 1
-        await self._call.finish()
+        await self._call.finish_reply()
         return "finished"
 
     async def _faulted(self) -> str | None:
@@ -187,6 +187,6 @@ class _Stream:
 
     async def _die(self) -> str:
         for event in self._shape.build_error_events(engine_dead().body):
-            await self._call.write(event)
-        await self._call.finish()
+            await self._call.write_chunk(event)
+        await self._call.finish_reply()
         return "error"

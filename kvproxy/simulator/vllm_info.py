@@ -68,7 +68,7 @@ async def answer_version(state: VllmState, call: HttpCall) -> None:
 
 async def answer_health(state: VllmState, call: HttpCall) -> None:
     """Empty 200, or empty 503 when the engine is dead."""
-    await call.reply(503 if state.faults.values.engine_dead else 200)
+    await call.send_reply(503 if state.faults.values.engine_dead else 200)
 
 
 async def answer_load(state: VllmState, call: HttpCall) -> None:
@@ -80,7 +80,7 @@ async def answer_load(state: VllmState, call: HttpCall) -> None:
 async def answer_metrics(state: VllmState, call: HttpCall) -> None:
     """Prometheus text."""
     text = state.metrics.render_exposition()
-    await call.reply(200, text, {"content-type": "text/plain; version=1.0.0; charset=utf-8"})
+    await call.send_reply(200, text, {"content-type": "text/plain; version=1.0.0; charset=utf-8"})
 
 
 async def answer_kv_event_sources(state: VllmState, call: HttpCall) -> None:
@@ -152,7 +152,7 @@ async def set_faults(state: VllmState, call: HttpCall) -> None:
     """The simulator's own: sets the faults named in the body, answers with all of them."""
     body = await read_json(call)
     try:
-        values = state.faults.apply(body, state.runner, state.publisher)
+        values = state.faults.apply_changes(body, state.runner, state.publisher)
     except FaultError as error:
         raise VllmError(str(error)) from error
     await call.reply_json(values)

@@ -84,7 +84,7 @@ class RankedVllm(HttpApp):
             await app.answer_call(call)
         elif call.path == "/metrics":
             text = merge_expositions([app.state.metrics.render_exposition() for app in self.ranks.values()])
-            await call.reply(200, text, {"content-type": "text/plain; version=1.0.0; charset=utf-8"})
+            await call.send_reply(200, text, {"content-type": "text/plain; version=1.0.0; charset=utf-8"})
         elif call.path == "/kv_event_sources":
             sources = {str(rank): describe_event_source(app.state) for rank, app in self.ranks.items()}
             await call.reply_json({rank: source for rank, source in sources.items() if source is not None})
@@ -92,7 +92,7 @@ class RankedVllm(HttpApp):
             await self._answer_everywhere(call)
         elif call.path == "/health":
             dead = [app for app in self.ranks.values() if app.state.faults.values.engine_dead]
-            await call.reply(503 if dead else 200)
+            await call.send_reply(503 if dead else 200)
         else:
             await next(iter(self.ranks.values())).answer_call(call)
 
@@ -121,7 +121,7 @@ class RankedVllm(HttpApp):
 
     async def _answer_everywhere(self, call: HttpCall) -> None:
         """Every engine is asked; the last one's answer is the answer."""
-        body = await call.read()
+        body = await call.read_body()
 
         async def receive() -> MutableMapping[str, Any]:
             return {"type": "http.request", "body": body}

@@ -76,7 +76,7 @@ class Faults:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def apply(
+    def apply_changes(
         self, changes: dict[str, Any], runner: EngineRunner, publisher: KvEventPublisher | None
     ) -> dict[str, Any]:
         """`update`, and what strikes at once in the engine and its events. All values as they are now."""

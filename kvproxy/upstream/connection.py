@@ -124,7 +124,7 @@ class Connection(asyncio.Protocol):
     def send(self, request: WireRequest, timeouts: Timeouts, *, early: bool = True) -> UpstreamResponse:
         """Sends a request, the part of its body that is not there yet while the response may already come. `early`: as
         of the response."""
-        self._parser.expect(request.method)
+        self._parser.expect_response(request.method)
         self._timeouts = timeouts
         self._streaming = False
         self._buffered_bytes = 0
@@ -225,7 +225,7 @@ class Connection(asyncio.Protocol):
             self._shut()
             return False
         try:
-            self._parser.eof()
+            self._parser.feed_eof()
         except UpstreamDisconnected as error:
             self._fail(error)
         else:
@@ -282,7 +282,7 @@ class Connection(asyncio.Protocol):
     def _finish(self, response: UpstreamResponse) -> None:
         self._response = None
         self._timer.stop()
-        response.finish(self._parser.drain() if self._parser.body else b"")
+        response.finish(self._parser.take_body() if self._parser.body else b"")
         if self._reading_paused:
             self._resume_reading()
         sent = self._upload is None and not self._transport.get_write_buffer_size()
@@ -296,7 +296,7 @@ class Connection(asyncio.Protocol):
         if response is not None:
             self._timer.stop()
             self._shut()
-            response.fail(error, rest=self._parser.drain())
+            response.fail(error, rest=self._parser.take_body())
 
     def _shut(self) -> None:
         """Closes the socket, unsent bytes and all: what is left of this exchange has no reader."""

@@ -65,7 +65,7 @@ class OriginPool:
         self.close_idle()  # it was the youngest
         return None
 
-    def reserve(self) -> bool:
+    def reserve_slot(self) -> bool:
         """Takes a slot for a new connection; False when all are taken."""
         if self.open >= self._limits.max_connections:
             return False
@@ -84,7 +84,7 @@ class OriginPool:
             self._stop_sweeping()
             self._on_empty(self)
 
-    async def wait(self, timeout_s: float) -> Connection | None:
+    async def wait_in_line(self, timeout_s: float) -> Connection | None:
         """Stands in line: a connection at rest, or None for a slot reserved for a new one.
 
         Raises PoolFull when the line is at its bound or `timeout_s` (0: none) passed.
@@ -103,7 +103,7 @@ class OriginPool:
             self._abandon(waiter)
             raise
 
-    def adopt(self, connection: Connection) -> bool:
+    def adopt_connection(self, connection: Connection) -> bool:
         """A new connection in a reserved slot, which goes with it from here on; False when it is closed already."""
         if connection.lost:
             self.free_slot()

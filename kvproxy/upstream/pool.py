@@ -146,8 +146,8 @@ class UpstreamPool:
 
     async def _acquire(self, pool: OriginPool, timeout_s: float) -> tuple[Connection, bool]:
         """A connection for one request, and whether it served others before."""
-        while not pool.reserve():
-            connection = await pool.wait(timeout_s)
+        while not pool.reserve_slot():
+            connection = await pool.wait_in_line(timeout_s)
             if connection is None:  # the slot is ours
                 break
             if not connection.closed:
@@ -162,7 +162,7 @@ class UpstreamPool:
             pool.free_slot()
             self._count_connect(error.reason if isinstance(error, ConnectError | NoDescriptors) else "cancelled")
             raise
-        if not pool.adopt(connection) or self._closed:
+        if not pool.adopt_connection(connection) or self._closed:
             connection.close()
             raise ConnectError("the pool is closed" if self._closed else f"{pool.origin} closed at once")
         self._count_connect("ok")

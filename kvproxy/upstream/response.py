@@ -31,9 +31,9 @@ class ResponseParser:
         self.on_body = self.body.append  # bound to C: a burst of chunks costs one call each
         self._head_request = False
         self._parser = httptools.HttpResponseParser(self)
-        self.expect(b"")
+        self.expect_response(b"")
 
-    def expect(self, method: bytes) -> None:
+    def expect_response(self, method: bytes) -> None:
         """Begin the response to a request with this method."""
         self.body.clear()
         self.status = 0
@@ -70,7 +70,7 @@ class ResponseParser:
             if self._framing_bytes > MAX_HEAD_BYTES and not self.complete:
                 raise UpstreamProtocolError(f"over {MAX_HEAD_BYTES} bytes of head or framing without a body byte")
 
-    def eof(self) -> None:
+    def feed_eof(self) -> None:
         """The peer will send no more. Raises UpstreamDisconnected unless that ends the response as it should."""
         self.reusable = False
         if self._until_eof:
@@ -79,7 +79,7 @@ class ResponseParser:
             where = "in the body" if self.head_complete else "in the head" if self.heard else "without a response"
             raise UpstreamDisconnected(f"closed {where}")
 
-    def drain(self) -> bytes:
+    def take_body(self) -> bytes:
         """Everything of the body that arrived since the last call, as one piece."""
         body = self.body
         data = body[0] if len(body) == 1 else b"".join(body)
@@ -204,7 +204,7 @@ class UpstreamResponse:
             raise self.error
         return rest
 
-    async def chunk(self) -> bytes:
+    async def next_chunk(self) -> bytes:
         """Like `take`, but waits for the next bytes or the end."""
         while (data := self.take()) is None:
             await self.changed()

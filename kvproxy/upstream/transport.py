@@ -134,7 +134,7 @@ class _ResponseStream(httpx.AsyncByteStream):
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         with _as_httpx(self._request):
-            while data := await self._response.chunk():
+            while data := await self._response.next_chunk():
                 yield data
 
     async def aclose(self) -> None:

@@ -21,7 +21,7 @@ from kvproxy.admin.app import AccessControl, guard_routes, set_root_level
 from kvproxy.admin.live import PageFiles
 from kvproxy.admin.operated import ConfigFinding, OperatorFinding
 from kvproxy.admin.process import AdviceRoutes, SettingsRoutes
-from kvproxy.admin.replies import MAX_BODY_BYTES, Audit, RequestRefused, receive_body, reply
+from kvproxy.admin.replies import MAX_BODY_BYTES, Audit, RequestRefused, receive_body, reply_json
 from kvproxy.errors import Problem
 from kvproxy.metrics.across_workers import Page, add_pages, keep_counts, parse_page, write_page
 from kvproxy.metrics.exposition import render_exposition
@@ -74,7 +74,7 @@ class WorkersAdmin:
         """The ASGI app."""
         workers, audit = self._workers, Audit()
         routes = [
-            *PageFiles().routes(),
+            *PageFiles().list_routes(),
             Route("/healthz", self._healthz, methods=["GET"]),
             Route("/readyz", self._readyz, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
@@ -83,8 +83,12 @@ class WorkersAdmin:
             Route("/pick", self._pick, methods=["POST"]),
             Route("/pick/{index:int}-{rest:path}", self._picked, methods=["POST"]),
             Route("/log", self._log, methods=["PATCH"]),
-            *AdviceRoutes(workers, audit).routes(),
-            *(one for one in SettingsRoutes(workers, audit, set_level=set_root_level).routes() if one.path != "/log"),
+            *AdviceRoutes(workers, audit).list_routes(),
+            *(
+                one
+                for one in SettingsRoutes(workers, audit, set_level=set_root_level).list_routes()
+                if one.path != "/log"
+            ),
             Route("/{path:path}", self._read, methods=["GET"]),
             Route("/{path:path}", self._change, methods=list(_CHANGING)),
         ]
@@ -116,7 +120,7 @@ class WorkersAdmin:
             {"number": slot.index, "serves": slot.ready, "pid": slot.process.pid if slot.process else None}
             for slot in self._workers.supervisor.slots
         ]
-        return reply(live)
+        return reply_json(live)
 
     def _own_findings(self) -> list[dict[str, Any]]:
         """Of the configuration, and workers that are gone."""
@@ -136,7 +140,7 @@ class WorkersAdmin:
         answer = await self._ask(number % workers, Change("GET", f"/decisions/{number // workers}"))
         if not answer.is_success:
             return _passed_on([answer])
-        return reply({**answer.json(), "number": number})
+        return reply_json({**answer.json(), "number": number})
 
     async def _pick(self, request: Request) -> Response:
         body = await receive_body(request, most=self._workers.config.limits.body + MAX_BODY_BYTES)
@@ -149,7 +153,7 @@ class WorkersAdmin:
             return _passed_on([answer])
         shown = answer.json()
         shown["reservation"]["id"] = f"{slot.index}-{shown['reservation']['id']}"
-        return reply(shown, 201)
+        return reply_json(shown, 201)
 
     async def _picked(self, request: Request) -> Response:
         index, rest = request.path_params["index"], request.path_params["rest"]
@@ -162,7 +166,7 @@ class WorkersAdmin:
         if not all(one.is_success for one in answers):
             return _passed_on(answers)
         most = int(limit) if limit else _LIMITS.get(path)
-        return reply(merge_answers(path, self._decoded(answers), limit=most))
+        return reply_json(merge_answers(path, self._decoded(answers), limit=most))
 
     async def _change(self, request: Request) -> Response:
         body = await receive_body(request)

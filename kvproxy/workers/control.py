@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvproxy.admin.replies import REPEATED, error, receive_body, reply
+from kvproxy.admin.replies import REPEATED, receive_body, reply_error, reply_json
 from kvproxy.app import Proxy
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.runtime.generation import Generation
@@ -74,24 +74,24 @@ class ControlApp:
         try:
             self._prepared = await self._proxy.prepare(mine)
         except ConfigError as refused:
-            return error(422, refused.problems)
+            return reply_error(422, refused.problems)
         except Exception as failed:  # whatever a part raises: the old ones still run
             log.exception("the new configuration cannot be started")
-            return error(422, [Problem("", f"a part cannot be started: {type(failed).__name__}: {failed}")])
+            return reply_error(422, [Problem("", f"a part cannot be started: {type(failed).__name__}: {failed}")])
         self._forgetting = asyncio.get_running_loop().call_later(FORGET_S, self._drop)
-        return reply({})
+        return reply_json({})
 
     async def _adopt(self, request: Request) -> Response:
         if self._prepared is None:
-            return error(409, [Problem("", "no configuration is prepared")])
+            return reply_error(409, [Problem("", "no configuration is prepared")])
         generation, self._prepared = self._prepared, None
         self._drop()
         reloaded = self._proxy.adopt(generation)
-        return reply({"after_restart": reloaded.after_restart, "lost": reloaded.lost})
+        return reply_json({"after_restart": reloaded.after_restart, "lost": reloaded.lost})
 
     async def _discard(self, request: Request) -> Response:
         self._drop()
-        return reply({})
+        return reply_json({})
 
     def _drop(self) -> None:
         """What was prepared, if anything is."""

@@ -56,7 +56,7 @@ async def test_advice_is_shown_when_it_is_done() -> None:
         async with runner, admin_of(proxy) as client:
             answer = await client.post("/advise", json={"budget_s": 7})
             assert (answer.status_code, answer.json()["state"]) == (202, "running")
-            await until(lambda: runner.describe()["state"] == "done")
+            await until(lambda: runner.describe_run()["state"] == "done")
             assert (await client.get("/advise")).json()["advice"] == {"pools": []}
     assert budgets == [7]
     assert [(line["action"], line["budget_s"]) for line in lines] == [("advise", 7)]
@@ -90,17 +90,17 @@ async def test_one_run_at_a_time_and_none_outlives_the_proxy(tmp_path: Path) -> 
 async def test_a_run_that_fails_says_why(text: str, said: str) -> None:
     """And the next one can be begun."""
     async with AdviceRunner(lambda budget_s: program(text)) as runner:
-        assert runner.start(1)
-        await until(lambda: runner.describe()["state"] == "failed")
-        assert said in runner.describe()["error"]
-        assert runner.start(1)
+        assert runner.start_run(1)
+        await until(lambda: runner.describe_run()["state"] == "failed")
+        assert said in runner.describe_run()["error"]
+        assert runner.start_run(1)
 
 
 async def test_a_command_that_is_not_there_is_a_failed_run() -> None:
     """Not an error of the proxy's."""
     async with AdviceRunner(lambda budget_s: ["/nonexistent/python"]) as runner:
-        runner.start(1)
-        await until(lambda: runner.describe()["state"] == "failed")
+        runner.start_run(1)
+        await until(lambda: runner.describe_run()["state"] == "failed")
 
 
 def test_the_command_is_the_one_of_the_documentation() -> None:

@@ -108,7 +108,7 @@ async def test_what_engines_say_is_shown_with_its_age() -> None:
     endpoint = proxy.clusters["default"].endpoints[0]
     async with admin_of(proxy) as client:
         assert (await client.get("/endpoints")).json()["clusters"]["default"][0]["engine"] is None
-        proxy.kvcache.scraper.signals.engine(endpoint, EngineMetrics(kv_usage=0.5, waiting=2, running=3))
+        proxy.kvcache.scraper.signals.note_scrape(endpoint, EngineMetrics(kv_usage=0.5, waiting=2, running=3))
         shown = (await client.get("/endpoints")).json()["clusters"]["default"][0]["engine"]
     assert (shown["kv_usage"], shown["waiting"], shown["running"], shown["age_s"]) == (0.5, 2, 3, 0.0)
 

@@ -22,7 +22,7 @@ async def test_an_endpoint_is_added() -> None:
         async with admin_of(proxy) as client:
             answer = await client.post("/endpoints", json=body)
             listed = (await client.get("/endpoints")).text
-    added = proxy.clusters["default"].endpoint(EndpointId("z"))
+    added = proxy.clusters["default"].find_endpoint(EndpointId("z"))
     assert added is not None
     assert (answer.status_code, answer.json()["weight"], added.authorization) == (201, 2.0, b"Bearer topsecret")
     assert lines[0]["action"] == "endpoint.add"

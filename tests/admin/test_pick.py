@@ -64,7 +64,7 @@ async def test_a_rank_is_named_by_the_header_it_takes() -> None:
     async with picker(endpoints=endpoints, policy="round_robin") as (proxy, client):
         engine = proxy.clusters["default"].engines[0]
         first = (await client.post("/pick", json=question(reserve=True))).json()
-        engine.ranks.refuse(4, 4)
+        engine.ranks.record_refusal(4, 4)
         second = (await client.post("/pick", json=question(reserve=True))).json()
         assert in_flight(proxy) == {"a@4": 1, "a@5": 1}
     assert (first["endpoint"], first["headers"]) == ("a@4", {"x-data-parallel-rank": "4"})
@@ -109,7 +109,7 @@ async def test_what_the_caller_says_of_the_end_is_believed(report: dict[str, Any
         registry = proxy.metrics.registry
         for result, value in counted.items():
             assert registry.get_sample_value("kvproxy_pick_reservations_total", {"result": result}) == value
-        endpoint = proxy.clusters["default"].endpoint(EndpointId(shown["endpoint"]))
+        endpoint = proxy.clusters["default"].find_endpoint(EndpointId(shown["endpoint"]))
         assert endpoint is not None
         assert endpoint.health.failures == (outcome == "failure")
 
@@ -130,7 +130,7 @@ async def test_a_first_token_that_is_told_of_ends_the_pending_prefill() -> None:
     """Callers that stream may say so, and speeds are learned from it."""
     async with picker() as (proxy, client):
         shown = (await client.post("/pick", json=question(reserve=True, first_token=True))).json()
-        endpoint = proxy.clusters["default"].endpoint(EndpointId(shown["endpoint"]))
+        endpoint = proxy.clusters["default"].find_endpoint(EndpointId(shown["endpoint"]))
         assert endpoint is not None
         assert endpoint.load.pending_requests == 1
         path = f"/pick/{shown['reservation']['id']}"
@@ -172,7 +172,7 @@ async def test_too_many_open_reservations_are_refused() -> None:
     proxy = proxy_of(endpoints=ENDPOINTS, policy="kv_aware")
     held = Reservations(metrics=proxy.metrics, clock=proxy.clock, limit=1)
     app = Starlette(
-        routes=PickRoutes(proxy, reservations=held).routes(), exception_handlers={RequestRefused: on_refused}
+        routes=PickRoutes(proxy, reservations=held).list_routes(), exception_handlers={RequestRefused: on_refused}
     )
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
@@ -208,7 +208,7 @@ async def test_when_nobody_can_take_it_the_reason_is_said(reserve: bool) -> None
     """As the proxy itself would refuse."""
     async with picker() as (proxy, client):
         for name in ("a", "b"):
-            proxy.clusters["default"].drain(EndpointId(name))
+            proxy.clusters["default"].drain_endpoint(EndpointId(name))
         answer = await client.post("/pick", json=question(reserve=reserve))
         assert answer.status_code == 503
         assert "draining" in problems_of(answer)["endpoint"][0]

@@ -8,7 +8,7 @@ import pytest
 
 from kvproxy.admin.app import build_admin_app
 from kvproxy.admin.history import History
-from kvproxy.admin.process import REDACTED, redact
+from kvproxy.admin.process import REDACTED, redact_secrets
 from tests.admin.support import admin_of, audited, problems_of, proxy_of
 
 
@@ -31,7 +31,7 @@ async def test_the_configuration_is_shown_without_secrets() -> None:
 def test_plain_settings_are_redacted_by_name() -> None:
     """Settings of other people's filters have no types; what is called like a secret is one, counts are none."""
     data = {"api_key": "x", "nested": [{"Password": "y", "max_keys": 3}], "tokens": ["z", 1], "token": "", "url": "u"}
-    assert redact(data) == {
+    assert redact_secrets(data) == {
         "api_key": REDACTED,
         "nested": [{"Password": REDACTED, "max_keys": 3}],
         "tokens": [REDACTED, 1],

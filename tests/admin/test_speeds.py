@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvproxy.admin.findings import NOTABLE_REQUESTS, find_unlearned
-from kvproxy.commands.status import render
+from kvproxy.commands.status import render_page
 from kvproxy.routing.load import features_of
 from kvproxy.routing.policy import PickRequest
 from kvproxy.types import EndpointId
@@ -61,6 +61,6 @@ async def test_page_and_status_say_it() -> None:
         live = (await client.get("/live")).json()
     assert "no sample of the engines' speeds in 500 requests" in live["findings"][-1]["what"]
     assert live["routing"]["default"]["learned"]["learning"] is True
-    text = render(live)
+    text = render_page(live)
     assert "learning: no sample in 500 requests yet" in text
     assert "tokens/s" not in text

@@ -14,7 +14,7 @@ from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamSt
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.verdicts import ProbeOutcome
 from kvproxy.errors import ClientUnavailable
-from kvproxy.kvcache.feedback.cache_losses import LossReason
+from kvproxy.kvcache.feedback.trust import LossReason
 from kvproxy.request.exchange import Exchange, Outcome
 from kvproxy.types import EndpointId
 from tests.admin.support import admin_of, proxy_of
@@ -35,9 +35,9 @@ class Place:
     def probe_fails(self, name: str) -> None:
         """Once is enough for an endpoint that was never well."""
         cluster = self.proxy.clusters["default"]
-        endpoint = cluster.endpoint(EndpointId(name))
+        endpoint = cluster.find_endpoint(EndpointId(name))
         assert endpoint is not None
-        cluster.verdicts.probed(endpoint.engine, ProbeOutcome.UNREACHABLE)
+        cluster.verdicts.record_probe(endpoint.engine, ProbeOutcome.UNREACHABLE)
 
     def answer(self, count: int, *, endpoint: str = "b", status: int = 200, end: str = "completed") -> None:
         """Requests that ended so, and a sample of them."""
@@ -117,7 +117,7 @@ async def test_a_cache_that_was_lost_is_a_note_for_a_while(clock: FakeClock) -> 
     place = Place(clock)
     kvcache = place.proxy.kvcache
     assert kvcache is not None
-    kvcache.state.losses.note("default", EndpointId("b"), LossReason.CLEARED)
+    kvcache.state.losses.note_loss("default", EndpointId("b"), LossReason.CLEARED)
     [found] = (await place.live())["findings"]
     assert (found["severity"], found["where"]) == ("note", "default/b")
     assert found["what"] == "dropped its cache (its KV events say so)"
@@ -132,7 +132,7 @@ async def test_events_that_are_not_believed_are_named(clock: FakeClock) -> None:
     assert kvcache is not None
     for _ in range(5):
         missed = kvcache.overlap.indexes["default"].missed
-        missed.observe(EndpointId("c"), announced_tokens=0, reused_tokens=4000)
+        missed.observe_reuse(EndpointId("c"), announced_tokens=0, reused_tokens=4000)
     [found] = (await place.live())["findings"]
     assert (found["severity"], found["where"]) == ("warning", "default/c")
     assert "announce less than it reuses (0 of 4,000 tokens; 5 of the last 8)" in found["what"]
@@ -238,14 +238,14 @@ async def test_engines_that_pay_no_heed_to_their_priority_are_named(clock: FakeC
     """By `on` the operator expects an effect; by `auto` it is switched off and nothing is wrong."""
     place = Place(clock, policy="kv_aware", engine_priority="on")
     assert not (await place.live())["findings"]
-    place.proxy.clusters["default"].endpoints[1].priority.refused()
+    place.proxy.clusters["default"].endpoints[1].priority.record_refusal()
     clock.advance(5.0)
     [finding] = (await place.live())["findings"]
     assert finding["severity"] == "warning"
     assert finding["what"] == "engine_priority is on, and engines refuse the field, so they are not sent it (b)"
     assert "--scheduling-policy priority" in finding["fix"]
     place = Place(clock, policy="kv_aware", engine_priority="auto")
-    place.proxy.clusters["default"].endpoints[1].priority.refused()
+    place.proxy.clusters["default"].endpoints[1].priority.record_refusal()
     clock.advance(5.0)
     assert not (await place.live())["findings"]
 
@@ -256,11 +256,11 @@ async def test_ranks_that_requests_cannot_ask_for(clock: FakeClock) -> None:
     ranked = {"id": "a", "url": "http://127.0.0.1:9", "data_parallel": {"ranks": [0, 1, 2]}}
     place = Place(clock, endpoints=[ranked, {"id": "b", "url": "http://127.0.0.1:10"}])
     cluster = place.proxy.clusters["default"]
-    cluster.ranks.refused(cluster.endpoints[2], 2)
-    cluster.ranks.observe(cluster.engines[1], (0, 1), None)
+    cluster.ranks.record_refusal(cluster.endpoints[2], 2)
+    cluster.ranks.observe_ranks(cluster.engines[1], (0, 1), None)
     place.history.take_sample()
     assert [one["where"] for one in (await place.live())["findings"]] == ["default/a"]
-    cluster.ranks.observe(cluster.engines[1], (0, 1), ())
+    cluster.ranks.observe_ranks(cluster.engines[1], (0, 1), ())
     clock.advance(2)
     place.history.take_sample()
     found = {one["where"]: (one["what"], one["fix"]) for one in (await place.live())["findings"]}

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate, encode, encode_prefixes
+from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate, encode_prefixes, encode_receipt
 from kvproxy.replay.compare import PolicySpec, play_policy
 from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.settings import Pace, ReplayFleet
@@ -67,7 +67,7 @@ def record(path: Path, trace: Trace, fleet: ReplayFleet, *, policy: str = "kv_aw
     receipts = [
         msgspec.structs.replace(one, **changes) for one in compose_receipts(trace, outcomes, fleet, str(spec.name))
     ]
-    path.write_bytes(b"".join(encode(one) for one in receipts))
+    path.write_bytes(b"".join(encode_receipt(one) for one in receipts))
     return receipts
 
 

@@ -21,7 +21,7 @@ from kvproxy.advise.report import as_dict, print_text
 from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.config.load import check_config
 from kvproxy.config.schema import Config
-from kvproxy.receipts.receipt import encode
+from kvproxy.receipts.receipt import encode_receipt
 from kvproxy.replay.settings import IndexMode, ReplayFleet
 from kvproxy.types import Clock, EndpointId
 from tests.advise.recorded import BEGAN, Chats, record
@@ -81,7 +81,7 @@ def flags(pool: PoolAdvice) -> set[str]:
 @cache
 def _lines(fleet: ReplayFleet) -> bytes:
     path = Path("/dev/null")
-    return b"".join(encode(one) for one in record(path, CHATS.trace(), fleet))
+    return b"".join(encode_receipt(one) for one in record(path, CHATS.trace(), fleet))
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_models_that_share_no_engine_are_pools_of_their_own(tmp_path: Path) -> N
         )
         for each in one[:40]
     ]  # fmt: skip
-    path.write_bytes(b"".join(encode(each) for each in (*one, *other)))
+    path.write_bytes(b"".join(encode_receipt(each) for each in (*one, *other)))
     pools, _ = advise(path)
     assert [(pool.traffic.models, pool.traffic.endpoints) for pool in pools if pool.traffic] == [
         (("m",), ("e0",)),
@@ -242,7 +242,7 @@ def test_a_model_that_does_not_fit_expects_nothing(tmp_path: Path) -> None:
     late = record(path, CHATS.trace(), FLEET)
     half = len(late) // 2
     odd = [msgspec.structs.replace(one, ttft_s=one.duration_s * 0.95) for one in late[half:]]
-    path.write_bytes(b"".join(encode(one) for one in (*late[:half], *odd)))
+    path.write_bytes(b"".join(encode_receipt(one) for one in (*late[:half], *odd)))
     (pool,), text = advise(path, budget_s=60)
     assert pool.fit is not None
     assert not pool.fit.good

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.commands.doctor import DoctorOptions, advise
+from kvproxy.commands.doctor import DoctorOptions, print_advice
 from kvproxy.simulator.engine_io import EngineSettings
 from kvproxy.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.simulator.timing import EngineTiming
@@ -69,7 +69,7 @@ async def run_adviser(config: dict[str, Any], folder: Path, **options: Any) -> t
     file.write_text(json.dumps(config))
     out = io.StringIO()
     status = await asyncio.to_thread(
-        advise, DoctorOptions(str(file), budget="0s", **options), out=out, err=io.StringIO()
+        print_advice, DoctorOptions(str(file), budget="0s", **options), out=out, err=io.StringIO()
     )
     return status, out.getvalue()
 

@@ -12,7 +12,7 @@ from kvproxy.advise import simulate
 from kvproxy.advise.today import make_trace
 from kvproxy.advise.traffic import Traffic, read_traffic
 from kvproxy.receipts.files import ReceiptReader
-from kvproxy.receipts.receipt import encode
+from kvproxy.receipts.receipt import encode_receipt
 from kvproxy.replay.settings import ReplayFleet
 from tests.advise.recorded import Chats, record
 
@@ -62,7 +62,7 @@ def test_a_count_beyond_all_reason_is_no_traffic(tmp_path: Path) -> None:
     receipts = record(file, Chats(sessions=10, turns=2).trace(), FLEET)
     odd = [{"engine_prompt_tokens": 2**31}, {"completion_tokens": 2**31}]
     changed = [msgspec.structs.replace(receipts[0], **each) for each in odd]
-    file.write_bytes(b"".join(encode(one) for one in [*receipts, *changed]))
+    file.write_bytes(b"".join(encode_receipt(one) for one in [*receipts, *changed]))
     (traffic,) = read_traffic(ReceiptReader(file))
     assert len(traffic.requests) == len(receipts)
 

@@ -94,6 +94,23 @@ def test_a_turn_with_tools_as_a_chat() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("schema", "shown"),
+    [
+        ('{"a" : [1,  2]}', '{"a" : [1,  2],"type":"object"}'),
+        ("{ }", '{"type":"object"}'),
+        ('{"x": {"type": 1}}', '{"x": {"type": 1},"type":"object"}'),
+        ('{"type" : "array", "a":1}', '{"type" : "array", "a":1}'),
+        ('{"t\\u0079pe": null}', '{"t\\u0079pe": null}'),
+    ],
+)
+def test_a_tools_schema_is_copied_as_it_is(schema: str, shown: str) -> None:
+    """As many members as a client likes are not taken apart: that alone would hold the event loop. What says no type
+    is an object."""
+    body = b'{"messages": [], "tools": [{"name": "f", "input_schema": %b}]}' % schema.encode()
+    assert f'"parameters":{shown},'.encode() in chat_of_messages(body)
+
+
 def test_what_one_assistant_says_in_items_is_one_message() -> None:
     """Thought, answer and calls that follow each other; of several parts of an answer the first."""
     items = [
@@ -183,6 +200,13 @@ def test_responses_that_no_chat_can_say_are_refused(body: dict[str, Any]) -> Non
     """What only the engine knows or renders by other rules."""
     with pytest.raises(ValueError, match=r".+"):
         chat_of_responses(raw(body))
+
+
+@pytest.mark.parametrize("schema", ["5", "[]", "null", '"type"'])
+def test_a_schema_that_is_no_object_is_refused(schema: str) -> None:
+    """As by the engine."""
+    with pytest.raises(ValueError, match="not a request"):
+        chat_of_messages(b'{"messages": [], "tools": [{"name": "f", "input_schema": %b}]}' % schema.encode())
 
 
 def test_null_is_nothing() -> None:

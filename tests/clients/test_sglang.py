@@ -121,6 +121,7 @@ async def test_versions_without_a_descriptor_say_it_by_their_arguments() -> None
         {"kv_events_config": '{"publisher": "null"}'},
         {"kv_events_config": "{not json"},
         {"kv_events_config": {"publisher": 5}},
+        {"kv_events_config": '{"x": ' + "[" * 5000 + "]" * 5000 + "}"},
         {"kv_events_config": '{"publisher": "zmq", "endpoint": "inproc://cache"}'},
         {"kv_events": {**DESCRIPTOR, "publisher": "other"}},
     ],

@@ -52,7 +52,7 @@ async def test_a_chat_is_tokenized_from_its_raw_body() -> None:
 async def test_render_gives_the_same_ids_as_tokenize() -> None:
     """Captured from one server: the exact alternative agrees."""
     vllm, _ = client(captured("chat_render", status=200))
-    rendered = await vllm.render(RequestKind.CHAT, "", CHAT)
+    rendered = await vllm.render_prompt(RequestKind.CHAT, "", CHAT)
     assert vllm.renders == {RequestKind.CHAT: True}
     assert list(rendered.tokens) == json.loads(captures("tok_msgs")[0]["body"])["tokens"]
 
@@ -70,7 +70,7 @@ async def test_an_engine_without_render_is_asked_once(refusal: httpx.Response) -
 
     vllm, upstream = client(handler)
     with pytest.raises(NotSupported):
-        await vllm.render(RequestKind.CHAT, "tiny", CHAT)
+        await vllm.render_prompt(RequestKind.CHAT, "tiny", CHAT)
     await vllm.prompt_tokens(RequestKind.CHAT, "tiny", CHAT)
     assert [request.url.path for request in upstream.requests] == ["/v1/chat/completions/render", "/tokenize"]
 
@@ -121,7 +121,7 @@ async def test_an_unknown_model_says_nothing_about_render() -> None:
     """A 404 about the model leaves the capability open."""
     vllm, _ = client(captured("tok_badmodel"))
     with pytest.raises(Refused, match="does not exist"):
-        await vllm.render(RequestKind.CHAT, "nope", CHAT)
+        await vllm.render_prompt(RequestKind.CHAT, "nope", CHAT)
     assert not vllm.renders
 
 

@@ -45,7 +45,7 @@ class Bench:
 
     def endpoint(self, name: str) -> Endpoint:
         """A member."""
-        endpoint = self.cluster.endpoint(EndpointId(name))
+        endpoint = self.cluster.find_endpoint(EndpointId(name))
         assert endpoint is not None
         return endpoint
 

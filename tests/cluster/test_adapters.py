@@ -51,47 +51,47 @@ def test_what_the_engine_says(engine: Adapters, told: LoraUse | None, state: Ada
 def test_what_was_placed_there_since(engine: Adapters) -> None:
     """A burst sees its own requests at once; a slot stays loaded until another adapter takes it."""
     engine.use = use(2)
-    engine.begin("x")
-    engine.begin("x")
-    engine.begin("y")
+    engine.begin_request("x")
+    engine.begin_request("x")
+    engine.begin_request("y")
     assert [engine.state(name) for name in "xyz"] == [AdapterState.RUNNING, AdapterState.RUNNING, AdapterState.FULL]
-    engine.end("x")
+    engine.end_request("x")
     assert engine.state("z") is AdapterState.FULL
-    engine.end("x")
+    engine.end_request("x")
     assert [engine.state(name) for name in "xyz"] == [AdapterState.RUNNING, AdapterState.RUNNING, AdapterState.ROOM]
-    engine.begin("z")
+    engine.begin_request("z")
     assert engine.state("x") is AdapterState.FULL
-    engine.end("y")
-    engine.end("z")
+    engine.end_request("y")
+    engine.end_request("z")
     assert engine.state("x") is AdapterState.ROOM
-    engine.restarted()
+    engine.forget_loaded()
     assert [engine.state(name) for name in "xyz"] == [AdapterState.ROOM] * 3
 
 
 def test_load_times_are_learned_by_state() -> None:
     """Against what is usual where the adapter is loaded; far-off values count for a minute at most."""
     times = LoadTimes()
-    prior = [times.seconds(state) for state in AdapterState]
+    prior = [times.expected_s(state) for state in AdapterState]
     assert prior == sorted(prior)
     assert prior[0] == 0.0 < prior[1]
     for _ in range(100):
-        times.observe(AdapterState.ROOM, 3.0)
-        times.observe(AdapterState.RUNNING, 0.5)
-        times.observe(AdapterState.FULL, 1e9)
-        times.observe(AdapterState.WAITING, -5.0)
-    assert times.seconds(AdapterState.ROOM) == pytest.approx(2.5, abs=0.05)
-    assert times.seconds(AdapterState.RUNNING) == 0.0
-    assert times.seconds(AdapterState.FULL) == pytest.approx(59.5, abs=0.1)
-    assert times.seconds(AdapterState.WAITING) == 0.0
+        times.observe_wait(AdapterState.ROOM, 3.0)
+        times.observe_wait(AdapterState.RUNNING, 0.5)
+        times.observe_wait(AdapterState.FULL, 1e9)
+        times.observe_wait(AdapterState.WAITING, -5.0)
+    assert times.expected_s(AdapterState.ROOM) == pytest.approx(2.5, abs=0.05)
+    assert times.expected_s(AdapterState.RUNNING) == 0.0
+    assert times.expected_s(AdapterState.FULL) == pytest.approx(59.5, abs=0.1)
+    assert times.expected_s(AdapterState.WAITING) == 0.0
 
 
 def test_names_of_engines_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_ADAPTERS", 2)
     known, changes = KnownAdapters("c", on_change=lambda: changes.append(1)), list[int]()
     one = Adapters(known.names)
-    known.observe("e", one, listed=["x", "y", "z", "", "n" * 500])
+    known.observe_list("e", one, listed=["x", "y", "z", "", "n" * 500])
     assert one.names == {"x", "y"}
-    known.observe("e", one, listed=["x", "y", "z"])
+    known.observe_list("e", one, listed=["x", "y", "z"])
     assert changes == [1]
 
 
@@ -106,10 +106,10 @@ class World:
 
     def list(self, endpoint: EndpointId, *names: str) -> None:
         engine = self.engine(endpoint)
-        self.cluster.adapters.observe(str(endpoint), engine, listed=names)
+        self.cluster.adapters.observe_list(str(endpoint), engine, listed=names)
 
     def engine(self, endpoint: EndpointId) -> Adapters:
-        found = self.cluster.endpoint(endpoint)
+        found = self.cluster.find_endpoint(endpoint)
         assert found is not None
         return found.engine.adapters
 
@@ -148,14 +148,14 @@ def test_an_adapter_that_was_unloaded_is_asked_for_no_more() -> None:
     world = World()
     for endpoint in (A, B):
         world.list(endpoint, "x")
-    world.cluster.adapters.missing("a", world.engine(A), "x")
+    world.cluster.adapters.record_missing("a", world.engine(A), "x")
     assert world.candidates("x") == {"b"}
-    world.cluster.adapters.missing("a", world.engine(A), "x")
+    world.cluster.adapters.record_missing("a", world.engine(A), "x")
     world.list(A, "x")
     assert world.candidates("x") == {"a", "b"}
     world.list(B)
     assert world.candidates("x") == {"a"}
-    world.cluster.remove(A)
+    world.cluster.remove_endpoint(A)
     assert world.cluster.adapters.names == {}
     assert world.candidates("x") == {"b"}
 
@@ -166,7 +166,7 @@ def test_routes_lead_to_the_cluster_that_has_the_adapter() -> None:
     config = load_config({"clusters": {name: {"endpoints": some} for name, some in endpoints.items()}})
     routes = Routes.from_config(config, clusters)
     engine = clusters["two"].engines[0].adapters
-    clusters["two"].adapters.observe("a", engine, listed=["x"])
+    clusters["two"].adapters.observe_list("a", engine, listed=["x"])
     target = routes.resolve("/v1/chat/completions", "x")
     assert target is not None
     assert target.cluster is clusters["two"]
@@ -219,9 +219,9 @@ def test_a_first_token_that_is_late_teaches(streams: bool) -> None:
     picked.settle(AttemptOutcome.SUCCESS, now=world.clock())
     assert not world.engine(A)._requests
     if streams:
-        assert world.cluster.adapters.times.seconds(AdapterState.ROOM) > 1.0
+        assert world.cluster.adapters.times.expected_s(AdapterState.ROOM) > 1.0
     learned = world.cluster.adapters.estimates()["room"]
-    assert learned == {"seconds": pytest.approx(world.cluster.adapters.times.seconds(AdapterState.ROOM), abs=1e-4),
+    assert learned == {"seconds": pytest.approx(world.cluster.adapters.times.expected_s(AdapterState.ROOM), abs=1e-4),
                        "samples": int(streams)}  # fmt: skip
 
 
@@ -237,5 +237,5 @@ def test_a_new_process_has_nothing_loaded() -> None:
     world = World()
     world.list(A, "x")
     world.engine(A).use = use(2, "x")
-    world.cluster.restarted(world.cluster.engines[0])
+    world.cluster.forget_process(world.cluster.engines[0])
     assert world.engine(A).state("x") is AdapterState.ROOM

@@ -15,15 +15,8 @@ import pytest
 
 from kvproxy.background_task import TaskSet
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.discovery import (
-    MAX_FILE_BYTES,
-    DnsDiscovery,
-    FileDiscovery,
-    Poller,
-    Source,
-    parse_endpoints,
-    sources_of,
-)
+from kvproxy.cluster.discovery import Poller, Source, sources_of
+from kvproxy.cluster.sources.polled import MAX_FILE_BYTES, DnsDiscovery, FileDiscovery, parse_endpoints
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.config.discovery_schema import DiscoverySettings, DnsDiscoverySettings, FileDiscoverySettings
 from kvproxy.errors import DiscoveryError
@@ -333,6 +326,6 @@ async def test_a_cluster_follows_its_file(tmp_path: Path, make_cluster: MakeClus
         path.write_text("- {")
         await bell.rung()
         assert ids() == ["b"]
-        cluster.apply(configs("z"))
+        cluster.apply_endpoints(configs("z"))
         assert ids() == ["z", "b"]
     assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("discovery")]

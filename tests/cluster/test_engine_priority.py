@@ -74,7 +74,7 @@ def settled(mode: EnginePriorityMode, order: Callable[[int, int], int]) -> Endpo
             first = min(waiting, key=lambda one: order(*one[:2]))
             waiting.remove(first)
             told.first_token(first[2], float(at), float(at))
-            told.ended(first[2])
+            told.forget_request(first[2])
     return told
 
 
@@ -113,10 +113,10 @@ def test_auto_switches_off_what_does_not_pay(mode: EnginePriorityMode, state: st
 def test_a_refusal_stands_until_the_engine_restarts() -> None:
     """Whatever the operator said: the request would fail."""
     told = engine(ON)
-    told.refused()
+    told.record_refusal()
     assert not told.sends(0.0)
     assert told.state is PriorityState.REFUSED
-    told.restarted()
+    told.forget_verdict()
     assert told.sends(0.0)
     assert told.state is PriorityState.UNKNOWN
 

@@ -23,7 +23,7 @@ def test_unchanged_endpoints_keep_their_state(make_cluster: MakeCluster) -> None
     running = bench.picked(preferred=B)
     bench.outcomes("a", AttemptOutcome.FAILURE)
     before = bench.cluster.endpoints
-    bench.cluster.apply(configs("a", "b", "c", weight=2, models=("x",), instance_id="i", api_key="k"))
+    bench.cluster.apply_endpoints(configs("a", "b", "c", weight=2, models=("x",), instance_id="i", api_key="k"))
     assert bench.cluster.endpoints[:2] == before
     endpoint = bench.endpoint("a")
     assert endpoint.condition(bench.clock()) is Condition.EJECTED
@@ -35,7 +35,7 @@ def test_unchanged_endpoints_keep_their_state(make_cluster: MakeCluster) -> None
 def test_a_new_endpoint_serves_at_once(make_cluster: MakeCluster) -> None:
     """In the order of the configuration."""
     bench = make_cluster("b")
-    bench.cluster.apply(configs("a", "b"))
+    bench.cluster.apply_endpoints(configs("a", "b"))
     assert [endpoint.id for endpoint in bench.cluster.endpoints] == ["a", "b"]
     assert bench.ids() == {"a", "b"}
 
@@ -44,8 +44,8 @@ def test_a_removed_endpoint_finishes_what_it_has(make_cluster: MakeCluster) -> N
     """Nothing new goes there; with its last request its metric series go."""
     bench = make_cluster("a", "b")
     first, second = bench.picked(preferred=A), bench.picked(preferred=A)
-    first.endpoint.metrics.request(200)
-    bench.cluster.apply(configs("b"))
+    first.endpoint.metrics.count_request(200)
+    bench.cluster.apply_endpoints(configs("b"))
     assert bench.ids() == {"b"}
     assert bench.picked(preferred=A).preference == "unknown"
     assert [endpoint.id for endpoint in bench.cluster.draining] == ["a"]
@@ -57,14 +57,14 @@ def test_a_removed_endpoint_finishes_what_it_has(make_cluster: MakeCluster) -> N
     assert bench.cluster.draining == ()
     assert bench.series("a") == []
     assert bench.series("b") != []
-    first.endpoint.metrics.request(200)
+    first.endpoint.metrics.count_request(200)
     assert bench.series("a") == []
 
 
 def test_an_idle_endpoint_is_gone_at_once(make_cluster: MakeCluster) -> None:
     """With its series."""
     bench = make_cluster("a", "b")
-    bench.cluster.apply(configs("b"))
+    bench.cluster.apply_endpoints(configs("b"))
     assert bench.cluster.draining == ()
     assert bench.series("a") == []
 
@@ -73,8 +73,8 @@ def test_an_endpoint_that_comes_back_before_it_left_is_the_same(make_cluster: Ma
     """A discovery that flickers loses no count."""
     bench = make_cluster("a", "b")
     running = bench.picked(preferred=A)
-    bench.cluster.apply(configs("b"))
-    bench.cluster.apply(configs("a", "b"))
+    bench.cluster.apply_endpoints(configs("b"))
+    bench.cluster.apply_endpoints(configs("a", "b"))
     assert bench.endpoint("a") is running.endpoint
     assert bench.cluster.draining == ()
     running.settle(AttemptOutcome.SUCCESS, bench.clock())
@@ -86,7 +86,7 @@ def test_another_address_is_another_endpoint(make_cluster: MakeCluster) -> None:
     """What was learned about the old engine does not hold for the new one; its series start over."""
     bench = make_cluster("a", "b")
     running = bench.picked(preferred=A, facts=OverlapFacts(10))
-    bench.cluster.apply((MOVED, *configs("b")))
+    bench.cluster.apply_endpoints((MOVED, *configs("b")))
     assert bench.endpoint("a") is not running.endpoint
     assert bench.endpoint("a").load.in_flight == 0
     assert bench.sample("kvproxy_in_flight", cluster="c", endpoint="a") == 0
@@ -100,8 +100,8 @@ def test_an_endpoint_that_moves_and_moves_back_starts_over(make_cluster: MakeClu
     """Its series belong to the new one, even while the old one still has requests."""
     bench = make_cluster("a")
     running = bench.picked()
-    bench.cluster.apply((MOVED,))
-    bench.cluster.apply(configs("a"))
+    bench.cluster.apply_endpoints((MOVED,))
+    bench.cluster.apply_endpoints(configs("a"))
     assert bench.endpoint("a") is not running.endpoint
     running.settle(AttemptOutcome.SUCCESS, bench.clock())
     assert bench.sample("kvproxy_in_flight", cluster="c", endpoint="a") == 0
@@ -113,7 +113,7 @@ def test_a_bad_url_changes_nothing(make_cluster: MakeCluster) -> None:
     bench = make_cluster("a", "b")
     before = bench.cluster.endpoints
     with pytest.raises(ValueError, match="http"):
-        bench.cluster.apply((*configs("c"), EndpointSettings(id="d", url="ftp://127.0.0.1")))
+        bench.cluster.apply_endpoints((*configs("c"), EndpointSettings(id="d", url="ftp://127.0.0.1")))
     assert bench.cluster.endpoints == before
     assert bench.ids() == {"a", "b"}
 
@@ -121,25 +121,25 @@ def test_a_bad_url_changes_nothing(make_cluster: MakeCluster) -> None:
 def test_an_operators_weight_outlives_updates(make_cluster: MakeCluster) -> None:
     """Until the endpoint leaves, or its source gives it another weight than before: the later word wins."""
     bench = make_cluster("a", "b")
-    assert bench.cluster.reweight(A, 2)
-    bench.cluster.apply((*configs("a", labels={"rack": "7"}), *configs("b", weight=7)))
+    assert bench.cluster.reweight_endpoint(A, 2)
+    bench.cluster.apply_endpoints((*configs("a", labels={"rack": "7"}), *configs("b", weight=7)))
     assert (bench.endpoint("a").weight, bench.endpoint("b").weight) == (2, 7)
-    bench.cluster.apply((*configs("a", weight=5), *configs("b", weight=7)))
+    bench.cluster.apply_endpoints((*configs("a", weight=5), *configs("b", weight=7)))
     assert bench.endpoint("a").weight == 5
-    assert bench.cluster.reweight(A, 3)
+    assert bench.cluster.reweight_endpoint(A, 3)
     picks = [bench.picked().endpoint.id for _ in range(10)]
     assert picks.count(A) == 3
-    bench.cluster.apply(configs("b"))
-    bench.cluster.apply(configs("a", "b"))
+    bench.cluster.apply_endpoints(configs("b"))
+    bench.cluster.apply_endpoints(configs("a", "b"))
     assert bench.endpoint("a").weight == 1
-    assert not bench.cluster.reweight(EndpointId("nobody"), 2)
+    assert not bench.cluster.reweight_endpoint(EndpointId("nobody"), 2)
 
 
 def test_draining_outlives_updates(make_cluster: MakeCluster) -> None:
     """A discovery's next answer does not undo an operator's word."""
     bench = make_cluster("a", "b")
-    bench.cluster.drain(A)
-    bench.cluster.apply(configs("a", "b", weight=2))
+    bench.cluster.drain_endpoint(A)
+    bench.cluster.apply_endpoints(configs("a", "b", weight=2))
     assert bench.endpoint("a").draining
     assert bench.ids() == {"b"}
 
@@ -152,7 +152,7 @@ def test_static_endpoints_win_over_discovered_ones(make_cluster: MakeCluster, ca
     assert str(bench.cluster.endpoints[0].origin) == configs("a")[0].url
     assert bench.ids() == {"a", "b"}
     assert "endpoint a of dns is ignored" in caplog.text
-    bench.cluster.apply(())
+    bench.cluster.apply_endpoints(())
     assert [str(endpoint.origin) for endpoint in bench.cluster.endpoints] == [MOVED.url, configs("b")[0].url]
 
 
@@ -162,11 +162,11 @@ def test_the_same_series_may_be_counted_again_after_removal(make_cluster: MakeCl
     for expected in (1, 1):
         metrics = bench.endpoint("a").metrics
         metrics.attempt_failure("connect_error")
-        metrics.probe("ok")
+        metrics.count_probe("ok")
         assert (
             bench.sample("kvproxy_attempt_failures_total", cluster="c", endpoint="a", reason="connect_error")
             == expected
         )
-        bench.cluster.apply(configs("b"))
+        bench.cluster.apply_endpoints(configs("b"))
         assert metrics.closed
-        bench.cluster.apply(configs("a", "b"))
+        bench.cluster.apply_endpoints(configs("a", "b"))

@@ -65,7 +65,7 @@ def test_learned_speeds_are_shared_and_learned_once(make_cluster: MakeCluster, o
     assert first.speeds is second.speeds is bench.cluster.speeds
     bench.endpoint("a").load.on_sample(features_of(8000, 0), 2.0, bench.clock())  # type: ignore[misc]
     assert first.speeds.estimates(bench.clock()).samples == 1
-    bench.cluster.remove(A)
+    bench.cluster.remove_endpoint(A)
     assert not first.speeds.estimates(bench.clock()).slowness
 
 
@@ -79,7 +79,7 @@ def test_utilisation_counts_what_others_place(make_cluster: MakeCluster) -> None
             bench.picked(policy=name, facts=facts)
         aware = bench.cluster.policy
         assert isinstance(aware, KvAware)
-        return aware.utilisation.rates(bench.clock())[0]
+        return aware.utilisation.estimate_rates(bench.clock())[0]
 
     assert rho_after("round_robin", "round_robin") > rho_after("round_robin") > rho_after()
     assert rho_after("") == pytest.approx(rho_after("round_robin"), rel=1e-6)
@@ -123,5 +123,5 @@ def test_who_left_is_forgotten_by_those_that_share_speeds(make_cluster: MakeClus
     named = policy(bench, "kv_aware")
     assert isinstance(named, KvAware)
     assert set(named.arrivals.known()) == {A, B}
-    bench.cluster.apply(configs("b"))
+    bench.cluster.apply_endpoints(configs("b"))
     assert set(named.arrivals.known()) == {B}

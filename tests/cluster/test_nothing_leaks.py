@@ -63,11 +63,13 @@ class ClusterMachine(RuleBasedStateMachine):
 
     @rule(ids=st.lists(st.sampled_from(IDS), unique=True), port=st.sampled_from([1, 2]), weight=st.sampled_from([1, 3]))
     def apply(self, ids: list[str], port: int, weight: int) -> None:
-        self.cluster.apply([EndpointSettings(id=i, url=f"http://127.0.0.1:{port}", weight=weight) for i in ids])
+        self.cluster.apply_endpoints(
+            [EndpointSettings(id=i, url=f"http://127.0.0.1:{port}", weight=weight) for i in ids]
+        )
 
     @rule(endpoint=IDS_OR_NOBODY, draining=st.booleans())
     def drain(self, endpoint: EndpointId, draining: bool) -> None:
-        self.cluster.drain(endpoint, draining=draining)
+        self.cluster.drain_endpoint(endpoint, draining=draining)
 
     @rule(
         preferred=st.none() | IDS_OR_NOBODY,

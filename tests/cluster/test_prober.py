@@ -180,10 +180,10 @@ async def test_tasks_follow_the_endpoints(make_cluster: MakeCluster) -> None:
     for _ in range(2):
         async with bench.cluster:
             assert names() == {"probe c/a", "probe c/b"}
-            bench.cluster.apply(configs("b", "d"))
+            bench.cluster.apply_endpoints(configs("b", "d"))
             await turns()
             assert names() == {"probe c/b", "probe c/d"}
-            bench.cluster.apply(configs("a", "b"))
+            bench.cluster.apply_endpoints(configs("a", "b"))
         assert names() == set()
 
 

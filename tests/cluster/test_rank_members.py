@@ -65,7 +65,7 @@ def test_one_probe_speaks_for_all_ranks(make_cluster: MakeCluster) -> None:
     for name in (A0, A1, B):
         bench.picked(preferred=name).on_unhealthy(lambda name=name: given_back.append(name))
     engine = bench.cluster.engines[0]
-    bench.cluster.verdicts.probed(engine, ProbeOutcome.UNREACHABLE)
+    bench.cluster.verdicts.record_probe(engine, ProbeOutcome.UNREACHABLE)
     assert given_back == [A0, A1]
     assert [bench.endpoint(name).condition(bench.clock()) for name in ("a@0", "a@1", "b")] == [
         Condition.UNHEALTHY,
@@ -109,7 +109,7 @@ def test_ranks_that_become_known_take_the_engines_place(make_cluster: MakeCluste
     bench = make_cluster("a", "b", health={"eject_after": 3})
     bench.outcomes("a", AttemptOutcome.FAILURE, times=2)
     running, engine = bench.picked(preferred=A), bench.cluster.engines[0]
-    bench.cluster.ranks.observe(engine, (0, 1), (0, 1))
+    bench.cluster.ranks.observe_ranks(engine, (0, 1), (0, 1))
     assert names(bench) == ["a@0", "a@1", "b"]
     assert bench.endpoint("a@0").engine is engine
     assert bench.endpoint("a@0").health.failures == 2
@@ -117,7 +117,7 @@ def test_ranks_that_become_known_take_the_engines_place(make_cluster: MakeCluste
     running.settle(AttemptOutcome.SUCCESS, bench.clock())
     assert bench.series("a") == []
     assert bench.cluster.draining == ()
-    bench.cluster.ranks.observe(engine, (0,), None)
+    bench.cluster.ranks.observe_ranks(engine, (0,), None)
     assert names(bench) == ["a", "b"]
     assert bench.series("a@0") == []
 
@@ -126,10 +126,10 @@ def test_what_stays_the_same_changes_nothing(make_cluster: MakeCluster) -> None:
     """Endpoints keep their loads however often their ranks are read, and over a reload."""
     bench = make_cluster("a")
     engine = bench.cluster.engines[0]
-    bench.cluster.ranks.observe(engine, (0, 1), (0, 1))
+    bench.cluster.ranks.observe_ranks(engine, (0, 1), (0, 1))
     before = bench.cluster.endpoints
-    bench.cluster.ranks.observe(engine, (0, 1), (0, 1))
-    bench.cluster.apply(configs("a", weight=2))
+    bench.cluster.ranks.observe_ranks(engine, (0, 1), (0, 1))
+    bench.cluster.apply_endpoints(configs("a", weight=2))
     assert bench.cluster.endpoints == before
     assert before[0].weight == 2
 
@@ -138,10 +138,10 @@ def test_an_engine_at_another_address_is_to_be_asked_again(make_cluster: MakeClu
     """What was found of the one before says nothing."""
     bench = make_cluster("a")
     engine = bench.cluster.engines[0]
-    bench.cluster.ranks.observe(engine, (0, 1), (0, 1))
-    bench.cluster.apply((EndpointSettings(id="a", url="http://127.0.0.1:9"),))
+    bench.cluster.ranks.observe_ranks(engine, (0, 1), (0, 1))
+    bench.cluster.apply_endpoints((EndpointSettings(id="a", url="http://127.0.0.1:9"),))
     assert names(bench) == ["a"]
-    bench.cluster.ranks.observe(engine, (0, 1, 2), (0, 1, 2))  # a reading that comes late
+    bench.cluster.ranks.observe_ranks(engine, (0, 1, 2), (0, 1, 2))  # a reading that comes late
     assert names(bench) == ["a"]
 
 
@@ -150,8 +150,8 @@ def test_a_refused_rank_leaves(make_cluster: MakeCluster, caplog: pytest.LogCapt
     bench = make_cluster(endpoints=configs("a", data_parallel=TWO))
     running = bench.picked(preferred=A1)
     with caplog.at_level(logging.WARNING):
-        bench.cluster.ranks.refused(running.endpoint, 1)
-        bench.cluster.ranks.refused(running.endpoint, 1)
+        bench.cluster.ranks.record_refusal(running.endpoint, 1)
+        bench.cluster.ranks.record_refusal(running.endpoint, 1)
     assert [record.getMessage() for record in caplog.records] == [
         "c/a has no data-parallel rank 1: it is no candidate any more"
     ]
@@ -162,7 +162,7 @@ def test_a_refused_rank_leaves(make_cluster: MakeCluster, caplog: pytest.LogCapt
     running.settle(AttemptOutcome.SUCCESS, bench.clock())
     engine = bench.cluster.engines[0]
     for outcome in (ProbeOutcome.FAILED, ProbeOutcome.OK):
-        bench.cluster.verdicts.probed(engine, outcome)
+        bench.cluster.verdicts.record_probe(engine, outcome)
     assert bench.ids() == {"a@0", "a@1"}
 
 
@@ -170,41 +170,41 @@ def test_an_operator_speaks_of_a_rank_or_of_all_of_an_engine(make_cluster: MakeC
     """Drain, weigh and remove by the id of either."""
     bench = ranked(make_cluster)
     cluster = bench.cluster
-    assert [str(one.id) for one in cluster.named(A)] == ["a@0", "a@1"]
-    assert [str(one.id) for one in cluster.named(A1)] == ["a@1"]
-    assert cluster.named(EndpointId("z")) == ()
-    assert cluster.drain(A1)
+    assert [str(one.id) for one in cluster.find_named(A)] == ["a@0", "a@1"]
+    assert [str(one.id) for one in cluster.find_named(A1)] == ["a@1"]
+    assert cluster.find_named(EndpointId("z")) == ()
+    assert cluster.drain_endpoint(A1)
     assert bench.ids() == {"a@0", "b"}
-    assert cluster.drain(A)
+    assert cluster.drain_endpoint(A)
     assert bench.ids() == {"b"}
-    assert cluster.drain(A, draining=False)
-    assert cluster.reweight(A, 3)
-    assert cluster.reweight(A0, 5)
+    assert cluster.drain_endpoint(A, draining=False)
+    assert cluster.reweight_endpoint(A, 3)
+    assert cluster.reweight_endpoint(A0, 5)
     assert [bench.endpoint(name).weight for name in ("a@0", "a@1", "b")] == [5, 3, 1]
-    assert cluster.remove(A0)
+    assert cluster.remove_endpoint(A0)
     assert names(bench) == ["a@1", "b"]
-    cluster.apply((*configs("a", data_parallel=TWO), *configs("b")))
+    cluster.apply_endpoints((*configs("a", data_parallel=TWO), *configs("b")))
     assert names(bench) == ["a@1", "b"]
-    assert cluster.remove(A)
+    assert cluster.remove_endpoint(A)
     assert names(bench) == ["b"]
-    assert cluster.add(*configs("a", data_parallel=TWO))
+    assert cluster.add_endpoint(*configs("a", data_parallel=TWO))
     assert names(bench) == ["a@0", "a@1", "b"]
-    assert not cluster.remove(EndpointId("z"))
-    assert not cluster.reweight(EndpointId("z"), 2)
-    assert not cluster.drain(EndpointId("z"))
+    assert not cluster.remove_endpoint(EndpointId("z"))
+    assert not cluster.reweight_endpoint(EndpointId("z"), 2)
+    assert not cluster.drain_endpoint(EndpointId("z"))
 
 
 def test_what_an_operator_said_of_an_engine_holds_for_its_ranks(make_cluster: MakeCluster) -> None:
     """They may become known afterwards."""
     bench = make_cluster("a", "b")
-    bench.cluster.drain(A)
-    bench.cluster.reweight(A, 3)
-    bench.cluster.ranks.observe(bench.cluster.engines[0], (0, 1), (0, 1))
+    bench.cluster.drain_endpoint(A)
+    bench.cluster.reweight_endpoint(A, 3)
+    bench.cluster.ranks.observe_ranks(bench.cluster.engines[0], (0, 1), (0, 1))
     assert bench.ids() == {"b"}
     assert [endpoint.configured_weight for endpoint in bench.cluster.endpoints] == [3, 3, 1]
-    bench.cluster.drain(A, draining=False)
+    bench.cluster.drain_endpoint(A, draining=False)
     assert bench.ids() == {"a@0", "a@1", "b"}
-    bench.cluster.apply(configs("a", "b", weight=4))
+    bench.cluster.apply_endpoints(configs("a", "b", weight=4))
     assert [endpoint.configured_weight for endpoint in bench.cluster.endpoints] == [4, 4, 4]
 
 
@@ -212,8 +212,8 @@ def test_a_returning_engine_finds_its_ranks(make_cluster: MakeCluster) -> None:
     """Those that still have requests go on with their loads."""
     bench = ranked(make_cluster)
     running = bench.picked(preferred=A1)
-    bench.cluster.apply(configs("b"))
-    bench.cluster.apply((*configs("b"), *configs("a", data_parallel=TWO)))
+    bench.cluster.apply_endpoints(configs("b"))
+    bench.cluster.apply_endpoints((*configs("b"), *configs("a", data_parallel=TWO)))
     assert names(bench) == ["b", "a@0", "a@1"]
     assert bench.endpoint("a@1") is running.endpoint
     assert bench.endpoint("a@0").engine is running.endpoint.engine
@@ -244,10 +244,10 @@ def test_a_request_may_fail_after_its_engine_left(make_cluster: MakeCluster, rep
     bench = ranked(make_cluster, health={"eject_after": 1}, breaker={"failure_threshold": 1})
     running = bench.picked(preferred=A1)
     moved = EndpointSettings(id="a", url="http://127.0.0.1:9", data_parallel=TWO)
-    bench.cluster.apply((*configs("b"), *((moved,) if replaced else ())))
+    bench.cluster.apply_endpoints((*configs("b"), *((moved,) if replaced else ())))
     running.settle(AttemptOutcome.FAILURE, bench.clock())
-    bench.cluster.verdicts.probed(running.endpoint.engine, ProbeOutcome.UNREACHABLE)
+    bench.cluster.verdicts.record_probe(running.endpoint.engine, ProbeOutcome.UNREACHABLE)
     assert bench.cluster.draining == ()
     assert {endpoint.condition(bench.clock()) for endpoint in bench.cluster.endpoints} == {Condition.UP}
-    bench.cluster.ranks.refused(running.endpoint, 1)
+    bench.cluster.ranks.record_refusal(running.endpoint, 1)
     assert names(bench) == (["b", "a@0", "a@1"] if replaced else ["b"])

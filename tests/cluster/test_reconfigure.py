@@ -19,10 +19,10 @@ from kvproxy.config.cluster_schema import (
     HealthCheckSettings,
     PolicyName,
 )
-from kvproxy.routing.dynamo import Dynamo
 from kvproxy.routing.kv_aware import KvAware
 from kvproxy.routing.load import features_of
 from kvproxy.routing.policy import OverlapFacts
+from kvproxy.routing.published import Dynamo
 from kvproxy.types import EndpointId
 from tests.cluster.conftest import Bench, MakeCluster, configs
 from tests.support.until import until
@@ -59,7 +59,7 @@ def test_what_is_known_of_endpoints_stays(make_cluster: MakeCluster, changes: di
     before = bench.cluster.endpoints
     bench.outcomes("a", AttemptOutcome.FAILURE, times=3)  # opens a's breaker, and ejects it
     pick = bench.picked(preferred=B)
-    bench.cluster.drain(EndpointId("c"))
+    bench.cluster.drain_endpoint(EndpointId("c"))
     conditions = [endpoint.condition(bench.clock()) for endpoint in before]
     assert conditions == [Condition.EJECTED, Condition.UP, Condition.DRAINING, Condition.UP]
     reconfigure(bench, **changes)
@@ -190,8 +190,8 @@ def test_who_left_under_a_policy_that_learns_nothing_is_forgotten(make_cluster: 
     bench = make_cluster("a", "b", policy=PolicyName.KV_AWARE)
     taught(bench)
     reconfigure(bench, policy="round_robin")
-    bench.cluster.apply(configs("b"))
-    bench.cluster.apply(configs("a", "b"))
+    bench.cluster.apply_endpoints(configs("b"))
+    bench.cluster.apply_endpoints(configs("a", "b"))
     reconfigure(bench, policy="kv_aware")
     assert bench.cluster.speeds is not None
     assert A not in bench.cluster.speeds.estimates(bench.clock()).slowness
@@ -201,7 +201,7 @@ def test_a_replaced_endpoints_last_samples_go_nowhere(make_cluster: MakeCluster)
     """It has its requests still, and its id belongs to another one, when the policy changes."""
     bench = make_cluster("a", policy=PolicyName.KV_AWARE)
     pick = bench.picked()
-    bench.cluster.apply((EndpointSettings(id="a", url="http://127.0.0.1:7"),))
+    bench.cluster.apply_endpoints((EndpointSettings(id="a", url="http://127.0.0.1:7"),))
     reconfigure(bench, policy="least_ttft")
     assert pick.endpoint.load.on_sample is None
     assert bench.endpoint("a").load.on_sample is not None
@@ -305,7 +305,7 @@ async def test_a_cluster_that_is_closed_takes_every_endpoint_along(make_cluster:
     bench = make_cluster("a", discovery={"file": {"path": str(file), "interval": 0.05}})
     async with bench.cluster:
         (added,) = configs("b")
-        assert bench.cluster.add(added)
+        assert bench.cluster.add_endpoint(added)
         assert [each.id for each in bench.cluster.endpoints] == ["a", "x", "b"]
         bench.cluster.close()
         assert bench.cluster.endpoints == ()

@@ -261,7 +261,7 @@ async def test_without_endpoints_nobody_waits_for_nothing(clock: FakeClock) -> N
     """The refusal comes at once."""
     cluster = cluster_of(clock)
     for endpoint in cluster.endpoints:
-        cluster.drain(endpoint.id)
+        cluster.drain_endpoint(endpoint.id)
     assert await enter(cluster, 100) is None
 
 
@@ -294,7 +294,14 @@ async def test_who_waits_and_what_became_of_them_is_shown(clock: FakeClock) -> N
     room.on_load_decrease()
     await placed(overdue)
     shown = room.status(clock())
-    assert shown["released"] == {"turn": 1, "max_wait": 1, "no_endpoint": 0, "queue_off": 0, "client_left": 1}
+    assert shown["released"] == {
+        "turn": 1,
+        "max_wait": 1,
+        "no_endpoint": 0,
+        "arrived": 0,
+        "queue_off": 0,
+        "client_left": 1,
+    }
     assert (shown["refused"], shown["depth"], shown["oldest_wait_s"]) == (1, 0, 0.0)
     for reason in ("turn", "max_wait", "client_left", "refused"):
         assert (
@@ -310,7 +317,7 @@ async def test_nobody_left_to_take_it_is_counted(clock: FakeClock) -> None:
     waiting = enter(cluster, 5_000)
     await until(lambda: len(room_of(cluster)) == 1)
     for endpoint in cluster.endpoints:
-        cluster.drain(endpoint.id)
+        cluster.drain_endpoint(endpoint.id)
     room_of(cluster).on_load_decrease()
     assert await waiting is None
     assert room_of(cluster).status(clock())["released"]["no_endpoint"] == 1  # type: ignore[index]
@@ -376,7 +383,7 @@ async def test_a_client_that_left_in_this_very_moment_is_passed_over(clock: Fake
     await placed(lucky)
     await asyncio.gather(gone, return_exceptions=True)
     released = room_of(cluster).status(clock())["released"]
-    assert released == {"turn": 1, "max_wait": 0, "no_endpoint": 0, "queue_off": 0, "client_left": 1}
+    assert released == {"turn": 1, "max_wait": 0, "no_endpoint": 0, "arrived": 0, "queue_off": 0, "client_left": 1}
 
 
 def two_models(clock: FakeClock) -> Cluster:
@@ -425,7 +432,7 @@ async def test_a_request_held_for_an_endpoint_that_is_drained_goes_elsewhere(clo
     waiting = asyncio.create_task(pick_through(cluster, of_model("busy", 6_000)))
     await until(lambda: any(one.load.held_s for one in cluster.endpoints))
     (held,) = [one for one in cluster.endpoints if one.load.held_s]
-    cluster.drain(held.id)
+    cluster.drain_endpoint(held.id)
     (other,) = [pick for pick in busy if pick.endpoint is not held]
     other.first_token(clock())
     assert (await placed(waiting)).endpoint is other.endpoint

@@ -102,7 +102,7 @@ def test_declared_models_are_those_of_the_moment() -> None:
     both = clusters(a=(), b=())
     routes = Routes.from_config(Config(), both)
     assert where(routes, model="x") == ("a", "")
-    both["b"].apply(configs("b", models=("x",)))
+    both["b"].apply_endpoints(configs("b", models=("x",)))
     assert where(routes, model="x") == ("b", "")
 
 

@@ -36,7 +36,7 @@ def test_progress_ends_at_the_end() -> None:
         out = io.StringIO()
         with TrafficProgress(total, out) as progress:
             for _ in range(total):
-                progress.step(DemoReply(1, "a", True, 0.1, 10, 5))
+                progress.count_reply(DemoReply(1, "a", True, 0.1, 10, 5))
         assert f"{total}/{total}" in out.getvalue().splitlines()[-1]
         assert len(out.getvalue().splitlines()) == min(total, 4)
 

@@ -16,11 +16,11 @@ from kvproxy.cli import main
 from kvproxy.commands.configuration import ConfigSource
 from kvproxy.commands.explain import ExplainOptions
 from kvproxy.commands.explain import run as explain
-from kvproxy.commands.operate import AdminAddress, drain
-from kvproxy.commands.operate import reload as reload_config
+from kvproxy.commands.operate import AdminAddress, drain_endpoint
+from kvproxy.commands.operate import reload_configuration as reload_config
 from kvproxy.commands.reload import FileReloader
 from kvproxy.listener.server import Server
-from kvproxy.receipts.receipt import Receipt, encode
+from kvproxy.receipts.receipt import Receipt, encode_receipt
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve
 
@@ -76,12 +76,12 @@ def test_an_endpoint_of_several_clusters() -> None:
 
     out, err = io.StringIO(), io.StringIO()
     address, transport = AdminAddress("http://127.0.0.1:1"), httpx.MockTransport(handle)
-    assert drain(address, "a", out=out, err=err, transport=transport) == 1
+    assert drain_endpoint(address, "a", out=out, err=err, transport=transport) == 1
     assert "clusters small, large have an endpoint 'a': name one (--cluster)" in err.getvalue()
-    assert drain(address, "a", cluster="large", out=out, err=err, transport=transport) == 0
+    assert drain_endpoint(address, "a", cluster="large", out=out, err=err, transport=transport) == 0
     assert asked[-1] == "/endpoints/large/a/drain"
     assert "3 in flight" in out.getvalue()
-    assert drain(address, "a", cluster="larg", out=out, err=err, transport=transport) == 1
+    assert drain_endpoint(address, "a", cluster="larg", out=out, err=err, transport=transport) == 1
     assert "there is no cluster 'larg' (did you mean 'large'?)" in err.getvalue()
 
 
@@ -178,7 +178,7 @@ def test_explain_finds_receipts_by_how_the_id_begins(folder: Path) -> None:
     """In the file; a file that was named is the only place looked at."""
     file = folder / "receipts.jsonl"
     ids = ("046f774aa2bcd1", "046f999", "7")
-    file.write_bytes(b"".join(encode(Receipt("2026-01-02T03:04:05Z", one, "completed", 1.0)) for one in ids))
+    file.write_bytes(b"".join(encode_receipt(Receipt("2026-01-02T03:04:05Z", one, "completed", 1.0)) for one in ids))
     status, out, _ = told("046f774aa2bcd", decisions())
     assert (status, out.splitlines()[0]) == (0, "Request 046f774aa2bcd1, ended 2026-01-02T03:04:05Z")
     status, _, err = told("046f", decisions(), file=file)

@@ -14,7 +14,7 @@ from kvproxy.admin.app import build_admin_app
 from kvproxy.admin.history import History
 from kvproxy.app import Proxy
 from kvproxy.cli import main
-from kvproxy.commands.status import StatusOptions, describe_adapters, render, run
+from kvproxy.commands.status import StatusOptions, describe_adapters, render_page, run
 from kvproxy.errors import ConfigError
 from kvproxy.request.exchange import Exchange, Outcome
 from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind
@@ -43,7 +43,7 @@ async def live_of(proxy: Proxy) -> dict[str, Any]:
 
 async def test_what_is_shown() -> None:
     """Endpoints, decisions, routing; what clients wrote cannot speak to the terminal."""
-    text = render(await live_of(proxy_of(policy="kv_aware")))
+    text = render_page(await live_of(proxy_of(policy="kv_aware")))
     assert "last minute 1 requests, 1 failed" in text
     assert "from cache 60% (predicted 0%)" in text
     assert "default: kv_aware, learning: no sample yet" in text
@@ -60,7 +60,7 @@ async def test_the_first_byte_shown_is_that_of_the_latest_requests() -> None:
     """A sample without any says nothing."""
     live = await live_of(proxy_of())
     live["history"]["ttft_p50_s"] = [0.9, 0.5, None]
-    assert "first byte 500ms" in render(live)
+    assert "first byte 500ms" in render_page(live)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ async def test_states_and_their_colours(changes: dict[str, object], state: str, 
     """Colour says nothing that the word does not say too."""
     live = await live_of(proxy_of())
     live["endpoints"][0] |= changes
-    assert state in render(live)
-    assert f"\x1b[{colour}m{state}" in render(live, colour=True)
+    assert state in render_page(live)
+    assert f"\x1b[{colour}m{state}" in render_page(live, colour=True)
 
 
 async def test_engine_cache_and_findings() -> None:
@@ -94,7 +94,7 @@ async def test_engine_cache_and_findings() -> None:
     live["findings"] = [{"severity": "warning", "where": "w", "what": "what", "fix": "do"},
                         {"severity": "note", "where": "w", "what": "only", "fix": ""}]  # fmt: skip
     live["uptime_s"] = 3 * 86400.0
-    text = render(live)
+    text = render_page(live)
     assert "50%  2+0    0.50x" in text
     assert "cache work: pin ab running" in text
     assert "breakers: lookup open\n" in text
@@ -103,7 +103,7 @@ async def test_engine_cache_and_findings() -> None:
     assert "12.3s of prefill saved" in text
     assert "default: kv_aware, 8,000 tokens/s prefill after 1,200 samples, rho 0.50" in text
     live |= {"cache": None, "endpoints": [], "decisions": []}
-    assert "ENDPOINT" not in render(live)
+    assert "ENDPOINT" not in render_page(live)
 
 
 async def test_findings_are_those_of_the_page() -> None:
@@ -116,11 +116,11 @@ async def test_findings_are_those_of_the_page() -> None:
     ]
     live["state"] = {"kind": "warn", "text": "degraded: 2 of 3 up"}
     live["decisions"][0] |= {"end": "completed", "status": 500, "result": "failed", "retries": 0}
-    text = render(live)
+    text = render_page(live)
     assert text.startswith("kvproxy ")
     assert "degraded: 2 of 3 up" in text.splitlines()[0]
     assert "problem: default/a: down [3m]\nwarning: kvcache: LMCache does not answer [5s]\n1 note more" in text
-    assert "\x1b[31;1m500" in render(live, colour=True)
+    assert "\x1b[31;1m500" in render_page(live, colour=True)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ async def test_a_cache_unlike_its_size(learned: int, foreign: float | None, said
         "approximate_capacity_blocks": learned,
         "hit_ratio": {"foreign": foreign},
     }
-    text = render(live)
+    text = render_page(live)
     assert said in text
     assert ("promises" in text) is bool(said)
 
@@ -151,13 +151,13 @@ async def test_a_cache_unlike_its_size(learned: int, foreign: float | None, said
 async def test_engines_that_reuse_in_steps() -> None:
     """Alike ones on one line; of many, only the first are named."""
     live = await live_of(proxy_of(policy="kv_aware"))
-    assert "in steps" not in render(live)
+    assert "in steps" not in render_page(live)
     one = live["endpoints"][0]
     live["endpoints"] = [
         {**one, "id": name, "cache": {**one["cache"], "reuse_step_tokens": step}}
         for name, step in [("a", 4096), ("b", 1056), ("c", 4096), ("d", 4096), ("e", 4096), ("f", None)]
     ]
-    text = render(live)
+    text = render_page(live)
     assert "a, c, d and 1 more reuse in steps of 4,096 tokens; prompts under 4,096 never hit\n" in text
     assert "\nb reuses in steps of 1,056 tokens; prompts under 1,056 never hit\n" in text
 
@@ -277,7 +277,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 async def test_the_router_queue() -> None:
     """A row for each cluster that has one, with a word for how it is."""
     live = await live_of(proxy_of(policy="kv_aware", queue={"limit": 1500, "max_wait": "10s"}))
-    rows = render(live).splitlines()
+    rows = render_page(live).splitlines()
     heads = "ROUTER QUEUE STATE WAITING OLDEST IN TURN AT BOUND LEFT NO ENDPOINT REFUSED"
     at = [" ".join(line.split()) for line in rows].index(heads)
     assert " ".join(rows[at + 1].split()) == "default empty 0 of 1,500 - 0 0 0 0 0"
@@ -285,10 +285,10 @@ async def test_the_router_queue() -> None:
     queue["released"] |= {"turn": 4, "max_wait": 3, "client_left": 2, "no_endpoint": 1}
     for depth, oldest, state in ((3, 1.0, "holds requests"), (3, 5.0, "long waits"), (1500, 5.0, "full")):
         queue |= {"depth": depth, "oldest_wait_s": oldest, "refused": 7}
-        row = " ".join(render(live).splitlines()[at + 1].split())
+        row = " ".join(render_page(live).splitlines()[at + 1].split())
         assert row == f"default {state} {depth:,} of 1,500 {oldest:.1f}s 4 3 2 1 7"
     live["routing"]["default"]["queue"] = None
-    assert "ROUTER QUEUE" not in render(live)
+    assert "ROUTER QUEUE" not in render_page(live)
 
 
 def test_adapters_in_a_sentence_an_engine() -> None:

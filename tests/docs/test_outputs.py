@@ -14,7 +14,7 @@ import pytest
 from kvproxy.advise.advice import Advice, Confidence, Fit, Gain, NotGiven, Ratio, Setting, why_not_given
 from kvproxy.advise.adviser import PoolAdvice
 from kvproxy.advise.engines import EngineSettingsSeen
-from kvproxy.advise.known import Known, advise_from_facts, spelled
+from kvproxy.advise.known import Known, advise_from_facts, spell_advice
 from kvproxy.advise.report import print_text
 from kvproxy.advise.today import Today
 from kvproxy.advise.traffic import RecordedRequest, Traffic
@@ -32,7 +32,7 @@ from kvproxy.doctor.traffic import Row, traffic_report
 from kvproxy.filters.access_log import as_text, fields
 from kvproxy.log_lines import log_fields
 from kvproxy.prefix.hygiene.causes import Cause
-from kvproxy.receipts.explain import explain
+from kvproxy.receipts.explain import explain_receipt
 from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate
 from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.reports import LiveReport
@@ -78,7 +78,7 @@ async def _doctor() -> str:
         Finding(Severity.PROBLEM, "endpoint a", unknown, "set `instance_id: a`", check="instance ids"),
     ]
     out = io.StringIO()
-    print_table(DoctorReport.of(findings), out)
+    print_table(DoctorReport.of_findings(findings), out)
     return out.getvalue()
 
 
@@ -112,7 +112,7 @@ async def _advised() -> str:
         advice=[
             *advise_from_facts(Known(engines, traffic, kvcache=KvCacheSettings(kv_events=True))),
             Advice(Setting.SEQUENCES, "256 sequences at a time instead of 4",
-                   spelled(Setting.SEQUENCES, engines, 256), gain=gain),
+                   spell_advice(Setting.SEQUENCES, engines, 256), gain=gain),
         ],
         not_given=[NotGiven(Setting.SCHEDULING, "engines order what waits by priority instead of arrival", ordered,
                             why_not_given(ordered))],
@@ -126,7 +126,7 @@ async def _explained() -> str:
     busy = ReceiptCandidate(A, in_flight=9, pending_tokens=16384, cost=2.31, slowness=1.0, wait_s=2.1)
     idle = ReceiptCandidate(B, in_flight=3, cost=1.104, slowness=1.0, wait_s=0.0)
     decided = Attempt(0.0004, B, "kv_aware", "load", (busy, idle), seconds=(0.0, 0.52 / 4096, 0.0, 0.0))
-    return explain(
+    return explain_receipt(
         Receipt(
             "2026-01-02T12:00:01.250+00:00", "0f3c9a", "completed", 4.2, kind="chat", model="m", tenant="alice",
             session="e484e7bf21614dde", cluster="default", stream=True, prompt_tokens=4096,

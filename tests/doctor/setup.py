@@ -12,7 +12,7 @@ from kvproxy.config.load import check_config
 from kvproxy.config.schema import Config
 from kvproxy.doctor.report import DoctorReport, Finding
 from kvproxy.doctor.tools import Tools, VisitTimeouts
-from kvproxy.doctor.visit import diagnose
+from kvproxy.doctor.visit import diagnose_setup
 from kvproxy.simulator.engine_io import EngineSettings
 from kvproxy.simulator.fleet import EngineKindSettings, Fleet, FleetSettings
 from kvproxy.simulator.kv_event_publisher import PublisherSettings
@@ -89,7 +89,7 @@ async def visit(raw: Mapping[str, Any], *, timeouts: VisitTimeouts = TIMEOUTS, *
     """What `kvproxy doctor` finds."""
     config, problems = check_config(dict(raw), env={})
     given = Tools(timeouts=timeouts, rng=_PROMPTS, **tools)
-    return await diagnose(config, problems, tools=given, open_files=10**9)
+    return await diagnose_setup(config, problems, tools=given, open_files=10**9)
 
 
 def only(report: DoctorReport) -> Finding:

@@ -13,7 +13,7 @@ import pytest
 from kvproxy.config.schema import ListenerTls
 from kvproxy.doctor.checks.reachability import ConnectionCheck
 from kvproxy.doctor.report import Finding, Severity
-from kvproxy.doctor.tools import connect, explain_failure, utc_seconds
+from kvproxy.doctor.tools import explain_failure, try_connect, utc_seconds
 from kvproxy.simulator.http_call import JsonApp
 from kvproxy.upstream.origin import Origin
 from tests.support.certificates import Certificate, make_certificate
@@ -22,7 +22,7 @@ from tests.support.loopback import serve
 
 async def look(origin: Origin, *, timeout_s: float = 20.0) -> Finding:
     """The verdict on one address."""
-    check = ConnectionCheck("endpoint a", origin, lambda: connect(origin, timeout_s=timeout_s), utc_seconds)
+    check = ConnectionCheck("endpoint a", origin, lambda: try_connect(origin, timeout_s=timeout_s), utc_seconds)
     (found,) = await check.collect_findings()
     return found
 
@@ -139,7 +139,7 @@ async def test_cancellation_is_no_verdict() -> None:
     """A visit that was given up gets no finding."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         origin = Origin.parse(f"https://127.0.0.1:{silent.getsockname()[1]}")
-        task = asyncio.create_task(connect(origin, timeout_s=20), name="given up")
+        task = asyncio.create_task(try_connect(origin, timeout_s=20), name="given up")
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

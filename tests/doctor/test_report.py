@@ -5,7 +5,16 @@ from __future__ import annotations
 import io
 import json
 
-from kvproxy.doctor.report import DoctorReport, SkippedCheck, ok, print_json, print_table, problem, summarize, warning
+from kvproxy.doctor.report import (
+    DoctorReport,
+    SkippedCheck,
+    ok,
+    print_json,
+    print_table,
+    problem,
+    summarize_report,
+    warning,
+)
 
 BAD = problem("endpoint a", "does not work", "mend it", ("it is broken", "it was never whole"))
 ODD = warning("endpoint b", "works badly", "oil it")
@@ -15,7 +24,7 @@ SKIPPED = SkippedCheck("lookup", "endpoint a", "cannot be connected to")
 
 def test_problems_come_first() -> None:
     """Then warnings; what is well stands apart."""
-    report = DoctorReport.of([GOOD, ODD, BAD], [SKIPPED])
+    report = DoctorReport.of_findings([GOOD, ODD, BAD], [SKIPPED])
     assert report.findings == (BAD, ODD)
     assert report.passed == (GOOD,)
     assert (report.problems, report.warnings) == (1, 1)
@@ -23,22 +32,22 @@ def test_problems_come_first() -> None:
 
 def test_exit_status() -> None:
     """1 for problems; warnings count only when asked; what is well never does."""
-    assert DoctorReport.of([BAD, ODD]).exit_status(strict=False) == 1
-    assert DoctorReport.of([ODD]).exit_status(strict=False) == 0
-    assert DoctorReport.of([ODD]).exit_status(strict=True) == 2
-    assert DoctorReport.of([GOOD]).exit_status(strict=True) == 0
+    assert DoctorReport.of_findings([BAD, ODD]).exit_status(strict=False) == 1
+    assert DoctorReport.of_findings([ODD]).exit_status(strict=False) == 0
+    assert DoctorReport.of_findings([ODD]).exit_status(strict=True) == 2
+    assert DoctorReport.of_findings([GOOD]).exit_status(strict=True) == 0
 
 
 def test_joining_reports() -> None:
     """In order of severity again."""
-    both = DoctorReport.of([ODD, GOOD]).merge(DoctorReport.of([BAD], [SKIPPED]))
+    both = DoctorReport.of_findings([ODD, GOOD]).merge_report(DoctorReport.of_findings([BAD], [SKIPPED]))
     assert both == DoctorReport((BAD, ODD), (GOOD,), (SKIPPED,))
 
 
 def test_json() -> None:
     """One object with everything a script wants."""
     out = io.StringIO()
-    print_json(DoctorReport.of([GOOD, BAD], [SKIPPED]), out)
+    print_json(DoctorReport.of_findings([GOOD, BAD], [SKIPPED]), out)
     shown = json.loads(out.getvalue())
     assert (shown["problems"], shown["warnings"]) == (1, 0)
     assert shown["findings"] == [
@@ -58,7 +67,7 @@ def test_json() -> None:
 def test_table() -> None:
     """What is well in a line, what is wrong with its fix and causes, the worst just before the verdict."""
     out = io.StringIO()
-    print_table(DoctorReport.of([GOOD, ODD, BAD], [SKIPPED]), out)
+    print_table(DoctorReport.of_findings([GOOD, ODD, BAD], [SKIPPED]), out)
     text = out.getvalue()
     lines = [line.strip() for line in text.splitlines()]
     assert lines[-1] == "1 problem, 1 warning."
@@ -72,7 +81,7 @@ def test_table() -> None:
 def test_table_of_a_narrow_terminal() -> None:
     """Long texts are wrapped within their column, and colours do not disturb it."""
     out = io.StringIO()
-    print_table(DoctorReport.of([problem("here", "word " * 40, "fix " * 40)]), out, width=80, colour=True)
+    print_table(DoctorReport.of_findings([problem("here", "word " * 40, "fix " * 40)]), out, width=80, colour=True)
     lines = out.getvalue().splitlines()
     assert any(line.startswith("\x1b[31mPROBLEM") for line in lines)
     assert all(len(line.replace("\x1b[31m", "").replace("\x1b[0m", "")) <= 80 for line in lines)
@@ -80,17 +89,17 @@ def test_table_of_a_narrow_terminal() -> None:
 
 def test_verdict_when_all_is_well() -> None:
     """Says how much was looked at."""
-    assert summarize(DoctorReport.of([GOOD])) == "Everything is well (1 check; -v lists them)."
-    assert summarize(DoctorReport.of([GOOD]), verbose=True) == "Everything is well (1 check)."
+    assert summarize_report(DoctorReport.of_findings([GOOD])) == "Everything is well (1 check; -v lists them)."
+    assert summarize_report(DoctorReport.of_findings([GOOD]), verbose=True) == "Everything is well (1 check)."
 
 
 def test_what_is_well_is_folded() -> None:
     """One line for all of it, unless it is asked for; a finding without a cure has no line for one."""
     out = io.StringIO()
-    print_table(DoctorReport.of([GOOD, warning("config.yaml:3:1: x", "odd", "")]), out)
+    print_table(DoctorReport.of_findings([GOOD, warning("config.yaml:3:1: x", "odd", "")]), out)
     assert out.getvalue().splitlines()[0] == "1 check passed (-v lists them)"
     assert "endpoint c" not in out.getvalue()
     assert "fix:" not in out.getvalue()
     out = io.StringIO()
-    print_table(DoctorReport.of([GOOD, ODD]), out, verbose=True)
+    print_table(DoctorReport.of_findings([GOOD, ODD]), out, verbose=True)
     assert "endpoint c: works" in out.getvalue()

@@ -14,7 +14,7 @@ from kvproxy.doctor.checks.configuration import PublicCheck
 from kvproxy.doctor.deployment import find_kvcache_settings, survey_deployment
 from kvproxy.doctor.report import Severity
 from kvproxy.doctor.tools import Tools
-from kvproxy.doctor.visit import diagnose
+from kvproxy.doctor.visit import diagnose_setup
 from tests.doctor.setup import ENGINE, cluster, only, parsed, visit
 
 PUBLIC = "clients reach inference, the models and tokenizing"
@@ -44,9 +44,9 @@ async def test_open_files() -> None:
     """Fewer than the configured connections: a warning with the number needed."""
     async with cluster({"a": PLAIN}, controller=None) as site:
         config = parsed({"endpoints": site.urls, "limits": {"connections": 100}, "pool": {"max_connections": 50}})
-        few = await diagnose(config, tools=Tools(), open_files=256)
-        enough = await diagnose(config, tools=Tools(), open_files=278)
-        unlimited = await diagnose(config, tools=Tools(), open_files=-1)
+        few = await diagnose_setup(config, tools=Tools(), open_files=256)
+        enough = await diagnose_setup(config, tools=Tools(), open_files=278)
+        unlimited = await diagnose_setup(config, tools=Tools(), open_files=-1)
     found = only(few)
     assert (found.severity, found.check) == (Severity.WARNING, "open files")
     assert "256 open files are allowed, 278 needed" in found.what

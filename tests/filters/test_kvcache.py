@@ -155,7 +155,7 @@ async def test_memory_pressure_without_evict_is_said_once(caplog: pytest.LogCapt
     """The real controller answers 404; nothing is cleared unless asked for."""
     strategy = {"enable_eviction": True, "memory_source": "host", "memory_threshold": 0.0}
     async with simulated() as place, proxied(place, cache_strategy=strategy) as proxy:
-        await service(proxy).scraper.round()
+        await service(proxy).scraper.scrape_all()
         for tag in "pqrstu":
             await ask(proxy, long_text(tag, 400))
             await until(lambda: service(proxy).actions.jobs.idle)
@@ -170,7 +170,7 @@ async def test_a_compressed_prefix_is_decompressed_before_it_is_used() -> None:
     strategy = {"enable_compression": True, "load_source": "host", "load_threshold": 0.0}
     async with simulated(names=("a",)) as place, proxied(place, cache_strategy=strategy) as proxy:
         under_test = service(proxy)
-        await under_test.scraper.round()
+        await under_test.scraper.scrape_all()
         await ask(proxy, TURN)
         await ask(proxy, long_text("z", 400))
         await until(lambda: place.calls["POST /compress"] == 1)

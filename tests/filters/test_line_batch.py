@@ -45,12 +45,12 @@ async def test_lines_go_out_together_after_the_delay(logger: logging.Logger, rec
     """One record for all that came meanwhile, and then the next one for what follows."""
     async with LineBatch(logger, delay_s=0.01) as lines:
         for line in ("a %s", "b"):
-            lines.add(line)
+            lines.add_line(line)
         assert records.messages == []
         await records.came.wait()
         assert records.messages == ["a %s\nb"]
         records.came.clear()
-        lines.add("c")
+        lines.add_line("c")
         await records.came.wait()
     assert records.messages == ["a %s\nb", "c"]
 
@@ -59,16 +59,16 @@ async def test_no_more_than_a_bound_wait(logger: logging.Logger, records: Record
     """However long the delay."""
     async with LineBatch(logger, delay_s=3600) as lines:
         for number in range(MAX_LINES + 1):
-            lines.add(str(number))
+            lines.add_line(str(number))
         assert [message.count("\n") + 1 for message in records.messages] == [MAX_LINES]
 
 
 async def test_the_end_loses_nothing(logger: logging.Logger, records: Records) -> None:
     """What waits goes out when the batch is left, and a line that comes later at once."""
     async with LineBatch(logger, delay_s=3600) as lines:
-        lines.add("a")
+        lines.add_line("a")
     assert records.messages == ["a"]
-    lines.add("b")
+    lines.add_line("b")
     assert records.messages == ["a", "b"]
 
 

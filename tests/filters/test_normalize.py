@@ -227,7 +227,7 @@ def trial_of(gain: float, sessions: int, *, turns: int = 8, share: float = 0.2, 
         treated = trial.applies(session)
         for _ in range(turns):
             reused = min(1.0, max(0.0, luck + rng.gauss(0.0, 0.1) + (gain if treated else 0.0)))
-            if trial.observe(session, prompt_tokens=1000, cached_tokens=int(1000 * reused)) is not None:
+            if trial.observe_turn(session, prompt_tokens=1000, cached_tokens=int(1000 * reused)) is not None:
                 return trial, number + 1
     return trial, sessions
 
@@ -256,9 +256,9 @@ def test_what_a_trial_keeps_is_bounded() -> None:
     """The latest sessions count."""
     trial = Trial(share=0.5, seed=1)
     for session in range(MAX_SESSIONS + 50):
-        trial.observe(session, prompt_tokens=100, cached_tokens=50)
+        trial.observe_turn(session, prompt_tokens=100, cached_tokens=50)
     assert len(trial._sessions) == MAX_SESSIONS
-    assert trial.observe(1, prompt_tokens=0, cached_tokens=0) is None
+    assert trial.observe_turn(1, prompt_tokens=0, cached_tokens=0) is None
 
 
 def test_a_conversation_without_a_session_is_told_by_its_first_message() -> None:

@@ -28,7 +28,7 @@ def test_the_pauses_of_an_endpoints_own_retries_grow_up_to_their_bound() -> None
     attempts = Attempts(RetrySettings(), rng=random.Random(1))
     for name in "ab":
         endpoint = cast("Endpoint", Fake(name, own))
-        pauses = [attempts.failed(endpoint) for _ in range(5)]
+        pauses = [attempts.count_failure(endpoint) for _ in range(5)]
         assert [None if pause is None else round(pause, 6) for pause in pauses] == [0.1, 0.3, 0.5, 0.5, 0.0]
         assert attempts.again is None
     assert attempts.excluded == {"a", "b"}
@@ -47,7 +47,7 @@ def test_the_pauses_between_rounds_double_up_to_their_bound() -> None:
     assert attempts.next_round() is None
     pauses = []
     for _ in range(4):
-        attempts.failed(cast("Endpoint", Fake("a", None)))
+        attempts.count_failure(cast("Endpoint", Fake("a", None)))
         pauses.append(attempts.next_round())
         assert attempts.excluded == set()
     assert pauses == [0.1, 0.2, 0.4, 0.5]

@@ -22,7 +22,7 @@ def scope(headers: Headers, **more: Any) -> dict[str, Any]:
 
 
 def built(headers: Headers, *, request_id: str = "", **more: Any) -> dict[bytes, bytes]:
-    pairs = RequestHeaders().build(scope(headers, **more), request_id=request_id).headers
+    pairs = RequestHeaders().build_head(scope(headers, **more), request_id=request_id).headers
     assert len({name for name, _ in pairs}) == len(pairs), "no header twice"
     return dict(pairs)
 
@@ -116,7 +116,7 @@ def test_an_endpoints_own_key_replaces_the_clients_for_one_attempt() -> None:
     """One endpoint's credential never stays in what the next attempt, or the next request, begins from."""
     headers = RequestHeaders()
     sent: Headers = [(b"authorization", b"Bearer client"), (b"x-api-key", b"client"), (b"accept", b"*/*")]
-    head = headers.build(scope(sent), request_id="")
+    head = headers.build_head(scope(sent), request_id="")
     before = head.headers
     for _ in range(2):
         own = dict(head.with_credential(b"Bearer own").headers)
@@ -124,12 +124,12 @@ def test_an_endpoints_own_key_replaces_the_clients_for_one_attempt() -> None:
         assert b"x-api-key" not in own
         assert own[b"accept"] == b"*/*"
     assert head.headers == before
-    assert dict(headers.build(scope(sent), request_id="").headers)[b"authorization"] == b"Bearer client"
+    assert dict(headers.build_head(scope(sent), request_id="").headers)[b"authorization"] == b"Bearer client"
 
 
 def test_an_attempts_own_span_replaces_the_requests() -> None:
     """Each attempt is a span of its own; the others keep theirs."""
-    head = RequestHeaders().build(scope([(b"accept", b"*/*")]), request_id="a")
+    head = RequestHeaders().build_head(scope([(b"accept", b"*/*")]), request_id="a")
     before = head.headers
     names = [name for name, _ in head.with_trace_parent(b"00-1").headers]
     assert names.count(b"traceparent") == 1
@@ -143,7 +143,7 @@ def test_what_repeats_is_worked_out_once_a_client() -> None:
 
     def sent(number: int, **more: Any) -> RequestHead:
         pairs = [(b"host", b"h"), (b"content-length", b"%d" % number), (b"traceparent", b"%d" % number)]
-        return headers.build(scope(pairs, **more), request_id=str(number))
+        return headers.build_head(scope(pairs, **more), request_id=str(number))
 
     first, second = sent(1), sent(2)
     assert first.repeated is second.repeated
@@ -151,8 +151,8 @@ def test_what_repeats_is_worked_out_once_a_client() -> None:
     for other in (sent(3, client=("192.0.2.8", 1)), sent(3, scheme="https")):
         assert other.repeated is not first.repeated
     rank = [(b"x-data-parallel-rank", b"1")]
-    untrusted = headers.build(scope(rank), request_id="")
-    trusted = headers.build(scope(rank), request_id="", trusted=True)
+    untrusted = headers.build_head(scope(rank), request_id="")
+    trusted = headers.build_head(scope(rank), request_id="", trusted=True)
     assert rank[0] in trusted.headers
     assert rank[0] not in untrusted.headers
 
@@ -162,12 +162,12 @@ def test_what_is_remembered_of_clients_is_bounded() -> None:
     headers = RequestHeaders()
     for name in (b"a", b"x-kvproxy-a"):
         long = scope([(name, b"b" * 5000)])
-        assert headers.build(long, request_id="").repeated is not headers.build(long, request_id="").repeated
-    first = headers.build(scope([]), request_id="").repeated
-    assert headers.build(scope([]), request_id="").repeated is first
+        assert headers.build_head(long, request_id="").repeated is not headers.build_head(long, request_id="").repeated
+    first = headers.build_head(scope([]), request_id="").repeated
+    assert headers.build_head(scope([]), request_id="").repeated is first
     for number in range(1100):
-        headers.build(scope([(b"a", b"%d" % number)]), request_id="")
-    assert headers.build(scope([]), request_id="").repeated is not first
+        headers.build_head(scope([(b"a", b"%d" % number)]), request_id="")
+    assert headers.build_head(scope([]), request_id="").repeated is not first
 
 
 def test_a_field_that_no_request_may_have_is_refused() -> None:
@@ -175,7 +175,7 @@ def test_a_field_that_no_request_may_have_is_refused() -> None:
     headers = RequestHeaders()
     for _ in range(2):
         with pytest.raises(UnsafeRequest):
-            headers.build(scope([(b"a b", b"c")]), request_id="")
+            headers.build_head(scope([(b"a b", b"c")]), request_id="")
 
 
 def test_response_headers_keep_their_order_and_repeats() -> None:
@@ -197,23 +197,25 @@ def test_what_steers_engines_comes_from_trusted_clients_only(name: bytes) -> Non
     headers = [(name, b"1"), (b"x-other", b"2")]
     assert name not in built(headers)
     assert built(headers)[b"x-other"] == b"2"
-    trusted = dict(RequestHeaders().build(scope(headers), request_id="", trusted=True).headers)
+    trusted = dict(RequestHeaders().build_head(scope(headers), request_id="", trusted=True).headers)
     assert trusted[name] == b"1"
 
 
 def test_a_header_of_the_proxys_own_filters_passes() -> None:
     """`kvcache` may be told to name the preferred endpoint in such a one."""
     own = RequestHeaders(own=[b"x-kvproxy-preferred"])
-    assert (b"x-kvproxy-preferred", b"a") in own.build(scope([(b"x-kvproxy-preferred", b"a")]), request_id="").headers
+    assert (b"x-kvproxy-preferred", b"a") in own.build_head(
+        scope([(b"x-kvproxy-preferred", b"a")]), request_id=""
+    ).headers
 
 
 def test_a_request_that_was_here_before_is_told_by_via() -> None:
     """Only by this proxy's own name, wherever it stands among the hops."""
     headers = RequestHeaders()
     with pytest.raises(RequestLoops):
-        headers.build(scope([(b"via", b"1.1 a, " + headers.via + b", 1.1 b")]), request_id="")
+        headers.build_head(scope([(b"via", b"1.1 a, " + headers.via + b", 1.1 b")]), request_id="")
     other = RequestHeaders().via
-    assert (b"via", other + b", " + headers.via) in headers.build(scope([(b"via", other)]), request_id="").headers
+    assert (b"via", other + b", " + headers.via) in headers.build_head(scope([(b"via", other)]), request_id="").headers
 
 
 @pytest.mark.parametrize(

@@ -133,11 +133,11 @@ def test_an_endpoint_that_left_takes_its_times_along(clock: FakeClock) -> None:
     """Late ends of its requests bring no series back."""
     bench = Bench(clock)
     bench.finish()
-    a = bench.cluster.endpoint(A)
+    a = bench.cluster.find_endpoint(A)
     assert a is not None
-    bench.cluster.apply(())
+    bench.cluster.apply_endpoints(())
     bench.finish()
-    assert a.metrics.latency("m") is None
+    assert a.metrics.find_latency("m") is None
     assert bench.labels("kvproxy_ttft_seconds_count", "endpoint") == set()
 
 

@@ -13,11 +13,11 @@ NOTHING = CacheUse(None, None, None, None)
 
 
 def scraped(accounts: HitRatioStats, queries: int, hits: int) -> bool:
-    return accounts.scraped(AT, EngineMetrics(prefix_queries_tokens=queries, prefix_hits_tokens=hits))
+    return accounts.read_counters(AT, EngineMetrics(prefix_queries_tokens=queries, prefix_hits_tokens=hits))
 
 
 def served(accounts: HitRatioStats, prompt: int, cached: int, predicted: int) -> None:
-    accounts.served(AT, prompt_tokens=prompt, cached_tokens=cached, predicted_tokens=predicted)
+    accounts.count_response(AT, prompt_tokens=prompt, cached_tokens=cached, predicted_tokens=predicted)
 
 
 def test_the_shares_between_two_readings() -> None:
@@ -27,7 +27,7 @@ def test_the_shares_between_two_readings() -> None:
     scraped(accounts, 1_000_000, 0)
     served(accounts, 6_000, 3_000, 4_500)
     scraped(accounts, 1_008_000, 2_000)
-    assert accounts.use(AT) == CacheUse(engine=0.25, responses=0.5, prediction=0.75, foreign=0.25)
+    assert accounts.read_shares(AT) == CacheUse(engine=0.25, responses=0.5, prediction=0.75, foreign=0.25)
     assert dict(accounts.hit_series()) == {
         ("default", "a", "engine"): 0.25,
         ("default", "a", "responses"): 0.5,
@@ -38,9 +38,9 @@ def test_the_shares_between_two_readings() -> None:
 
 def test_one_reading_says_nothing() -> None:
     accounts = HitRatioStats()
-    assert accounts.use(AT) == NOTHING
+    assert accounts.read_shares(AT) == NOTHING
     scraped(accounts, 1_000_000, 500_000)
-    assert accounts.use(AT) == NOTHING
+    assert accounts.read_shares(AT) == NOTHING
     assert not list(accounts.hit_series())
     assert not list(accounts.foreign_series())
 
@@ -51,7 +51,7 @@ def test_too_few_tokens_make_no_ratio() -> None:
     scraped(accounts, 0, 0)
     served(accounts, 5_000, 0, 0)
     scraped(accounts, 100, 100)
-    assert accounts.use(AT) == CacheUse(None, 0.0, 0.0, None)
+    assert accounts.read_shares(AT) == CacheUse(None, 0.0, 0.0, None)
 
 
 def test_requests_that_are_still_under_way_make_no_negative_share() -> None:
@@ -60,7 +60,7 @@ def test_requests_that_are_still_under_way_make_no_negative_share() -> None:
     scraped(accounts, 0, 0)
     served(accounts, 9_000, 0, 0)
     scraped(accounts, 3_000, 0)
-    assert accounts.use(AT).foreign == 0.0
+    assert accounts.read_shares(AT).foreign == 0.0
 
 
 @pytest.mark.parametrize(("queries", "anew"), [(99, True), (100, False), (101, False)])
@@ -71,7 +71,7 @@ def test_counters_that_fell_are_a_new_process(queries: int, anew: bool) -> None:
 
 
 def test_engines_that_count_nothing() -> None:
-    assert not HitRatioStats().scraped(AT, EngineMetrics(prefix_queries_tokens=5))
+    assert not HitRatioStats().read_counters(AT, EngineMetrics(prefix_queries_tokens=5))
 
 
 def test_only_the_latest_readings_count() -> None:
@@ -79,12 +79,12 @@ def test_only_the_latest_readings_count() -> None:
     scraped(accounts, 0, 0)
     for number in range(1, SCRAPES + 1):
         scraped(accounts, 10_000 * number, 10_000 * (number - 1))
-    assert accounts.use(AT).engine == 1.0
+    assert accounts.read_shares(AT).engine == 1.0
 
 
 def test_endpoints_that_left_are_forgotten() -> None:
     accounts = HitRatioStats()
     scraped(accounts, 0, 0)
     scraped(accounts, 9_000, 0)
-    accounts.keep({("default", B)})
-    assert accounts.use(AT) == NOTHING
+    accounts.keep_only({("default", B)})
+    assert accounts.read_shares(AT) == NOTHING

@@ -21,7 +21,7 @@ def watchdog() -> PredictionAlarm:
 def told(watchdog: PredictionAlarm, *reused: int, now: float = 0.0) -> None:
     """Responses to predictions of 4096 tokens."""
     for number, tokens in enumerate(reused):
-        watchdog.observe(4096, tokens, f"r{number}", now)
+        watchdog.observe_reuse(4096, tokens, f"r{number}", now)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -82,7 +82,7 @@ def test_it_ends_without_traffic_as_well(watchdog: PredictionAlarm) -> None:
 
 def test_a_request_without_an_id_is_told_without(watchdog: PredictionAlarm) -> None:
     for _ in range(3):
-        watchdog.observe(600, 0, "", 0.0)
+        watchdog.observe_reuse(600, 0, "", 0.0)
     alarm = watchdog.raised(0.0)
     assert alarm is not None
     assert "request" not in alarm.what
@@ -100,7 +100,7 @@ def test_every_source_has_its_own_causes(source: FactSource) -> None:
 
 
 def count(scores: PredictionStats, *, endpoint: str = "a", predicted: int = 4096, cached: int = 0) -> None:
-    scores.count(
+    scores.count_prediction(
         "default",
         A if endpoint == "a" else B,
         FactSource.PRECISE,
@@ -133,7 +133,7 @@ def test_the_score_is_by_endpoint_and_source() -> None:
         ("kvproxy_kvcache_predicted_tokens_total", "b", None): 2 * 4096,
         ("kvproxy_kvcache_reused_tokens_total", "b", None): 3000 + 4096,
     }
-    assert [alarm.endpoint for alarm in scores.alarms()] == [A]
+    assert [alarm.endpoint for alarm in scores.raised_alarms()] == [A]
     assert list(scores.alarm_series()) == [(("default", "a", "precise"), 1.0), (("default", "b", "precise"), 0.0)]
 
 
@@ -142,7 +142,7 @@ def test_small_predictions_raise_no_alarm() -> None:
     scores = PredictionStats(Metrics(), clock=FakeClock())
     for _ in range(20):
         count(scores, predicted=200)
-    assert not scores.alarms()
+    assert not scores.raised_alarms()
 
 
 def test_an_endpoint_that_left_takes_its_series_along() -> None:
@@ -150,7 +150,7 @@ def test_an_endpoint_that_left_takes_its_series_along() -> None:
     scores = PredictionStats(metrics, clock=FakeClock())
     for endpoint in "ab":
         count(scores, endpoint=endpoint)
-    scores.keep({("default", B)})
+    scores.keep_only({("default", B)})
     shown = {labels["endpoint"] for family in metrics.kvcache.predictions.collect() for _, labels, *_ in family.samples}
     assert shown == {"b"}
     assert [labels[1] for labels, _ in scores.alarm_series()] == ["b"]

@@ -7,7 +7,7 @@ import pytest
 from kvproxy.clients.kv_events.events import AllBlocksCleared, BlockStored
 from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cluster.endpoint import Condition
-from kvproxy.kvcache.feedback.cache_losses import RECENT_S, CacheLosses, Loss, LossReason
+from kvproxy.kvcache.feedback.trust import RECENT_S, CacheLosses, Loss, LossReason
 from kvproxy.kvcache.overlap.indexes import FollowedEvents
 from kvproxy.kvcache.overlap.kv_event_streams import _Consumer
 from kvproxy.kvcache.status import endpoint_index, engine_status
@@ -41,27 +41,27 @@ def test_the_latest_loss_and_its_age(clock: FakeClock) -> None:
     """Counted by reason; only of endpoints there are."""
     metrics = Metrics()
     losses = CacheLosses(metrics, clock=clock)
-    assert (losses.latest("c", A), losses.recent("c", A), losses.recent("c", None)) == (None, "", "")
-    losses.note("c", A, LossReason.RESTARTED)
-    losses.note("c", A, LossReason.CLEARED)
+    assert (losses.latest_loss("c", A), losses.recent_reason("c", A), losses.recent_reason("c", None)) == (None, "", "")
+    losses.note_loss("c", A, LossReason.RESTARTED)
+    losses.note_loss("c", A, LossReason.CLEARED)
     clock.advance(RECENT_S)
-    assert losses.latest("c", A) == Loss(LossReason.CLEARED, RECENT_S)
-    assert (losses.recent("c", A), losses.recent("c", B)) == ("cleared", "")
+    assert losses.latest_loss("c", A) == Loss(LossReason.CLEARED, RECENT_S)
+    assert (losses.recent_reason("c", A), losses.recent_reason("c", B)) == ("cleared", "")
     clock.advance(1.0)
-    assert losses.recent("c", A) == ""
+    assert losses.recent_reason("c", A) == ""
     labels = {"cluster": "c", "endpoint": "a", "reason": "cleared"}
     assert metrics.registry.get_sample_value("kvproxy_engine_cache_losses_total", labels) == 1.0
-    losses.keep([("c", B)])
-    assert losses.latest("c", A) is None
+    losses.keep_only([("c", B)])
+    assert losses.latest_loss("c", A) is None
     assert metrics.registry.get_sample_value("kvproxy_engine_cache_losses_total", labels) is None
 
 
 async def scrape(service: Service) -> None:
-    await service.kv.scraper.round()
+    await service.kv.scraper.scrape_all()
 
 
 def loss_of(service: Service, endpoint: EndpointId) -> LossReason | None:
-    loss = service.kv.state.losses.latest("default", endpoint)
+    loss = service.kv.state.losses.latest_loss("default", endpoint)
     return None if loss is None else loss.reason
 
 

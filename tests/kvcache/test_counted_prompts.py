@@ -27,22 +27,22 @@ async def test_a_next_turn_is_as_long_as_its_last_one_says() -> None:
 def test_the_longest_beginning_says_it() -> None:
     """And none that ends very many messages before, which says little of so much more."""
     counted = CountedPrompts()
-    counted.note([1], 300, 100)
-    counted.note([1, 2, 3], 500, 100)
-    assert counted.ratio([1, 2, 3, 4]) == 5
-    assert counted.ratio([1, 2]) == 3
-    assert counted.ratio([7, 8]) is None
-    assert counted.ratio([1, *range(100, 120)]) is None
-    assert counted.ratio([]) is None
+    counted.note_prompt([1], 300, 100)
+    counted.note_prompt([1, 2, 3], 500, 100)
+    assert counted.find_ratio([1, 2, 3, 4]) == 5
+    assert counted.find_ratio([1, 2]) == 3
+    assert counted.find_ratio([7, 8]) is None
+    assert counted.find_ratio([1, *range(100, 120)]) is None
+    assert counted.find_ratio([]) is None
 
 
 def test_what_says_nothing_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short prompt is mostly template; the least recently counted is forgotten, and none is beyond belief."""
     monkeypatch.setattr(token_counts, "_MAX_COUNTED", 2)
     counted = CountedPrompts()
-    counted.note([], 300, 100)
-    counted.note([1], 30, 10)
+    counted.note_prompt([], 300, 100)
+    counted.note_prompt([1], 30, 10)
     assert len(counted) == 0
     for key in (1, 2, 3):
-        counted.note([key], 10**6, 100)
-    assert [counted.ratio([key]) for key in (1, 2, 3)] == [None, 64, 64]
+        counted.note_prompt([key], 10**6, 100)
+    assert [counted.find_ratio([key]) for key in (1, 2, 3)] == [None, 64, 64]

@@ -64,7 +64,7 @@ async def knows_tokens(service: Service, content: str) -> None:
     """The prompt's tokens are remembered (as after an earlier turn)."""
     request = chat(content, model="tiny")
     facts = service.kv.gather(*request, cluster=service.cluster)
-    task = service.kv.overlap.tokens.ask(facts)
+    task = service.kv.overlap.tokens.start_tokenizing(facts)
     assert task is not None
     assert await task is not None
 
@@ -118,7 +118,7 @@ async def test_an_engine_without_events_is_left_alone_and_said_so(caplog: pytest
         assert plain.calls["/kv_event_sources"] == 1
         streams = service.kv.overlap.streams
         assert streams is not None
-        await streams.follow()
+        await streams.follow_endpoints()
         assert plain.calls["/kv_event_sources"] == 1
     assert caplog.text.count("a cannot say where it publishes KV events") == 1
 
@@ -168,9 +168,9 @@ async def test_an_engine_that_is_down_is_asked_again() -> None:
         assert streams is not None
         await until(lambda: down.calls["/kv_event_sources"])
         for _ in range(2):
-            await streams.follow()  # what the first answer meant is known by now
+            await streams.follow_endpoints()  # what the first answer meant is known by now
             before = down.calls["/kv_event_sources"]
-            await streams.follow()
+            await streams.follow_endpoints()
             assert down.calls["/kv_event_sources"] > before
 
 
@@ -179,10 +179,10 @@ async def test_streams_end_with_their_endpoint() -> None:
     async with followed() as (place, service):
         await generate(place, "b", TURN)
         await until(lambda: service.kv.overlap.indexes["default"].precise.count_rows(B) > 0)
-        service.cluster.apply([EndpointSettings(id="a", url=place.engines["a"])])
+        service.cluster.apply_endpoints([EndpointSettings(id="a", url=place.engines["a"])])
         streams = service.kv.overlap.streams
         assert streams is not None
-        await streams.follow()
+        await streams.follow_endpoints()
         assert exact(service) == {A}
         assert service.kv.overlap.indexes["default"].precise.count_rows(B) == 0
 
@@ -199,7 +199,7 @@ async def test_the_same_tokens_under_a_lora_are_other_blocks() -> None:
 
     def held(model: str) -> int:
         nothing = local.approximate.locate(array("Q"))
-        found = local.overlaps(nothing, bytes_per_token=4, tokens=ids, model=model, cache_salt=None)
+        found = local.find_overlaps(nothing, bytes_per_token=4, tokens=ids, model=model, cache_salt=None)
         return found[A].device_tokens if A in found else 0
 
     consumer.apply(A, 0, [stored("adapter", 1)])

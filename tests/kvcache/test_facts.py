@@ -57,7 +57,7 @@ def test_what_only_a_lookup_says_counts_for_what_it_proved_worth() -> None:
     """What is known otherwise stands; other endpoints are believed as before."""
     trust = Trust()
     for _ in range(2):
-        trust.observe(A, 1000, 0, 0)
+        trust.observe_claim(A, 1000, 0, 0)
     found = merged({A: Overlap(200)}, [claim(A, 1000), claim(B, 1000)], prompt_tokens=2000, trust=trust)
     assert found[A] == Overlap(200, 400, LMCACHE, claimed_tokens=1000, backed_tokens=200)
     assert found[B].tokens == 1000

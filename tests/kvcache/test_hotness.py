@@ -15,7 +15,7 @@ def hotness(
 
 
 def use(under_test: Hotness, keys: list[int], now: float = 0.0, instance: str = "a") -> list[KnownPrefix]:
-    return under_test.use(keys, model="m", cache_salt="", instance=instance, now=now)
+    return under_test.count_use(keys, model="m", cache_salt="", instance=instance, now=now)
 
 
 def test_a_shared_system_prompt_becomes_hot() -> None:
@@ -23,19 +23,19 @@ def test_a_shared_system_prompt_becomes_hot() -> None:
     under_test = hotness()
     for number in range(3):
         used = use(under_test, [1, 100 + number])
-    assert under_test.count(used[0], 0.0) == 3
-    assert under_test.count(used[1], 0.0) == 1
+    assert under_test.count_recent_uses(used[0], 0.0) == 3
+    assert under_test.count_recent_uses(used[1], 0.0) == 1
 
 
 def test_a_prefix_ends_where_two_prompts_part() -> None:
     """The tokens of a shared beginning are known once two prompts that differ after it were seen."""
     under_test = hotness()
     first = use(under_test, [1, 100])
-    under_test.learn(first, array("I", [7, 8, 9, 1, 2, 3]))
+    under_test.learn_tokens(first, array("I", [7, 8, 9, 1, 2, 3]))
     assert not first[0].actionable
     assert first[1].actionable
     second = use(under_test, [1, 101])
-    under_test.learn(second, array("I", [7, 8, 9, 4, 5]))
+    under_test.learn_tokens(second, array("I", [7, 8, 9, 4, 5]))
     assert second[0].actionable
     assert second[0].tokens == array("I", [7, 8, 9])
 
@@ -44,7 +44,7 @@ def test_the_same_prompt_twice_does_not_end_its_prefixes() -> None:
     under_test = hotness()
     for _ in range(2):
         used = use(under_test, [1, 100])
-        under_test.learn(used, tokens(50))
+        under_test.learn_tokens(used, tokens(50))
     assert not used[0].actionable
     assert used[1].actionable
 
@@ -53,16 +53,16 @@ def test_uses_leave_the_window() -> None:
     under_test = hotness(window_s=10)
     for now in (0.0, 5.0, 9.0):
         used = use(under_test, [1], now)
-    assert under_test.count(used[0], 10.0) == 3
-    assert under_test.count(used[0], 12.0) == 2
-    assert under_test.count(used[0], 100.0) == 0
+    assert under_test.count_recent_uses(used[0], 10.0) == 3
+    assert under_test.count_recent_uses(used[0], 12.0) == 2
+    assert under_test.count_recent_uses(used[0], 100.0) == 0
 
 
 def test_records_per_prefix_are_bounded() -> None:
     under_test = hotness(max_records=5)
     for _ in range(50):
         used = use(under_test, [1])
-    assert under_test.count(used[0], 0.0) == 5
+    assert under_test.count_recent_uses(used[0], 0.0) == 5
 
 
 def test_keys_at_their_bound_drop_the_longest_unused() -> None:
@@ -72,13 +72,13 @@ def test_keys_at_their_bound_drop_the_longest_unused() -> None:
         use(under_test, [number + 10])
         hot = use(under_test, [1])
     assert len(under_test) == 10
-    assert under_test.count(hot[0], 0.0) == 100  # as many as records allow
+    assert under_test.count_recent_uses(hot[0], 0.0) == 100  # as many as records allow
 
 
 def test_tokens_are_bounded_in_bytes() -> None:
     under_test = hotness(max_token_bytes=4 * 1000)
     for number in range(50):
-        under_test.learn(use(under_test, [number]), tokens(100))
+        under_test.learn_tokens(use(under_test, [number]), tokens(100))
         assert under_test.held_bytes <= 4000
     assert len(under_test) == 10
 
@@ -88,8 +88,8 @@ def test_a_prefix_that_was_dropped_learns_nothing() -> None:
     under_test = hotness(max_keys=1)
     old = use(under_test, [1])
     use(under_test, [2])
-    under_test.learn(old, tokens(100))
-    under_test.learn([], tokens(100))
+    under_test.learn_tokens(old, tokens(100))
+    under_test.learn_tokens([], tokens(100))
     assert under_test.held_bytes == 0
 
 
@@ -103,14 +103,14 @@ def test_of_a_long_chat_the_edges_count() -> None:
 def test_the_coldest_come_first_and_only_where_they_were_served() -> None:
     under_test = hotness()
     for key, instance in ((1, "a"), (2, "b"), (3, "a")):
-        under_test.learn(use(under_test, [key], instance=instance), tokens(10, start=key))
+        under_test.learn_tokens(use(under_test, [key], instance=instance), tokens(10, start=key))
     use(under_test, [1], instance="a")
-    assert [one.key for one in under_test.coldest("a")] == [3, 1]
-    under_test.gone(next(under_test.coldest("a")), "a")
-    assert [one.key for one in under_test.coldest("a")] == [1]
-    under_test.emptied("a")
-    assert not list(under_test.coldest("a"))
-    assert [one.key for one in under_test.coldest("b")] == [2]
+    assert [one.key for one in under_test.walk_coldest("a")] == [3, 1]
+    under_test.note_gone(next(under_test.walk_coldest("a")), "a")
+    assert [one.key for one in under_test.walk_coldest("a")] == [1]
+    under_test.note_emptied("a")
+    assert not list(under_test.walk_coldest("a"))
+    assert [one.key for one in under_test.walk_coldest("b")] == [2]
 
 
 def test_the_end_of_a_session_cools_what_it_alone_asked_for() -> None:
@@ -118,8 +118,8 @@ def test_the_end_of_a_session_cools_what_it_alone_asked_for() -> None:
     under_test = hotness()
 
     def asked(session: int, *keys: int) -> list[KnownPrefix]:
-        used = under_test.use(keys, model="m", cache_salt="", instance="a", now=0.0, session=session)
-        under_test.learn(used, tokens(50))
+        used = under_test.count_use(keys, model="m", cache_salt="", instance="a", now=0.0, session=session)
+        under_test.learn_tokens(used, tokens(50))
         return used
 
     asked(9, 5)
@@ -127,12 +127,12 @@ def test_the_end_of_a_session_cools_what_it_alone_asked_for() -> None:
     asked(1, 100, 101, 102)
     asked(2, 100, 200)
     under_test.end_session(1, [100, 101, 102, 999])
-    assert (under_test.count(system, 0.0), under_test.count(own, 0.0)) == (3, 0)
-    assert [prefix.key for prefix in under_test.coldest("a")][:2] == [102, 101]
+    assert (under_test.count_recent_uses(system, 0.0), under_test.count_recent_uses(own, 0.0)) == (3, 0)
+    assert [prefix.key for prefix in under_test.walk_coldest("a")][:2] == [102, 101]
     asked(0, 300)
     under_test.end_session(0, [300])
-    [unnamed] = [prefix for prefix in under_test.coldest("a") if prefix.key == 300]
-    assert under_test.count(unnamed, 0.0) == 1
+    [unnamed] = [prefix for prefix in under_test.walk_coldest("a") if prefix.key == 300]
+    assert under_test.count_recent_uses(unnamed, 0.0) == 1
 
 
 def test_the_common_beginning_of_tokens() -> None:

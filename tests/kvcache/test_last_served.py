@@ -129,7 +129,7 @@ async def test_what_an_endpoint_lost_is_not_believed() -> None:
     clock = FakeClock()
     async with running(settings(), cluster_of(URLS), clock=clock) as service:
         indexes, asked = service.kv.overlap.indexes["default"], request_of(previous_response_id="resp_1")
-        for lost in (indexes.reset, indexes.forget):
+        for lost in (indexes.reset_endpoint, indexes.forget_endpoint):
             served(service, request_of(), A, response="resp_1")
             assert [*held(service, asked)] == [A]
             lost(A)
@@ -214,18 +214,20 @@ async def test_tables_are_bounded_and_shown() -> None:
         assert service.metric("kvproxy_kvcache_index_bytes", index="last_served") == empty + further
     table = LastServed(max_entries=2)
     for number in (1, 2, 3, 2, 4):
-        table.note(
+        table.note_served(
             RequestNames(session=number), response_id="", endpoint=A, prompt_tokens=1, answer_tokens=0, keys=(), now=0.0
         )
     assert table.sessions == 2
     found = [table.find_history(RequestNames(session=number), 0.0) is not None for number in (1, 2, 3, 4)]
     assert found == [False, True, False, True]
-    table.note(NO_NAMES, response_id="", endpoint=A, prompt_tokens=1, answer_tokens=0, keys=(), now=0.0)
+    table.note_served(NO_NAMES, response_id="", endpoint=A, prompt_tokens=1, answer_tokens=0, keys=(), now=0.0)
     for number in range(5):
-        table.note(NO_NAMES, response_id=f"r{number}", endpoint=A, prompt_tokens=1, answer_tokens=0, keys=(), now=0.0)
+        table.note_served(
+            NO_NAMES, response_id=f"r{number}", endpoint=A, prompt_tokens=1, answer_tokens=0, keys=(), now=0.0
+        )
     assert (table.sessions, table.responses) == (2, 2)
-    table.end(2)
-    table.end(2)
+    table.end_session(2)
+    table.end_session(2)
     assert table.held_bytes == 3 * empty / 2
 
 

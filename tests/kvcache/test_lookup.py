@@ -61,7 +61,9 @@ def worth(
 ) -> dict[EndpointId, int]:
     """Tokens by endpoint that these holders stand for."""
     known = frozenset(endpoint.instance_id for endpoint in cluster.endpoints)
-    claims = under_test.overlaps(holders, endpoints=cluster.endpoints, known=known, local=local or {}, hashes=HASHES)
+    claims = under_test.count_overlaps(
+        holders, endpoints=cluster.endpoints, known=known, local=local or {}, hashes=HASHES
+    )
     return {claim.endpoint: claim.tokens for claim in claims}
 
 
@@ -107,7 +109,7 @@ def test_a_holder_that_serves_another_model_is_passed_over_in_silence(
 ) -> None:
     """The controller's index knows no models: the same tokens mean another prefix there."""
     under_test, cluster = lookups(clock), cluster_of({"a": NOWHERE, "b": NOWHERE})
-    claims = under_test.overlaps(
+    claims = under_test.count_overlaps(
         [Holder("b", 512, True)],
         endpoints=[endpoint for endpoint in cluster.endpoints if endpoint.id == A],
         known={"a", "b"},
@@ -135,7 +137,7 @@ def test_a_hint_the_engine_contradicted_is_not_believed_again(clock: FakeClock) 
     """Until it has had time to come true."""
     under_test, cluster = lookups(clock), cluster_of({"a": NOWHERE, "b": NOWHERE})
     holders = (Holder("b", 256, False), Holder("a", 1024, False))
-    under_test.contradicted(A, HASHES, 0)
+    under_test.note_contradiction(A, HASHES, 0)
     assert worth(under_test, cluster, *holders) == {A: 0, B: 256}
     clock.advance(61)
     assert worth(under_test, cluster, *holders)[A] == 1024
@@ -149,8 +151,8 @@ def test_a_sole_holder_is_not_capped(clock: FakeClock) -> None:
 
 def test_a_prompt_without_a_block_cannot_be_distrusted(clock: FakeClock) -> None:
     under_test = lookups(clock)
-    under_test.contradicted(A, array("Q"), 0)
-    claims = under_test.overlaps(
+    under_test.note_contradiction(A, array("Q"), 0)
+    claims = under_test.count_overlaps(
         [Holder("a", 512, False)],
         endpoints=cluster_of({"a": NOWHERE}).endpoints,
         known={"a"},
@@ -164,10 +166,10 @@ async def test_hits_are_remembered(clock: FakeClock) -> None:
     """Whether lookups ever named a holder decides what an empty one means."""
     under_test = lookups(clock)
     under_test.provider = Answering(Holder("a", 0, True))
-    await under_test.ask(tokens(10), model="m", cache_salt=None, timeout_s=1)
+    await under_test.find_holders(tokens(10), model="m", cache_salt=None, timeout_s=1)
     assert under_test.hits == 0
     under_test.provider = Answering(Holder("a", 256, True))
-    await under_test.ask(tokens(10), model="m", cache_salt=None, timeout_s=1)
+    await under_test.find_holders(tokens(10), model="m", cache_salt=None, timeout_s=1)
     assert under_test.hits == 1
 
 
@@ -176,4 +178,4 @@ async def test_without_a_service_nobody_is_asked(clock: FakeClock) -> None:
     under_test.provider = None
     assert not under_test.possible
     with pytest.raises(BreakerOpen):
-        await under_test.ask(tokens(10), model="m", cache_salt=None, timeout_s=1)
+        await under_test.find_holders(tokens(10), model="m", cache_salt=None, timeout_s=1)

@@ -20,7 +20,7 @@ WELL = {"announced_tokens": 3900, "reused_tokens": 4000}
 def after(*answers: dict[str, int]) -> MissedReuses:
     missed = MissedReuses()
     for answer in answers:
-        missed.observe(A, **answer)
+        missed.observe_reuse(A, **answer)
     return missed
 
 
@@ -46,11 +46,11 @@ def test_half_of_the_latest_answers_end_the_belief(answers: list[dict[str, int]]
 def test_what_is_kept_of_it() -> None:
     """The latest that was reused further, and how many were; nothing of an engine of which all is announced."""
     missed = after(FAR, *[FAR] * WINDOW, WELL)
-    [found] = missed.raised()
+    [found] = missed.doubted_records()
     assert (found.endpoint, found.announced_tokens, found.reused_tokens, found.count) == (A, 0, 4000, WINDOW - 1)
-    missed.observe(B, **WELL)
-    missed.forget(A)
-    assert not list(missed.raised())
+    missed.observe_reuse(B, **WELL)
+    missed.forget_endpoint(A)
+    assert not list(missed.doubted_records())
     assert not missed._records
 
 
@@ -60,9 +60,9 @@ def serve(local: LocalIndexes, prompt: array[int], *, cached_tokens: int, known_
     cursor = local.approximate.locate(blocks)
     tokens = prompt[:known_tokens] if known_tokens else None
     asked: dict[str, Any] = {"bytes_per_token": 4, "tokens": tokens, "cache_salt": None}
-    overlap = local.overlaps(cursor, **asked).get(A)
+    overlap = local.find_overlaps(cursor, **asked).get(A)
     entry = local.route(A, cursor)
-    local.correct(
+    local.correct_prediction(
         A,
         cursor,
         overlap,
@@ -71,7 +71,7 @@ def serve(local: LocalIndexes, prompt: array[int], *, cached_tokens: int, known_
         cached_blocks=20,
         known_tokens=known_tokens,
     )
-    local.settle(entry, prefilled=True)
+    local.settle_entry(entry, prefilled=True)
     return overlap
 
 
@@ -89,7 +89,7 @@ def test_what_was_routed_counts_where_events_prove_too_little() -> None:
     believed = serve(local, prompt, cached_tokens=1200, known_tokens=1280)
     assert believed is not None
     assert (believed.tokens, believed.source) == (1280, FactSource.APPROXIMATE)
-    local.reset(A)
+    local.reset_endpoint(A)
     assert not local.missed.doubted
 
 
@@ -131,4 +131,4 @@ def test_what_is_promised_by_a_request_under_way_is_not_missing() -> None:
     for _ in range(10):
         serve(local, prompt, cached_tokens=1200, known_tokens=1280)
     assert not local.missed.doubted
-    local.settle(under_way, prefilled=True)
+    local.settle_entry(under_way, prefilled=True)

@@ -28,8 +28,8 @@ def test_engines_that_were_read_lately_show_their_figures(clock: FakeClock) -> N
     metrics = Metrics()
     service = service_of(clock, metrics=metrics)
     a, b = service.clusters["c"].endpoints
-    service.scraper.signals.engine(a, EngineMetrics(kv_usage=0.25, running=3, waiting=1))
-    service.scraper.signals.engine(b, EngineMetrics(running=0))
+    service.scraper.signals.note_scrape(a, EngineMetrics(kv_usage=0.25, running=3, waiting=1))
+    service.scraper.signals.note_scrape(b, EngineMetrics(running=0))
     assert samples(metrics, "kvproxy_engine_kv_usage_ratio") == {("a",): 0.25}
     assert samples(metrics, "kvproxy_engine_requests") == {
         ("a", "running"): 3,

@@ -176,7 +176,7 @@ def test_an_engine_that_reuses_in_steps_lost_nothing_below_one() -> None:
     world.send(LONG)
     world.send(LONGER)
     indexes = world.kv.overlap.indexes["default"]
-    indexes.steps.tell(A, 8192)
+    indexes.steps.tell_block_size(A, 8192)
     world.engines[A].held.clear()
     assert world.send(LONGEST) is None
 
@@ -199,7 +199,7 @@ def test_an_engine_that_never_reused_anything_lost_nothing() -> None:
     for body in (LONG, LONGER, LONGEST):
         world.engines[A].held.clear()
         assert world.send(body) is None
-    world.breaks.keep(())
+    world.breaks.keep_only(())
 
 
 def test_a_header_that_the_engine_keeps() -> None:

@@ -71,13 +71,13 @@ async def test_an_engine_that_tells_long_blocks_is_believed_at_once() -> None:
         assert facts.overlaps.by_endpoint[A].tokens == 0 < facts.overlaps.by_endpoint[A].held_tokens
         assert facts.preferred is None
         assert service.kv.overlap.indexes["default"].approximate.capacity(A) == capacity
-        assert not service.kv.state.predictions.alarms()
+        assert not service.kv.state.predictions.raised_alarms()
 
 
 async def test_a_loss_is_still_seen() -> None:
     """Less than whole steps were reused: the prefix leaves the index."""
     async with running(settings(), cluster_of({"a": NOWHERE})) as service:
-        service.kv.overlap.indexes["default"].steps.tell(A, STEP)
+        service.kv.overlap.indexes["default"].steps.tell_block_size(A, STEP)
         engine = Hybrid(service)
         await engine.turn("x", 900)
         facts = await service.ask(chat(long_text("x", 900), "yes", "go on"))
@@ -90,6 +90,6 @@ async def test_a_loss_is_still_seen() -> None:
 async def test_a_step_is_forgotten_with_its_endpoint() -> None:
     async with running(settings(), cluster_of({"a": NOWHERE})) as service:
         indexes = service.kv.overlap.indexes["default"]
-        indexes.steps.tell(A, STEP)
-        indexes.forget(A)
+        indexes.steps.tell_block_size(A, STEP)
+        indexes.forget_endpoint(A)
         assert indexes.steps.known == {}

@@ -28,7 +28,7 @@ class Learner:
 
     def reuse(self, held: int, cached: int, prefix: int | None = None) -> None:
         prefix = self.rng.getrandbits(60) if prefix is None else prefix
-        self.steps.observe(A, held_tokens=held, cached_tokens=cached, prefix=prefix)
+        self.steps.observe_reuse(A, held_tokens=held, cached_tokens=cached, prefix=prefix)
 
     def serve(self, engine_step: int, held: Iterable[int]) -> None:
         """Prompts of which so much is held, each of a prefix of its own."""
@@ -146,49 +146,49 @@ def test_a_restart_with_another_setting_is_noticed(before: int, after: int, lear
 
 
 def test_a_told_block_is_a_step_at_once(learner: Learner) -> None:
-    learner.steps.tell(A, 1056)
+    learner.steps.tell_block_size(A, 1056)
     assert learner.step == 1056
     learner.serve(4 * 1056, learner.lengths(60))
     assert learner.step == 4 * 1056
-    learner.steps.tell(A, 1056)  # the next scrape
+    learner.steps.tell_block_size(A, 1056)  # the next scrape
     assert learner.step == 4 * 1056
 
 
 def test_ordinary_told_blocks_are_no_step(learner: Learner) -> None:
     for block in (16, 32, 64):
-        learner.steps.tell(A, block)
+        learner.steps.tell_block_size(A, block)
     assert learner.step == 1
     learner.serve(STEP, learner.lengths(60))
-    learner.steps.tell(A, 64)
+    learner.steps.tell_block_size(A, 64)
     assert learner.step == STEP
 
 
 def test_a_told_block_that_reuse_contradicts_is_no_step(learner: Learner) -> None:
     """Blocks may be reused in part."""
-    learner.steps.tell(A, 1056)
+    learner.steps.tell_block_size(A, 1056)
     learner.serve(16, learner.lengths(3))
     assert learner.step == 1
-    learner.steps.tell(A, 1056)
+    learner.steps.tell_block_size(A, 1056)
     assert learner.step == 1
 
 
 def test_a_told_block_of_another_size_begins_again(learner: Learner) -> None:
-    learner.steps.tell(A, 1056)
-    learner.steps.tell(A, 16)
+    learner.steps.tell_block_size(A, 1056)
+    learner.steps.tell_block_size(A, 16)
     assert learner.step == 1
 
 
 def test_endpoints_are_apart_and_forgotten(learner: Learner) -> None:
-    learner.steps.tell(B, 528)
+    learner.steps.tell_block_size(B, 528)
     learner.serve(STEP, learner.lengths(60))
     assert learner.steps.known == {A: STEP, B: 528}
-    learner.steps.forget(A)
-    learner.steps.forget(A)
+    learner.steps.forget_endpoint(A)
+    learner.steps.forget_endpoint(A)
     assert learner.steps.known == {B: 528}
 
 
 def test_the_number_of_endpoints_is_bounded(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reuse_step, "MAX_ENDPOINTS", 1)
-    learner.steps.tell(B, 528)
-    learner.steps.tell(A, 528)
+    learner.steps.tell_block_size(B, 528)
+    learner.steps.tell_block_size(A, 528)
     assert learner.steps.known == {A: 528}

@@ -62,7 +62,7 @@ async def test_a_service_that_cannot_tell(caplog: pytest.LogCaptureFixture) -> N
 
 
 def observe(under_test: EmptyLookups, *, cached: int = 512, named: int = 0, ever_hit: bool = False) -> None:
-    under_test.observe(cached_tokens=cached, holders_named=named, ever_hit=ever_hit)
+    under_test.observe_lookup(cached_tokens=cached, holders_named=named, ever_hit=ever_hit)
 
 
 def test_reuse_that_lookups_never_name_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -62,5 +62,5 @@ async def test_what_a_fork_goes_on_from_stays(clock: FakeClock) -> None:
         known = len(memory)
         await turn(service, "root", "bye", ends=True)
         assert len(memory) == known
-        shared = [prefix for prefix in hotness.coldest("a") if hotness.count(prefix, clock()) >= 3]
+        shared = [prefix for prefix in hotness.walk_coldest("a") if hotness.count_recent_uses(prefix, clock()) >= 3]
         assert shared

@@ -23,7 +23,7 @@ def test_an_engine_nobody_read_says_nothing(clock: FakeClock) -> None:
 
 def test_the_engines_own_figures(clock: FakeClock) -> None:
     under_test = signals(clock)
-    under_test.engine(ENDPOINT, EngineMetrics(kv_usage=0.7, running=64, waiting=0))
+    under_test.note_scrape(ENDPOINT, EngineMetrics(kv_usage=0.7, running=64, waiting=0))
     assert under_test.pressure(ENDPOINT) == Pressure(0.25, 0.7)
     assert under_test.pressure(OTHER) == Pressure(None, None)
 
@@ -31,31 +31,31 @@ def test_the_engines_own_figures(clock: FakeClock) -> None:
 def test_an_old_reading_says_nothing(clock: FakeClock) -> None:
     """An engine that stopped answering is not evicted from on what it said an hour ago."""
     under_test = signals(clock)
-    under_test.engine(ENDPOINT, EngineMetrics(kv_usage=1.0, running=1))
+    under_test.note_scrape(ENDPOINT, EngineMetrics(kv_usage=1.0, running=1))
     clock.advance(21)
     assert under_test.pressure(ENDPOINT) == Pressure(None, None)
 
 
 def test_lmcaches_memory_counts_where_it_is_known(clock: FakeClock) -> None:
     under_test = signals(clock)
-    under_test.engine(ENDPOINT, EngineMetrics(kv_usage=0.2))
-    under_test.provider({"a": 0.95})
+    under_test.note_scrape(ENDPOINT, EngineMetrics(kv_usage=0.2))
+    under_test.note_memory({"a": 0.95})
     assert under_test.pressure(ENDPOINT).memory == 0.95
     assert under_test.pressure(OTHER).memory is None
 
 
 def test_the_hosts_figures_where_the_settings_say_so(clock: FakeClock) -> None:
     under_test = signals(clock, load_source="host", memory_source="host")
-    under_test.engine(ENDPOINT, EngineMetrics(kv_usage=0.1, running=0))
+    under_test.note_scrape(ENDPOINT, EngineMetrics(kv_usage=0.1, running=0))
     assert under_test.pressure(ENDPOINT) == Pressure(None, None)
-    under_test.host(HostUse(cpu=0.5, memory=0.75))
+    under_test.note_host(HostUse(cpu=0.5, memory=0.75))
     assert under_test.pressure(ENDPOINT) == Pressure(0.5, 0.75)
 
 
 def test_engines_that_left_are_forgotten(clock: FakeClock) -> None:
     under_test = signals(clock)
-    under_test.engine(ENDPOINT, EngineMetrics(kv_usage=0.7))
-    under_test.keep(frozenset({OTHER}))
+    under_test.note_scrape(ENDPOINT, EngineMetrics(kv_usage=0.7))
+    under_test.keep_only(frozenset({OTHER}))
     assert under_test.pressure(ENDPOINT).memory is None
 
 

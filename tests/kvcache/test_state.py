@@ -81,5 +81,5 @@ async def test_a_cluster_that_left_is_forgotten() -> None:
         state.index("other", endpoints=1)
         async with running(settings(), cluster, state=before.kv.state):
             assert set(state.indexes) == {"default"}
-        state.keep({})
+        state.keep_only({})
         assert state.index("default", endpoints=1).approximate.entries == 0

@@ -95,7 +95,7 @@ def test_counted_pins_do_not_lapse(clock: FakeClock) -> None:
     pin = service.actions.pin
     assert pin is not None
     hotness = Hotness(window_s=1.0, max_records=1, max_keys=1)
-    [prefix] = hotness.use([5], model="m", cache_salt="", instance="i", now=clock())
+    [prefix] = hotness.count_use([5], model="m", cache_salt="", instance="i", now=clock())
     assert isinstance(prefix, KnownPrefix)
     pin._leases["i", 5] = Lease(prefix, 32, clock())
     pin.counted = True

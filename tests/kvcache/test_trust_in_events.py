@@ -28,7 +28,7 @@ def local() -> LocalIndexes:
 
 
 def overlap(local: LocalIndexes) -> Overlap:
-    return local.overlaps(
+    return local.find_overlaps(
         local.approximate.locate(HASHES), bytes_per_token=BYTES_PER_TOKEN, tokens=TOKENS, cache_salt=None
     )[A]
 
@@ -42,7 +42,7 @@ def test_unbacked_claims_that_proved_wrong_count_less(local: LocalIndexes) -> No
     """Two that found nothing cached halve the next."""
     for _ in range(2):
         found = overlap(local)
-        local.trust.observe(A, found.claimed_tokens, found.backed_tokens, 0)
+        local.trust.observe_claim(A, found.claimed_tokens, found.backed_tokens, 0)
     assert overlap(local).tokens == pytest.approx(160, abs=1)
     assert overlap(local).claimed_tokens == 320
 
@@ -50,13 +50,13 @@ def test_unbacked_claims_that_proved_wrong_count_less(local: LocalIndexes) -> No
 def test_what_was_routed_there_backs_the_claim(local: LocalIndexes) -> None:
     """Then the stream's record does not matter."""
     for _ in range(9):
-        local.trust.observe(A, 320, 0, 0)
-    local.settle(local.route(A, local.approximate.locate(HASHES)), prefilled=True)
+        local.trust.observe_claim(A, 320, 0, 0)
+    local.settle_entry(local.route(A, local.approximate.locate(HASHES)), prefilled=True)
     assert overlap(local) == Overlap(320, source=FactSource.PRECISE, claimed_tokens=320, backed_tokens=320)
 
 
 def test_an_endpoint_that_left_takes_its_record_along(local: LocalIndexes) -> None:
     """Another engine under its id starts at nothing."""
-    local.trust.observe(A, 320, 0, 0)
-    local.forget(A)
+    local.trust.observe_claim(A, 320, 0, 0)
+    local.forget_endpoint(A)
     assert overlap(local).tokens == 320

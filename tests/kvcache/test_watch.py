@@ -39,7 +39,7 @@ def engine(**figures: Any) -> Fake:
 
 
 async def round_of(service: Service) -> None:
-    await service.kv.scraper.round()
+    await service.kv.scraper.scrape_all()
 
 
 async def test_an_index_is_as_large_as_its_engines_cache() -> None:
@@ -91,7 +91,7 @@ async def test_an_endpoint_that_left_or_moved_is_forgotten() -> None:
         await service.serve(chat(TURN), A)
         assert (await service.ask(chat(TURN))).preferred == A
         moved = EndpointSettings(id="a", url="http://127.0.0.1:9")
-        service.cluster.apply([moved])
+        service.cluster.apply_endpoints([moved])
         await round_of(service)
         assert (await service.ask(chat(TURN))).preferred is None
         assert service.kv.overlap.indexes["default"].hot.endpoints == 1
@@ -115,9 +115,9 @@ async def test_without_reading_leases_and_endpoints_are_still_followed() -> None
     quiet = engine()
     async with world({"a": quiet}) as service:
         await service.serve(chat(TURN), A)
-        await service.kv.scraper.round(reading=False)
-        service.cluster.apply([EndpointSettings(id="a", url="http://127.0.0.1:9")])
-        await service.kv.scraper.round(reading=False)
+        await service.kv.scraper.scrape_all(reading=False)
+        service.cluster.apply_endpoints([EndpointSettings(id="a", url="http://127.0.0.1:9")])
+        await service.kv.scraper.scrape_all(reading=False)
         assert (await service.ask(chat(TURN))).preferred is None
     assert quiet.calls["/metrics"] == 0
 

@@ -10,7 +10,8 @@ import pytest
 
 from kvproxy.prefix.hygiene.causes import ADVICE, Cause
 from kvproxy.prefix.hygiene.comparison import Change, find_change
-from kvproxy.prefix.hygiene.threads import MAX_THREADS, Session, Sessions, Thread
+from kvproxy.prefix.hygiene.parts import digest_part
+from kvproxy.prefix.hygiene.threads import DIGEST, LENGTH, MAX_THREADS, Session, Sessions, Thread, digest_message
 from kvproxy.prefix.tokens.session_hashes import SessionHashes
 from kvproxy.request.parse import parse_body
 from kvproxy.types import RequestKind
@@ -341,33 +342,25 @@ def test_what_breaks_nothing_is_not_reported(case: str) -> None:
     assert [conversations.send(body) for body in CLEAN[case]] == [None] * len(CLEAN[case])
 
 
+def sub_agent(number: int, turns: int) -> Body:
+    """A conversation that begins as all of its session do."""
+    own = [{"role": "user", "content": words(f"{number}-{turn}-")} for turn in range(turns)]
+    return {**agent(0), "messages": [*agent(1)["messages"], *own]}
+
+
 def test_sub_agents_side_by_side_are_threads_of_one_session() -> None:
     """Ten of them, which share how they begin, each turn of one between turns of the others."""
 
-    def body(sub: int, turns: int) -> Body:
-        shared = agent(1)["messages"]
-        return {
-            **agent(0),
-            "messages": [*shared, *({"role": "user", "content": words(f"{sub}-{n}-")} for n in range(turns))],
-        }
-
     conversations = Conversations()
-    found = [conversations.send(body(sub, turns)) for turns in (1, 3, 5, 7) for sub in range(10)]
+    found = [conversations.send(sub_agent(sub, turns)) for turns in (1, 3, 5, 7) for sub in range(10)]
     assert found == [None] * 40
 
 
 def test_more_conversations_than_are_kept_are_no_breaks() -> None:
     """A session that had more is not believed to have rewritten its last message."""
 
-    def body(sub: int, turns: int) -> Body:
-        shared = agent(1)["messages"]
-        return {
-            **agent(0),
-            "messages": [*shared, *({"role": "user", "content": words(f"{sub}-{n}-")} for n in range(turns))],
-        }
-
     conversations = Conversations()
-    found = [conversations.send(body(sub, turns)) for turns in (1, 3, 5) for sub in range(2 * MAX_THREADS)]
+    found = [conversations.send(sub_agent(sub, turns)) for turns in (1, 3, 5) for sub in range(2 * MAX_THREADS)]
     assert found == [None] * len(found)
     assert len(conversations.session.threads) == MAX_THREADS
 
@@ -432,3 +425,10 @@ def test_what_cannot_be_read_is_one_part() -> None:
         change = conversations.send({**NEXT, "tools": [tool("read")]})
         assert change is not None
         assert (change.cause, change.part) == (Cause.TOOLS, "tool 1")
+
+
+def test_a_message_longer_than_its_length_can_tell_is_a_long_one() -> None:
+    """Beyond 16 MiB the length is cut, and neither wraps around nor spills into the digest."""
+    long = bytes(LENGTH + 1)
+    assert digest_message(long) & LENGTH == LENGTH
+    assert digest_message(long) & DIGEST == digest_part(long) & DIGEST

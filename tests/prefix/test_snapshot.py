@@ -41,7 +41,7 @@ def restored(data: Dumped, keep: set[str] | None = None) -> ApproximateIndex:
     """A new index of these endpoints' parts."""
     index = ApproximateIndex()
     restoration = Restoration(data.columns, memoryview(b"".join(data.hashes)))
-    for _ in restoration.into(index, keep=set(map(str, EVERYBODY)) if keep is None else keep):
+    for _ in restoration.restore_into(index, keep=set(map(str, EVERYBODY)) if keep is None else keep):
         pass
     return index
 

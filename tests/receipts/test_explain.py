@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvproxy.receipts.explain import explain
-from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate, decode, encode
+from kvproxy.receipts.explain import explain_receipt
+from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate, decode_receipt, encode_receipt
 from kvproxy.routing.policy import FactSource, Overlap
 from kvproxy.types import EndpointId
 
@@ -38,7 +38,7 @@ def test_a_choice_against_the_cache_is_explained() -> None:
     seconds = (0.0, 0.001, 0.0, 0.0)
     busy = candidate(A, pending_requests=1, work=BUSY, head=BUSY, wait_s=2.0, cost=2.2, slowness=1.0, in_flight=7)
     idle = candidate(B, wait_s=0.0, cost=1.0, slowness=1.0)
-    text = explain(
+    text = explain_receipt(
         receipt(
             attempt(B, busy, idle, seconds=seconds),
             endpoint=B,
@@ -64,19 +64,19 @@ def test_a_choice_against_the_cache_is_explained() -> None:
 def test_the_first_byte_is_told_from_the_latest_decision() -> None:
     """An attempt that failed before it is not the engine's that answered."""
     later = attempt(B, candidate(B), at_s=3.0)
-    text = explain(receipt(attempt(A, candidate(A), failure="connect"), later, endpoint=B, ttft_s=3.5))
+    text = explain_receipt(receipt(attempt(A, candidate(A), failure="connect"), later, endpoint=B, ttft_s=3.5))
     assert "first byte after 3.50 s (500.0 ms after the decision)" in text
 
 
 def test_a_cheaper_alternative_is_named() -> None:
     """A preference, or a draw, may go against the costs."""
-    text = explain(receipt(attempt(A, candidate(A, cost=3.0), candidate(B, cost=1.0), reason="sampled")))
+    text = explain_receipt(receipt(attempt(A, candidate(A, cost=3.0), candidate(B, cost=1.0), reason="sampled")))
     assert "b would have cost 2 less." in text
 
 
 def test_every_attempt_is_told_with_what_went_wrong() -> None:
     """A preference that was followed, its failure, and the second try."""
-    text = explain(
+    text = explain_receipt(
         receipt(
             attempt(A, candidate(A), reason="preferred", preference="followed", failure="connect_error"),
             attempt(B, candidate(B), left_out=3, at_s=0.5),
@@ -95,14 +95,14 @@ def test_every_attempt_is_told_with_what_went_wrong() -> None:
 
 def test_nobody_could_take_it() -> None:
     """The reasons, each once."""
-    text = explain(receipt(refusals=("saturated", "saturated"), status=503, end="local_reply"))
+    text = explain_receipt(receipt(refusals=("saturated", "saturated"), status=503, end="local_reply"))
     assert "No endpoint could take it 2 time(s): saturated." in text
     assert "status 503, local_reply, after 0 attempts" in text
 
 
 def test_what_clients_wrote_forges_nothing() -> None:
     """Ids and model names come from outside; a terminal sees them escaped."""
-    text = explain(receipt(request_id="x\x1b[31m", model="m\nWhat happened: nothing", kind="chat"))
+    text = explain_receipt(receipt(request_id="x\x1b[31m", model="m\nWhat happened: nothing", kind="chat"))
     assert "\x1b" not in text
     assert sum(line.startswith("What happened") for line in text.splitlines()) == 1
 
@@ -110,33 +110,33 @@ def test_what_clients_wrote_forges_nothing() -> None:
 @pytest.mark.parametrize("reason", ["overlap", "session", "round_robin", "least_request", "some_new_reason"])
 def test_every_reason_has_a_sentence_or_stands_for_itself(reason: str) -> None:
     """Other people's policies have reasons of their own."""
-    text = explain(receipt(attempt(A, candidate(A), reason=reason)))
+    text = explain_receipt(receipt(attempt(A, candidate(A), reason=reason)))
     assert f"reason {reason}" in text
 
 
 def test_a_receipt_survives_its_line() -> None:
     """Written and read again it is the same; unknown fields of a later version are passed over."""
     one = receipt(attempt(A, candidate(A, cost=1.5)), facts={A: Overlap(5)}, cached_tokens=0)
-    line = encode(one)
-    assert decode(line) == one
-    assert decode(line.replace(b'{"time"', b'{"later":1,"time"')) == one
+    line = encode_receipt(one)
+    assert decode_receipt(line) == one
+    assert decode_receipt(line.replace(b'{"time"', b'{"later":1,"time"')) == one
     with pytest.raises(ValueError, match="not a receipt"):
-        decode(b'{"time": 5}')
+        decode_receipt(b'{"time": 5}')
 
 
 @pytest.mark.parametrize(("priority", "order"), [(8_434_715_315, "lowest"), (-8_434_715_315, "highest")])
 def test_the_number_an_engine_was_told_is_explained(priority: int, order: str) -> None:
     """What it is made of, and which one comes first there."""
     told = receipt(attempt(A, candidate(A)), endpoint=A, engine_priority=priority)
-    text = explain(decode(encode(told)))
+    text = explain_receipt(decode_receipt(encode_receipt(told)))
     assert f"sent with priority {priority} (" in text
     assert f"the engine admits the {order} first" in text
-    assert "priority" not in explain(receipt(attempt(A, candidate(A)), endpoint=A))
+    assert "priority" not in explain_receipt(receipt(attempt(A, candidate(A)), endpoint=A))
 
 
 @pytest.mark.parametrize(("reason", "words"), [("cleared", "it was told to drop it"), ("new_reason", "new_reason")])
 def test_a_cache_that_was_lost_just_before_is_named(reason: str, words: str) -> None:
     """Why nothing was reused; a reason of a later version by its name."""
-    text = explain(receipt(attempt(A, candidate(A)), endpoint=A, cached_tokens=0, cache_loss=reason))
+    text = explain_receipt(receipt(attempt(A, candidate(A)), endpoint=A, cached_tokens=0, cache_loss=reason))
     assert f"it had lost its cache less than a minute before: {words}" in text
-    assert "lost its cache" not in explain(receipt(attempt(A, candidate(A)), endpoint=A, cached_tokens=0))
+    assert "lost its cache" not in explain_receipt(receipt(attempt(A, candidate(A)), endpoint=A, cached_tokens=0))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvproxy.receipts.files import Ambiguous, ReceiptReader, RotatingFile, list_files
-from kvproxy.receipts.receipt import Receipt, encode
+from kvproxy.receipts.receipt import Receipt, encode_receipt
 
 
 def names(folder: Path) -> list[str]:
@@ -74,7 +74,7 @@ def test_a_line_torn_by_a_full_disk_spoils_only_itself(tmp_path: Path, monkeypat
     """The next line begins on a line of its own, and readers count the torn one."""
     path = tmp_path / "r"
     file = RotatingFile(path, max_bytes=10_000, max_files=2)
-    lines = [encode(Receipt(time="t", request_id=name, end="completed", duration_s=1.0)) for name in "abc"]
+    lines = [encode_receipt(Receipt(time="t", request_id=name, end="completed", duration_s=1.0)) for name in "abc"]
     file.write_lines(lines[:1])
     write = os.write
     full = [lambda fd, data: write(fd, data[:9]), _no_space]
@@ -99,7 +99,7 @@ def test_reading_goes_through_the_rotated_files(tmp_path: Path) -> None:
     file = RotatingFile(path, max_bytes=200, max_files=50)
     ids = ["a", 'b"\\', "c", 'b"\\', "e"]
     for number, name in enumerate(ids):
-        file.write_lines([encode(Receipt(time=str(number), request_id=name, end="completed", duration_s=1.0))])
+        file.write_lines([encode_receipt(Receipt(time=str(number), request_id=name, end="completed", duration_s=1.0))])
     file.close()
     assert len(names(tmp_path)) > 1
     assert [one.request_id for one in ReceiptReader(path).oldest_first()] == ids
@@ -112,7 +112,7 @@ def test_a_whole_id_is_that_request_alone(tmp_path: Path) -> None:
     path = tmp_path / "r"
     file = RotatingFile(path, max_bytes=10_000, max_files=2)
     for name in ("req", "req-1", "req-2", "other"):
-        file.write_lines([encode(Receipt(time="t", request_id=name, end="completed", duration_s=1.0))])
+        file.write_lines([encode_receipt(Receipt(time="t", request_id=name, end="completed", duration_s=1.0))])
     file.close()
     assert [one.request_id for one in ReceiptReader(path).find_receipts("req")] == ["req"]
     assert [one.request_id for one in ReceiptReader(path).find_receipts("oth")] == ["other"]

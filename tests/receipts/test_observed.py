@@ -101,7 +101,7 @@ def test_what_an_adapter_costs_is_noted(clock: FakeClock) -> None:
     """By endpoint, for requests that ask for one."""
     pool = cluster(clock, 2, "kv_aware")
     engine = pool.engines[0]
-    pool.adapters.observe(str(engine.id), engine.adapters, listed=["x"])
+    pool.adapters.observe_list(str(engine.id), engine.adapters, listed=["x"])
     for model, noted in (("x", [0.2]), ("base", [None, None])):
         observed = AttemptLog()
         Told(observed).pick(pool, clock(), model=model)

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvproxy.receipts.files import ReceiptReader
-from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate, encode
+from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate, encode_receipt
 from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.decided import decide_again
 from kvproxy.replay.reports import Review
@@ -44,7 +44,7 @@ def receipt(number: int, endpoint: EndpointId, *candidates: ReceiptCandidate, **
 def review(tmp_path: Path, receipts: list[Receipt], *policies: str, limit: int = 0) -> Review:
     """Decided again from a file."""
     path = tmp_path / "receipts.jsonl"
-    path.write_bytes(b"".join(map(encode, receipts)))
+    path.write_bytes(b"".join(map(encode_receipt, receipts)))
     return decide_again(ReceiptReader(path), [PolicySpec.parse(name) for name in policies], limit=limit)
 
 
@@ -125,7 +125,7 @@ def test_hidden_first_tokens_are_no_times(tmp_path: Path) -> None:
 def test_the_first_so_many_requests(tmp_path: Path) -> None:
     """`--requests` bounds it; lines that are no receipts are counted."""
     path = tmp_path / "receipts.jsonl"
-    good = encode(receipt(0, A, candidate(A)))
+    good = encode_receipt(receipt(0, A, candidate(A)))
     path.write_bytes(b"broken\n\n" + good + good)
     found = decide_again(ReceiptReader(path), [PolicySpec.parse("random")], limit=1)
     assert found.recorded.decisions == 1

@@ -12,7 +12,7 @@ from kvproxy.resilience.retry import RetryBudget
 def spend(budget: RetryBudget, now: float) -> int:
     """Retries taken until the budget refuses."""
     taken = 0
-    while budget.withdraw(now):
+    while budget.withdraw_retry(now):
         taken += 1
     return taken
 
@@ -25,7 +25,7 @@ def test_allows_the_share_and_the_floor(requests: int, share: float, per_second:
     """`share` of the window's requests, plus `min_per_second` for each of its ten seconds."""
     budget = RetryBudget(share=share, min_per_second=per_second)
     for _ in range(requests):
-        budget.request(100.0)
+        budget.count_request(100.0)
     assert budget.balance(100.0) == allowed
     assert spend(budget, 100.0) == allowed
     assert budget.balance(100.0) == 0
@@ -35,10 +35,10 @@ def test_requests_leave_the_window() -> None:
     """What happened ten seconds ago earns nothing any more."""
     budget = RetryBudget(share=0.5, min_per_second=0)
     for _ in range(10):
-        budget.request(100.0)
+        budget.count_request(100.0)
     assert budget.balance(109.0) == 5
     assert budget.balance(110.0) == 0
-    assert not budget.withdraw(110.0)
+    assert not budget.withdraw_retry(110.0)
 
 
 def test_spent_retries_leave_the_window_too() -> None:
@@ -55,16 +55,16 @@ def test_an_outage_is_not_multiplied() -> None:
     retries = 0
     for request in range(10_000):
         now = 100 + request / 100
-        budget.request(now)
-        retries += budget.withdraw(now)
+        budget.count_request(now)
+        retries += budget.withdraw_retry(now)
     assert 1_900 <= retries <= 2_100
 
 
 def test_time_that_steps_back_is_the_latest_time() -> None:
     """Callers may read their clocks in any order."""
     budget = RetryBudget(share=1, min_per_second=0)
-    budget.request(100.0)
-    budget.request(50.0)
+    budget.count_request(100.0)
+    budget.count_request(50.0)
     assert budget.balance(40.0) == 2
 
 
@@ -85,12 +85,12 @@ def test_never_more_retries_than_share_and_floor(steps: list[tuple[bool, float]]
     for is_request, pause in steps:
         now += pause
         if is_request:
-            budget.request(now)
+            budget.count_request(now)
             requests.append(int(now))
             continue
         recent_requests = sum(1 for second in requests if second > int(now) - 10)
         recent_retries = sum(1 for second in retries if second > int(now) - 10)
         allowed = recent_retries + 1 <= share * recent_requests + floor * 10
-        assert budget.withdraw(now) is allowed
+        assert budget.withdraw_retry(now) is allowed
         if allowed:
             retries.append(int(now))

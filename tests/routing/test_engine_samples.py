@@ -22,7 +22,7 @@ class World:
 
     def serve(self, tokens: int = 1000, *, hidden: bool = True, prefill_s: float | None = 0.5) -> None:
         """One request; with None it ended elsewhere than in the engine's counters."""
-        self.ended.add(self.load.reserve(tokens, 0, 0.0, hidden=hidden))
+        self.ended.add_request(self.load.reserve(tokens, 0, 0.0, hidden=hidden))
         if prefill_s is not None:
             self.count(prefill_s)
 
@@ -32,7 +32,7 @@ class World:
     def read(self) -> list[Sample]:
         """The samples of one reading."""
         before = len(self.samples)
-        self.ended.read(self.counted, 1.0)
+        self.ended.read_counters(self.counted, 1.0)
         return self.samples[before:]
 
     def _learn(self, work: Features, busy_s: float, now: float, *, scraped: bool = False) -> None:
@@ -95,7 +95,7 @@ def test_an_engine_that_tells_its_tokens_teaches_through_strangers(world: World)
     """Another proxy before the same engines sends three times as much: the mean of all of them is the sample."""
     world.counted = Reading(100, 50.0, 10_000)
     world.read()
-    world.ended.add(world.load.reserve(1000, 500, 0.0, hidden=True))
+    world.ended.add_request(world.load.reserve(1000, 500, 0.0, hidden=True))
     world.counted = Reading(104, 58.0, 10_000 + 8_000)
     ((work, busy_s, _),) = world.read()
     assert (work[:2], busy_s) == ((1.0, 2000.0), pytest.approx(2.0))
@@ -139,6 +139,6 @@ def test_an_engine_that_began_anew_is_counted_anew(world: World) -> None:
 def test_the_first_reading_is_only_where_counting_starts(world: World) -> None:
     """What the engine did before this proxy is not ours."""
     fresh = EndedWork(world.load)
-    fresh.add(world.load.reserve(1000, 0, 0.0, hidden=True))
-    fresh.read(Reading(1, 0.5), 1.0)
+    fresh.add_request(world.load.reserve(1000, 0, 0.0, hidden=True))
+    fresh.read_counters(Reading(1, 0.5), 1.0)
     assert world.samples == []

@@ -28,7 +28,7 @@ def plain_costs(
     """The formula of kv_aware's docstring, one endpoint after the other."""
     settings, prompt, hot = policy.settings, facts.prompt_tokens, min(facts.hot_tokens, facts.prompt_tokens)
     request_s, token_s, attention_s, lower_s = policy.speeds.seconds
-    rho, arrivals_per_s = policy.utilisation.rates(now)
+    rho, arrivals_per_s = policy.utilisation.estimate_rates(now)
     crowding, congestion = settings.crowding / (1.0 - rho), settings.congestion * arrivals_per_s / (1.0 - rho)
     if settings.kappa is not None:
         crowding = congestion = 0.0

@@ -16,12 +16,12 @@ def test_a_shared_prefix_counts_once_until_its_last_request_ends() -> None:
     live = LiveBlocks()
     live.add([1, 2, 3])
     live.add([1, 2, 30])
-    assert (len(live), live.leading([1, 2, 30, 31])) == (4, 3)
+    assert (len(live), live.count_leading([1, 2, 30, 31])) == (4, 3)
     assert repr(live) == "<LiveBlocks 4 distinct of 6>"
     live.remove([1, 2, 3])
-    assert (len(live), live.leading([1, 2, 3])) == (3, 2)
+    assert (len(live), live.count_leading([1, 2, 3])) == (3, 2)
     live.remove([1, 2, 30])
-    assert (len(live), live.leading([1, 2, 30])) == (0, 0)
+    assert (len(live), live.count_leading([1, 2, 30])) == (0, 0)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -42,7 +42,7 @@ def test_it_counts_what_a_plain_union_counts(seed: int) -> None:
         assert len(live) == len(union)
         for prompt in running[:5]:
             longer = [*prompt, -1]
-            assert live.leading(longer) == len(prompt)
+            assert live.count_leading(longer) == len(prompt)
 
 
 def test_a_load_counts_them_only_where_wanted() -> None:

@@ -16,9 +16,9 @@ def play(payoff: PriorityPayoff, *, mean: float, tail: float, seed: int = 1, beg
     while payoff.mean_ratio is decided:
         at += 0.1
         ttft_s = rng.expovariate(1.0)
-        if payoff.sends(at):
+        if payoff.sends_priority(at):
             ttft_s *= tail if ttft_s > 3.0 else mean
-        payoff.observe(at, ttft_s)
+        payoff.observe_wait(at, ttft_s)
     return at
 
 
@@ -32,23 +32,23 @@ def test_it_pays_where_the_mean_gains_more_than_p99_pays(mean: float, tail: floa
     assert payoff.mean_ratio is not None
     assert payoff.p99_ratio is not None
     assert payoff.p99_ratio == pytest.approx(tail, rel=0.2)
-    assert {payoff.sends(at + later) for later in (1.0, WINDOW_S, STANDS_S - 1.0)} == {pays}
+    assert {payoff.sends_priority(at + later) for later in (1.0, WINDOW_S, STANDS_S - 1.0)} == {pays}
 
 
 def test_until_it_is_known_every_other_window_is_without() -> None:
     """So that load that changes over the day is the same for both."""
     payoff = PriorityPayoff()
-    assert [payoff.sends(number * WINDOW_S + 1.0) for number in range(4)] == [True, False, True, False]
+    assert [payoff.sends_priority(number * WINDOW_S + 1.0) for number in range(4)] == [True, False, True, False]
     assert payoff.pays is None
 
 
 def test_the_beginning_of_a_window_does_not_count() -> None:
     """What waits there was placed in the other kind."""
     payoff = PriorityPayoff()
-    payoff.observe(SETTLING_S - 1.0, 1.0)
+    payoff.observe_wait(SETTLING_S - 1.0, 1.0)
     assert payoff.counted == (0, 0)
-    payoff.observe(SETTLING_S, 1.0)
-    payoff.observe(WINDOW_S + SETTLING_S, 1.0)
+    payoff.observe_wait(SETTLING_S, 1.0)
+    payoff.observe_wait(WINDOW_S + SETTLING_S, 1.0)
     assert payoff.counted == (1, 1)
 
 
@@ -60,7 +60,7 @@ def test_a_decision_is_looked_at_again() -> None:
     at = play(payoff, mean=1.0, tail=1.5, began=at + STANDS_S)
     assert not payoff.pays
     assert payoff.counted == (0, 0)
-    payoff.observe(at + 1.0, 1.0)
+    payoff.observe_wait(at + 1.0, 1.0)
     assert payoff.counted == (0, 0)
 
 

@@ -18,7 +18,7 @@ def taught(answers: int = 400, *, base_s: float = 0.008, sequence_s: float = 0.0
     model, rng = StepModel(), Random(1)
     for _ in range(answers):
         sequences = rng.randrange(10, 101)
-        model.observe(201, 200 * (base_s + sequence_s * sequences), sequences)
+        model.observe_answer(201, 200 * (base_s + sequence_s * sequences), sequences)
     return model
 
 
@@ -34,7 +34,7 @@ def test_one_load_says_little_of_others() -> None:
     """Always the same number of sequences: a quarter of the step is taken to go with it."""
     model = StepModel()
     for _ in range(300):
-        model.observe(101, 100 * 0.020, 50)
+        model.observe_answer(101, 100 * 0.020, 50)
     assert model.base_s + 50 * model.sequence_s == pytest.approx(0.020)
     assert model.sequence_s == pytest.approx(0.25 * 0.020 / 50)
 
@@ -45,7 +45,7 @@ def test_one_load_says_little_of_others() -> None:
 def test_what_says_nothing_teaches_nothing(tokens: int, decode_s: float, sequences: float) -> None:
     """Too short an answer, no time, or no sequence it could have run with."""
     model = StepModel()
-    model.observe(tokens, decode_s, sequences)
+    model.observe_answer(tokens, decode_s, sequences)
     assert (model.base_s, model.sequence_s, model.answer_tokens) == (0.0, 0.0, 0.0)
 
 
@@ -53,8 +53,8 @@ def test_slopes_stay_possible() -> None:
     """Noise cannot make steps shorter by more sequences, nor negative without any."""
     falling, steep = StepModel(), StepModel()
     for n in (10, 20, 30) * 50:
-        falling.observe(101, 100 * (0.05 - 0.001 * n), n)
-        steep.observe(101, 100 * max(0.0001, 0.01 * (n - 9)), n)
+        falling.observe_answer(101, 100 * (0.05 - 0.001 * n), n)
+        steep.observe_answer(101, 100 * max(0.0001, 0.01 * (n - 9)), n)
     assert falling.sequence_s == 0.0
     assert steep.base_s >= 0.0
 

@@ -9,7 +9,7 @@ from kvproxy.routing.traffic import Utilisation
 
 def test_half_is_believed_at_first() -> None:
     """Before anything is known the pool counts as half busy."""
-    assert Utilisation().rates(1000.0)[0] == pytest.approx(0.5)
+    assert Utilisation().estimate_rates(1000.0)[0] == pytest.approx(0.5)
 
 
 def test_the_belief_gives_way_to_what_was_routed() -> None:
@@ -17,31 +17,31 @@ def test_the_belief_gives_way_to_what_was_routed() -> None:
     pool = Utilisation()
     for second in range(41):
         pool.add(0.4, 2, float(second))
-    assert pool.rates(40.0)[0] == pytest.approx(0.2, rel=0.06)
+    assert pool.estimate_rates(40.0)[0] == pytest.approx(0.2, rel=0.06)
 
 
 def test_it_is_capped() -> None:
     """An overloaded pool still has a finite cost."""
     pool = Utilisation()
     pool.add(1e6, 1, 0.0)
-    assert pool.rates(1.0)[0] == 0.9
+    assert pool.estimate_rates(1.0)[0] == 0.9
 
 
 def test_a_quiet_pool_is_idle() -> None:
     """Work of minutes ago is forgotten."""
     pool = Utilisation()
     pool.add(100.0, 1, 0.0)
-    assert pool.rates(65.0)[0] == 0.0
+    assert pool.estimate_rates(65.0)[0] == 0.0
 
 
 def test_arrivals_are_counted_by_endpoint() -> None:
     """None at first; two a second over four endpoints; forgotten after a while."""
     pool = Utilisation()
-    assert pool.rates(0.0)[1] == 0.0
+    assert pool.estimate_rates(0.0)[1] == 0.0
     for tick in range(101):
         pool.add(0.1, 4, tick / 2)
-    assert pool.rates(50.0)[1] == pytest.approx(0.5, rel=0.06)
-    assert pool.rates(200.0)[1] == 0.0
+    assert pool.estimate_rates(50.0)[1] == pytest.approx(0.5, rel=0.06)
+    assert pool.estimate_rates(200.0)[1] == 0.0
 
 
 @pytest.mark.parametrize("begins", [0.0, 500.0], ids=["at first", "after a quiet time"])
@@ -52,5 +52,5 @@ def test_requests_are_believed_to_go_on_as_they_began(begins: float) -> None:
         pool.add(0.1, 4, 0.0)
     for tick in range(41):
         pool.add(0.1, 4, begins + tick / 20)
-    assert pool.rates(begins + 2.0)[1] == pytest.approx(41 / 4 / 3.0, rel=0.1)
-    assert pool.rates(begins + 19.0)[1] == pytest.approx(41 / 4 / 20.0, rel=0.1)
+    assert pool.estimate_rates(begins + 2.0)[1] == pytest.approx(41 / 4 / 3.0, rel=0.1)
+    assert pool.estimate_rates(begins + 19.0)[1] == pytest.approx(41 / 4 / 20.0, rel=0.1)

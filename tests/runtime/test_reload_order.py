@@ -28,7 +28,7 @@ class Part:
 
 
 def generation(*parts: Part, running: int = 0) -> Any:
-    return cast("Generation", SimpleNamespace(parts=list(parts), states=StateStore().draft(), running=running))
+    return cast("Generation", SimpleNamespace(parts=list(parts), states=StateStore().draft_states(), running=running))
 
 
 async def settle() -> None:
@@ -42,9 +42,9 @@ async def test_requests_of_an_earlier_generation_finish_first(clock: FakeClock) 
     old, shared = Part(), Part()
     before, after = generation(old, shared, running=1), generation(shared)
     async with Reloader(clock=clock, patience_s=10) as reloader:
-        await reloader.begin(before)
-        await reloader.begin(after)
-        reloader.retire(before)
+        await reloader.begin_generation(before)
+        await reloader.begin_generation(after)
+        reloader.retire_generation(before)
         await settle()
         assert old.running
         before.running = 0
@@ -57,8 +57,8 @@ async def test_patience_has_an_end(clock: FakeClock) -> None:
     old = Part()
     before = generation(old, running=1)
     async with Reloader(clock=clock, patience_s=10) as reloader:
-        await reloader.begin(before)
-        reloader.retire(before)
+        await reloader.begin_generation(before)
+        reloader.retire_generation(before)
         await settle()
         assert old.running
         clock.advance(10.0)
@@ -71,9 +71,9 @@ async def test_a_part_that_a_later_generation_takes_up_again_goes_on(clock: Fake
     first, between, third = generation(part, running=1), generation(), generation(part)
     async with Reloader(clock=clock, patience_s=10) as reloader:
         for each in (first, between, third):
-            await reloader.begin(each)
-        reloader.retire(first)
-        reloader.retire(between)
+            await reloader.begin_generation(each)
+        reloader.retire_generation(first)
+        reloader.retire_generation(between)
         first.running = 0
         await until(lambda: reloader.ended == 2)
         assert part.running
@@ -89,7 +89,7 @@ async def test_a_generation_that_cannot_start_ends_what_it_had_started(clock: Fa
 
     own, shared = Part(), Part()
     async with Reloader(clock=clock, patience_s=10) as reloader:
-        await reloader.begin(generation(shared))
+        await reloader.begin_generation(generation(shared))
         with pytest.raises(RuntimeError):
-            await reloader.begin(generation(shared, own, Unlucky()))
+            await reloader.begin_generation(generation(shared, own, Unlucky()))
         assert (shared.running, own.running) == (True, False)

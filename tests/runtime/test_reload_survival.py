@@ -52,7 +52,7 @@ async def reload(running: RunningProxy, endpoints: dict[str, str], changes: dict
 
 
 def endpoint(running: RunningProxy, name: str) -> Endpoint:
-    found = running.proxy.clusters["default"].endpoint(EndpointId(name))
+    found = running.proxy.clusters["default"].find_endpoint(EndpointId(name))
     assert found is not None
     return found
 
@@ -171,7 +171,7 @@ async def test_event_streams_and_pins(changes: dict[str, Any]) -> None:
             assert service(running) is before
             assert (local.precise.count_rows(went.id), set(local.exact)) == (rows, {"a", "b"})
             assert streams.streams(went) == followed
-            await streams.follow()
+            await streams.follow_endpoints()
             assert streams.streams(went) == followed
             assert len(leases(before, running.proxy.clock())) == 1
 

@@ -32,8 +32,8 @@ def counter(states: GenerationStates, name: str = "a", kind: type[Counter] = Cou
 
 
 def living(store: StateStore) -> GenerationStates:
-    states = store.draft()
-    states.keep()
+    states = store.draft_states()
+    states.keep_states()
     return states
 
 
@@ -42,7 +42,7 @@ def test_a_generation_finds_what_the_one_before_it_made() -> None:
     store = StateStore()
     before = living(store)
     made = counter(before)
-    after = store.draft()
+    after = store.draft_states()
     assert counter(before) is made
     assert counter(after) is made
     assert counter(after, "b") is not made
@@ -52,8 +52,8 @@ def test_a_generation_finds_what_the_one_before_it_made() -> None:
 def test_what_was_only_drafted_is_found_by_none() -> None:
     """A configuration that is refused leaves nothing behind."""
     store = StateStore()
-    refused = counter(store.draft())
-    assert counter(store.draft()) is not refused
+    refused = counter(store.draft_states())
+    assert counter(store.draft_states()) is not refused
     assert refused.closed == 0
 
 
@@ -63,11 +63,11 @@ def test_a_state_ends_with_the_last_generation_that_uses_it() -> None:
     first, second = living(store), living(store)
     made = counter(first)
     assert counter(second) is made
-    first.release()
+    first.release_states()
     assert made.closed == 0
-    second.release()
+    second.release_states()
     assert made.closed == 1
-    assert counter(store.draft()) is not made
+    assert counter(store.draft_states()) is not made
 
 
 def test_a_state_that_comes_back_while_its_generation_drains_is_the_same() -> None:
@@ -78,8 +78,8 @@ def test_a_state_that_comes_back_while_its_generation_drains_is_the_same() -> No
     between = living(store)
     third = living(store)
     assert counter(third) is made
-    first.release()
-    between.release()
+    first.release_states()
+    between.release_states()
     assert made.closed == 0
 
 
@@ -97,7 +97,7 @@ def test_of_two_of_one_name_the_latest_is_found() -> None:
 def test_equals_find_each_other_by_their_place() -> None:
     """Counted in the order in which they ask."""
     store = StateStore()
-    before, after = living(store), store.draft()
+    before, after = living(store), store.draft_states()
     made = [before.next_of(Counter, Counter) for _ in range(2)]
     assert made[0] is not made[1]
     found = [after.next_of(Counter, Counter) for _ in range(3)]
@@ -112,6 +112,6 @@ def test_one_that_cannot_be_closed_is_logged(caplog: pytest.LogCaptureFixture) -
     counter(states, kind=Broken)
     made = counter(states)
     with caplog.at_level(logging.ERROR, "kvproxy"):
-        states.release()
+        states.release_states()
     assert made.closed == 1
     assert "no luck today" in caplog.text

@@ -25,8 +25,8 @@ def filter_context(
     store: StateStore | None = None,
 ) -> FilterContext:
     """A context whose wall clock stands at NOON; its states live from now on in `store`."""
-    states = (store or StateStore()).draft()
-    states.keep()
+    states = (store or StateStore()).draft_states()
+    states.keep_states()
     config, metrics = Config(limits=limits or LimitSettings(), log=log or LogSettings()), Metrics()
     return FilterContext(
         config=config,

@@ -30,7 +30,7 @@ async def post(
 async def read(response: UpstreamResponse) -> bytes:
     """The whole body."""
     body = b""
-    while data := await response.chunk():
+    while data := await response.next_chunk():
         body += data
     return body
 

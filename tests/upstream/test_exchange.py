@@ -61,7 +61,7 @@ async def test_the_head_comes_before_the_body() -> None:
         assert await read(response) == b"abcdef"
         assert response.complete
         assert response.take() == b""
-        assert await response.chunk() == b""
+        assert await response.next_chunk() == b""
 
 
 async def test_pieces_that_arrived_together_are_taken_together() -> None:
@@ -103,7 +103,7 @@ async def test_a_slow_reader_stops_the_engine() -> None:
             assert held is not None
             assert len(held) < 128 * 1024 + 512 * 1024
             total = len(held)
-            while data := await response.chunk():
+            while data := await response.next_chunk():
                 total += len(data)
             assert total == size
             assert pool.idle == 1  # back although reading had been paused on it
@@ -118,7 +118,7 @@ async def test_silence_before_the_first_byte() -> None:
             await post(pool, upstream.origin, timeouts=quick)
         response = await post(pool, upstream.origin, timeouts=after_the_head)
         with pytest.raises(FirstByteTimeout):
-            await response.chunk()
+            await response.next_chunk()
         with pytest.raises(FirstByteTimeout):
             response.take()
         await until(lambda: pool.open == 0)
@@ -131,7 +131,7 @@ async def test_silence_in_the_middle() -> None:
         await until(lambda: pool.open == 0)
         assert response.take() == b"abc"
         with pytest.raises(IdleTimeout):
-            await response.chunk()
+            await response.next_chunk()
 
 
 async def test_silence_after_a_slow_reader_is_the_engines_again() -> None:
@@ -142,9 +142,9 @@ async def test_silence_after_a_slow_reader_is_the_engines_again() -> None:
         async with asyncio.timeout(30):
             taken = 0
             while taken < 0x10000:
-                taken += len(await response.chunk())
+                taken += len(await response.next_chunk())
             with pytest.raises(IdleTimeout):
-                await response.chunk()
+                await response.next_chunk()
 
 
 async def test_zero_is_no_timeout() -> None:
@@ -178,14 +178,14 @@ async def test_abort_reaches_the_engine_at_once() -> None:
 
     async with scripted(stream) as upstream, UpstreamPool() as pool:
         response = await post(pool, upstream.origin)
-        assert await response.chunk() == b"abc"
+        assert await response.next_chunk() == b"abc"
         response.abort()
         response.abort()
         async with asyncio.timeout(60):
             await gone.wait()
         assert pool.open == 0
         with pytest.raises(UpstreamDisconnected):
-            await response.chunk()
+            await response.next_chunk()
 
 
 async def test_cancelling_a_request_reaches_the_engine() -> None:
@@ -223,7 +223,7 @@ async def test_a_cancelled_read_may_be_tried_again() -> None:
         response = await post(pool, upstream.origin)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
-                await response.chunk()
+                await response.next_chunk()
         more.set()
         assert await read(response) == b"abc"
 
@@ -253,7 +253,7 @@ async def test_a_death_in_the_body_is_told_after_what_came(raw: bytes, more: byt
         assert response.take() == b"abc"
         assert not response.complete
         with pytest.raises(error):
-            await response.chunk()
+            await response.next_chunk()
 
 
 async def test_a_reset_in_the_body_is_a_disconnect() -> None:
@@ -268,7 +268,7 @@ async def test_a_reset_in_the_body_is_a_disconnect() -> None:
     async with scripted(resets) as upstream, UpstreamPool() as pool:
         response = await post(pool, upstream.origin)
         with pytest.raises(UpstreamDisconnected):
-            await response.chunk()
+            await response.next_chunk()
 
 
 async def test_a_body_without_length_ends_at_the_close() -> None:

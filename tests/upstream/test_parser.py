@@ -15,13 +15,13 @@ Seen = tuple[int, bytes, list[tuple[bytes, bytes]], bytes, bool, bool]
 def read(*pieces: bytes, method: bytes = b"POST", eof: bool = False) -> Seen:
     """Feeds a fresh parser; what a reader would see, and whether it is complete and the connection reusable."""
     parser = ResponseParser()
-    parser.expect(method)
+    parser.expect_response(method)
     body = b""
     for piece in pieces:
         parser.feed(piece)
-        body += parser.drain()
+        body += parser.take_body()
     if eof:
-        parser.eof()
+        parser.feed_eof()
     return parser.status, parser.reason, parser.headers, body, parser.complete, parser.reusable
 
 
@@ -142,12 +142,12 @@ def test_bytes_after_the_end_spoil_reuse_only(extra: bytes, method: bytes) -> No
 def test_after_head_the_next_response_is_read_afresh() -> None:
     """The length a HEAD response states is not waited for in the next one."""
     parser = ResponseParser()
-    parser.expect(b"HEAD")
+    parser.expect_response(b"HEAD")
     parser.feed(OK + b"content-length: 100\r\n\r\n")
     assert parser.reusable
-    parser.expect(b"GET")
+    parser.expect_response(b"GET")
     parser.feed(OK + b"content-length: 1\r\n\r\nz")
-    assert (parser.complete, parser.drain()) == (True, b"z")
+    assert (parser.complete, parser.take_body()) == (True, b"z")
 
 
 @pytest.mark.parametrize(
@@ -175,18 +175,18 @@ def test_an_early_end_is_a_disconnect(raw: bytes, where: str) -> None:
 def test_garbage_raises_our_errors_only(prefix: bytes, pieces: list[bytes], method: bytes) -> None:
     """Whatever arrives: an UpstreamError or a response; reusable only with nothing of it left over."""
     parser = ResponseParser()
-    parser.expect(method)
+    parser.expect_response(method)
     try:
         for piece in [prefix, *pieces] if prefix else pieces:
             parser.feed(piece)
             if parser.complete:
                 break
         if not parser.complete:
-            parser.eof()
+            parser.feed_eof()
     except UpstreamError:
         return
     assert parser.complete
     if parser.reusable:
-        parser.expect(b"GET")
+        parser.expect_response(b"GET")
         parser.feed(OK + b"content-length: 2\r\n\r\nok")
-        assert (parser.status, parser.drain(), parser.complete) == (200, b"ok", True)
+        assert (parser.status, parser.take_body(), parser.complete) == (200, b"ok", True)

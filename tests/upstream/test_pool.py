@@ -333,8 +333,8 @@ async def test_a_slot_handed_to_a_waiter_that_leaves_in_the_same_turn_is_free_ag
     """It has no task any more that could open a connection in it."""
     origin = Origin.parse("http://127.0.0.1:1")
     lane = OriginPool(origin, PoolLimits(1, 1, 4.0, 8), clock=FakeClock(), on_empty=lambda _: None)
-    assert lane.reserve()
-    waiter = asyncio.create_task(lane.wait(0))
+    assert lane.reserve_slot()
+    waiter = asyncio.create_task(lane.wait_in_line(0))
     await until(lambda: lane.waiting == 1)
     lane.free_slot()
     waiter.cancel()
@@ -395,7 +395,7 @@ async def test_leaving_closes_everything() -> None:
             waiting = asyncio.create_task(post(pool, upstream.origin))
             await until(lambda: pool.waiting == 1)
         with pytest.raises(UpstreamDisconnected):
-            await busy.chunk()
+            await busy.next_chunk()
         with pytest.raises(ConnectError):
             await waiting
         with pytest.raises(ConnectError):

@@ -105,7 +105,7 @@ class Skipped:
     counts: dict[str, int] = field(default_factory=lambda: {"unknown_type": 0, "malformed": 0})
 
 
-def sliced(events: Iterable[KvEvent | Effort], max_blocks: int) -> Iterator[tuple[list[KvEvent], int]]:
+def slice_events(events: Iterable[KvEvent | Effort], max_blocks: int) -> Iterator[tuple[list[KvEvent], int]]:
     """`events` in order, in lists of at most `max_blocks` blocks, each with what it cost; a longer event is cut where
     that changes nothing. Effort fills a list as blocks do, so that a list may be empty.
     """

@@ -13,7 +13,7 @@ from kvproxy.clients.kv_events.events import (
     Skipped,
     decode_batch,
     sequence_number,
-    sliced,
+    slice_events,
 )
 from kvproxy.clients.kv_events.status import StreamHealth, StreamMeter, StreamReason
 from kvproxy.errors import BadResponse, ClientError, ClientTimeout
@@ -282,7 +282,7 @@ class StreamFollower:
         skipped = Skipped()
         if batch.seq == 0:  # the very first one: there is nothing before it
             self._missing = None
-        for piece, cost in sliced(batch.steps(skipped), self._slice_blocks):
+        for piece, cost in slice_events(batch.steps(skipped), self._slice_blocks):
             self._apply(piece)
             self._meter.count_events(piece)
             if any(isinstance(event, AllBlocksCleared) for event in piece):

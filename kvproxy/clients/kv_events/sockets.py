@@ -120,7 +120,7 @@ class Subscription:
         self._wake.set()
 
 
-async def replayed(
+async def read_replay(
     address: str, start: int, *, idle_timeout_s: float, memory: ReceiveMemory | None = None
 ) -> AsyncGenerator[list[bytes], None]:
     """Messages of a replay from batch `start` on, the end marker last.

@@ -50,9 +50,9 @@ def sources_from_wire(answer: WireSources, *, host: str) -> tuple[KvEventSource,
     sources = []
     for rank, entry in sorted(entries.items()):
         offset = rank if shared else 0
-        endpoint = reachable(entry.endpoint, host=host, offset=offset)
+        endpoint = resolve_address(entry.endpoint, host=host, offset=offset)
         if endpoint is not None:
-            replay = reachable(entry.replay_endpoint, host=host, offset=offset)
+            replay = resolve_address(entry.replay_endpoint, host=host, offset=offset)
             sources.append(KvEventSource(rank, endpoint, replay, entry.topic or "", entry.buffer_steps or 0))
     return tuple(sources)
 
@@ -65,13 +65,13 @@ def stated_sources(stated: EventSources, *, host: str, rank: int | None = None) 
     """
     found = []
     for each in range(stated.data_parallel_size) if rank is None else (rank,):
-        address = reachable(stated.endpoint, host=host, offset=each)
+        address = resolve_address(stated.endpoint, host=host, offset=each)
         if address is not None:
-            found.append(KvEventSource(each, address, reachable(stated.replay_endpoint, host=host, offset=each)))
+            found.append(KvEventSource(each, address, resolve_address(stated.replay_endpoint, host=host, offset=each)))
     return tuple(found)
 
 
-def reachable(address: str | None, *, host: str, offset: int = 0) -> str | None:
+def resolve_address(address: str | None, *, host: str, offset: int = 0) -> str | None:
     """A ZMQ address as `host` offers it (`tcp://host:port`; `ipc://` unchanged); None when there is none."""
     if not address:
         return None

@@ -10,7 +10,7 @@ from typing import Protocol, Self
 from kvproxy.background_task import BackgroundTask
 from kvproxy.clients.kv_events.events import KvEvent
 from kvproxy.clients.kv_events.follower import StreamFollower
-from kvproxy.clients.kv_events.sockets import Subscription, replayed
+from kvproxy.clients.kv_events.sockets import Subscription, read_replay
 from kvproxy.clients.kv_events.source import KvEventSource
 from kvproxy.clients.kv_events.status import StreamHealth, StreamMeter, StreamState, StreamStatus
 from kvproxy.clients.kv_events.zmtp import ReceiveMemory
@@ -182,7 +182,7 @@ class KvEventSubscriber(BackgroundTask):
     def _replay(self, start: int) -> AsyncGenerator[list[bytes], None]:
         address = self.source.replay_endpoint
         assert address is not None
-        return replayed(address, start, idle_timeout_s=self._replay_timeout_s, memory=self._replay_memory)
+        return read_replay(address, start, idle_timeout_s=self._replay_timeout_s, memory=self._replay_memory)
 
     def _state_changed(self, status: StreamStatus) -> None:
         self._meter.show_state(status)

@@ -56,7 +56,7 @@ class LMCacheControllerClient(ServiceClient):
         body = body_with_tokens("tokens", tokens, {})
         timeout_s = timeout_s or self._lookup_timeout_s
         answer = await self._api.post("/lookup", body, WireLookup, timeout_s=timeout_s, max_bytes=_MAX_LOOKUP_BYTES)
-        return answer.holders()
+        return answer.read_holders()
 
     async def pin(self, instance_id: str, tokens: TokenIds, *, location: str) -> ActionResult:
         """Protects the prompt's chunks from eviction until the engine's pin timeout (300 s); there is no unpin."""
@@ -89,7 +89,7 @@ class LMCacheControllerClient(ServiceClient):
     async def clear(self, instance_id: str, *, location: str) -> ActionResult:
         """Drops everything unpinned in one location of the instance, whatever the prompt."""
         body = {"instance_id": instance_id, **_at(location)}
-        return (await self._worker_call("/clear", (instance_id,), body, WireAction)).result()
+        return (await self._worker_call("/clear", (instance_id,), body, WireAction)).read_result()
 
     async def move(
         self, source: tuple[str, str], target: tuple[str, str], tokens: TokenIds, *, copy: bool = True
@@ -98,11 +98,13 @@ class LMCacheControllerClient(ServiceClient):
         # `copy` is what versions before 0.3.11 call should_copy; unknown fields are ignored by all of them.
         others = {"old_position": source, "new_position": target, "should_copy": copy, "copy": copy}
         body = body_with_tokens("tokens", tokens, others)
-        return (await self._worker_call("/move", (source[0], target[0]), body, WireAction)).result()
+        return (await self._worker_call("/move", (source[0], target[0]), body, WireAction)).read_result()
 
     async def check_health(self, instance_id: str) -> InstanceHealth:
         """Asks every worker of the instance; one that is dead makes this time out."""
-        return (await self._worker_call("/health", (instance_id,), {"instance_id": instance_id}, WireHealth)).health()
+        return (
+            await self._worker_call("/health", (instance_id,), {"instance_id": instance_id}, WireHealth)
+        ).read_health()
 
     async def query_instance(self, ip: str) -> str | None:
         """The first instance registered from this address (ambiguous with several on one host); None: there is none."""
@@ -159,7 +161,7 @@ class LMCacheControllerClient(ServiceClient):
         self, path: str, instance_id: str, tokens: TokenIds, others: Mapping[str, Any]
     ) -> ActionResult:
         body = body_with_tokens("tokens", tokens, {"instance_id": instance_id, **others})
-        return (await self._worker_call(path, (instance_id,), body, WireAction)).result()
+        return (await self._worker_call(path, (instance_id,), body, WireAction)).read_result()
 
     async def _worker_call(self, path: str, instances: tuple[str, ...], body: Any, answer: type[T]) -> T:
         async with self._serial.hold_keys(*instances):

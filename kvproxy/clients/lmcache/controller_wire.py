@@ -100,7 +100,7 @@ class WireLookup(msgspec.Struct):
     layout_info: Annotated[dict[str, tuple[str, _Tokens] | _PixiuPlace], msgspec.Meta(max_length=MAX_HOLDERS)]
     event_id: str = ""
 
-    def holders(self) -> tuple[Holder, ...]:
+    def read_holders(self) -> tuple[Holder, ...]:
         """Holders in the controller's order (that of the chunks, not of the match length)."""
         return tuple(
             Holder(instance, *place) if isinstance(place, tuple) else Holder(instance, place.location, place.tokens)
@@ -115,7 +115,7 @@ class WireAction(msgspec.Struct):
     success: bool | None = None
     event_id: str = ""
 
-    def result(self) -> ActionResult:
+    def read_result(self) -> ActionResult:
         return ActionResult(self.num_tokens, self.success, self.event_id)
 
 
@@ -126,7 +126,7 @@ class WireHealth(msgspec.Struct):
     error_code: int | None = None
     alive: bool | None = None
 
-    def health(self) -> InstanceHealth:
+    def read_health(self) -> InstanceHealth:
         if self.error_codes is not None:
             return InstanceHealth(self.error_codes)
         if self.error_code is not None:

@@ -48,7 +48,7 @@ class EtcdDiscovery:
     def _found(self) -> tuple[tuple[EndpointSettings, ...], str]:
         found, fault = [], ""
         for name, value in sorted(self._mirror.items.items()):
-            one = _endpoint(name, value)
+            one = endpoint_of(name, value)
             if isinstance(one, str):
                 fault = fault or f"key {name}: {one}"
             else:
@@ -56,10 +56,10 @@ class EtcdDiscovery:
         return tuple(found), fault
 
 
-def _endpoint(name: str, value: bytes) -> EndpointSettings | str:
+def endpoint_of(name: str, value: bytes) -> EndpointSettings | str:
     """The endpoint, or what is wrong with it."""
     try:
-        data = msgspec.json.decode(value) if value[:1] in b'{"' else value.decode()
+        data = msgspec.json.decode(value) if value.startswith((b"{", b'"')) else value.decode()
         fields = {"url": data} if isinstance(data, str) else data
         endpoint = EndpointSettings.model_validate({"id": name, **fields})
     except ValidationError as error:

@@ -56,6 +56,7 @@ class Mirror(Generic[ItemT]):
             try:
                 if self._version is None:
                     await self.list_all()
+                    on_change()
                 await self._watch(self._version or "", on_change)
             except TooOld:
                 self._version = None

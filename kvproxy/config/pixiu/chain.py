@@ -50,11 +50,11 @@ def translate_chain(translation: Translation, manager: ConnectionManager, at: Pa
                 translation.add_note(
                     (*here, "name"), "public are inference and what routes name besides, no other path"
                 )
-            proxy = translation.decode(LlmProxy, item.config, (*here, "config"))
+            proxy = translation.decode_part(LlmProxy, item.config, (*here, "config"))
             scheme = proxy.scheme if proxy is not None else "http"
             _proxy(translation, proxy or LlmProxy(), (*here, "config"))
         elif item.name == _TOKENIZER:
-            translation.decode(Tokenizer, item.config, (*here, "config"))
+            translation.decode_part(Tokenizer, item.config, (*here, "config"))
             translation.add_note(here, "token usage is always counted from the engine's own figures, in the metrics")
         elif item.name == _CORS:
             _cors(translation, item.config, (*here, "config"))
@@ -123,7 +123,7 @@ def _proxy(translation: Translation, proxy: LlmProxy, at: Path) -> None:
 
 def _cors(translation: Translation, raw: Any, at: Path) -> None:
     """Pixiu only adds headers to answers; ours answers preflight requests too, and knows origins by their scheme."""
-    cors = translation.decode(Cors, raw, at)
+    cors = translation.decode_part(Cors, raw, at)
     if cors is None:
         return
     if not cors.allow_origin:

@@ -37,7 +37,7 @@ def decode_pixiu(
     """The configuration, best effort if there are errors, with errors, warnings and notes; `known` ones come first."""
     translation = Translation(lenient=lenient)
     translation.form.begin_with(known)
-    file = translation.decode(PixiuFile, raw, ())
+    file = translation.decode_part(PixiuFile, raw, ())
     if file is None:
         return None, translation.form.problems
     resources, at = (file.static_resources, ("static_resources",)) if file.static_resources else (file, ())
@@ -109,7 +109,7 @@ def _listeners(translation: Translation, resources: Resources, at: Path) -> str:
     for index, item in enumerate(listener.filter_chains.filters):
         if item.name == _MANAGER and not managers:
             manager_at: Path = (*filters_at, index, "config")
-            manager = translation.decode(ConnectionManager, item.config, manager_at)
+            manager = translation.decode_part(ConnectionManager, item.config, manager_at)
             managers.append((manager or ConnectionManager(), manager_at))
         else:
             translation.add_unsupported(

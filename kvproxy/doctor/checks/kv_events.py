@@ -50,7 +50,7 @@ class EventSourcesCheck(EngineCheck):
             note = "" if self.wanted else "; `kv_events: true` of the kvcache filter would follow them"
             return [ok(self.where, f"publishes KV events of {len(sources)} rank(s){note}")]
         what = "publishes no KV events, though `kv_events` of the kvcache filter is on"
-        fix = f"{_ENABLE[await self.engine.kind()]}, or set `kv_events: false`"
+        fix = f"{_ENABLE[await self.engine.find_kind()]}, or set `kv_events: false`"
         return [problem(self.where, what, fix)] if self.wanted else []
 
 
@@ -65,7 +65,7 @@ class KvEventsCheck(EngineCheck):
         trial = await self.engine.try_generating()
         if trial.observed and caching_enabled(trial) is False:
             raise ClientError(f"{self.where} has prefix caching off, so there is nothing to publish")
-        return list(judge_events(self.where, trial, await self.engine.kind())) if trial.observed else []
+        return list(judge_events(self.where, trial, await self.engine.find_kind())) if trial.observed else []
 
 
 def judge_events(where: str, trial: Trial, kind: EngineKind = EngineKind.VLLM) -> Iterator[Finding]:

@@ -27,7 +27,7 @@ class ServiceCheck(LmcacheCheck):
         if (await self.lmcache.try_link()).error is not None:
             return []
         try:
-            kind = await self.lmcache.kind()
+            kind = await self.lmcache.find_kind()
         except BadResponse:
             fix = "correct `lmcache_endpoint`: the controller's own port (9000), or the coordinator's (9300)"
             return [problem(self.where, "answers, but is neither LMCache's controller nor its coordinator", fix)]
@@ -56,7 +56,7 @@ class InstancesCheck:
         return self.lmcache.where
 
     async def collect_findings(self) -> Sequence[Finding]:
-        await self.lmcache.kind()  # what is no LMCache is reported elsewhere
+        await self.lmcache.find_kind()  # what is no LMCache is reported elsewhere
         try:
             registered = await self.lmcache.list_instances()
         except NotSupported:
@@ -132,7 +132,7 @@ class ActionsCheck(LmcacheCheck):
         strategy = self.lmcache.settings.cache_strategy
         if not (strategy.enable_pinning or strategy.enable_compression or strategy.enable_eviction):
             return []
-        kind = await self.lmcache.kind()
+        kind = await self.lmcache.find_kind()
         found: list[Finding] = []
         if kind is Provider.CONTROLLER:
             evicts = not strategy.enable_eviction or await self.lmcache.has_evict_route()

@@ -48,7 +48,7 @@ class LookupCheck(EngineCheck):
     calls = LOOKUP_CALLS
 
     async def collect_findings(self) -> Sequence[Finding]:
-        await self.lmcache.kind()
+        await self.lmcache.find_kind()
         trial = await self.engine.try_generating()
         if not trial.tokens or not await self._registered():
             return []  # reported with tokenize, or with the instance ids
@@ -84,7 +84,7 @@ class LookupCheck(EngineCheck):
         return ok(self.where, f"LMCache finds what it computed{shapes.get(found.shape, '')}")
 
     async def _empty(self, found: LookupAnswer) -> Finding:
-        provider = await self.lmcache.provider()
+        provider = await self.lmcache.make_provider()
         try:
             indexed: int | None = await provider.indexed_chunks()
         except ClientError:
@@ -92,7 +92,7 @@ class LookupCheck(EngineCheck):
         if indexed == 0:
             what = "LMCache's index is empty although the engine has just computed a long prompt"
             return problem(self.where, what, "let the engine store in LMCache; see the causes", _EMPTY)
-        if await self.lmcache.kind() is Provider.COORDINATOR:
+        if await self.lmcache.find_kind() is Provider.COORDINATOR:
             what = f"LMCache does not find a prompt that the engine has just computed, under the model {found.model!r}"
             causes = ("the directory has it under another name: set `directory_model` to vLLM's --model", *_EMPTY)
             return problem(self.where, what, "see the causes", causes)
@@ -160,7 +160,7 @@ class ChunksCheck(EngineCheck):
             lengths = parse_prompt_lengths(await self.engine.fetch_exposition())
         except ClientError:
             lengths = PromptLengths(0, ())
-        fixed = await self.lmcache.kind() is ProviderName.CONTROLLER
+        fixed = await self.lmcache.find_kind() is ProviderName.CONTROLLER
         if not found.chunks and asked:
             return [_too_large(self.where, asked, longest, fixed=fixed)]
         min_tokens = self.lmcache.settings.lookup_min_tokens

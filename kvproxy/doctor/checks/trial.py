@@ -44,7 +44,7 @@ class GenerateCheck(EngineCheck):
 
     async def collect_findings(self) -> Sequence[Finding]:
         await self.engine.choose_model()  # whatever is wrong before a prompt can be sent is reported elsewhere
-        if await self.engine.sleeps():
+        if await self.engine.is_asleep():
             raise ClientError("it sleeps")
         try:
             trial = await self.engine.try_generating()
@@ -109,7 +109,7 @@ class CachingCheck(EngineCheck):
     calls = TRIAL_CALLS
 
     async def collect_findings(self) -> Sequence[Finding]:
-        return [judge_caching(self.where, await self.engine.try_generating(), await self.engine.kind())]
+        return [judge_caching(self.where, await self.engine.try_generating(), await self.engine.find_kind())]
 
 
 def judge_caching(where: str, trial: Trial, kind: EngineKind = EngineKind.VLLM) -> Finding:

@@ -59,7 +59,7 @@ class ActionExecutor:
         self._rng = rng
         self._without_effect: Counter[tuple[str, str]] = Counter()  # in a row, by kind and instance
 
-    def disabled(self, action: Action) -> bool:
+    def is_disabled(self, action: Action) -> bool:
         """Whether this kind of action switched itself off at that instance."""
         return self._without_effect[action.kind, action.instance_id] >= self._settings.cache_strategy.disable_after
 
@@ -71,7 +71,7 @@ class ActionExecutor:
 
     def submit(self, action: Action, strategy: Strategy) -> bool:
         """Queue it, unless it is switched off, its breaker is open, or it waits or runs already."""
-        if self._lookups.provider is None or self.disabled(action) or not self._breakers.admits(action.kind):
+        if self._lookups.provider is None or self.is_disabled(action) or not self._breakers.admits(action.kind):
             return False
         key = (action.kind, action.instance_id, 0 if action.prefix is None else action.prefix.key)
         about = f"{action.kind} {'*' if action.prefix is None else action.prefix.name}"
@@ -79,7 +79,7 @@ class ActionExecutor:
         return self._jobs.submit(job)
 
     async def _run(self, action: Action, strategy: Strategy) -> bool:
-        if self.disabled(action):
+        if self.is_disabled(action):
             return False
         started = self._clock()
         result, amount = await self._attempt(action)
@@ -129,7 +129,7 @@ class ActionExecutor:
             del self._without_effect[where]
             return
         self._without_effect[where] += 1
-        if self.disabled(action):
+        if self.is_disabled(action):
             log.warning(
                 "[kvcache] %s at %s had no effect %d times in a row and is switched off there; check its location, "
                 "method and instance id",

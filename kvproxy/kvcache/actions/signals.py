@@ -64,23 +64,23 @@ class Signals:
         self._host: HostUse | None = None
         self._providers: Mapping[str, float] = {}
 
-    def engine(self, endpoint: Endpoint, metrics: EngineMetrics) -> None:
+    def note_scrape(self, endpoint: Endpoint, metrics: EngineMetrics) -> None:
         """A scrape of one engine."""
         self._engines[endpoint] = (self._clock(), metrics)
 
-    def host(self, use: HostUse) -> None:
+    def note_host(self, use: HostUse) -> None:
         """A sample of this host."""
         self._host = use
 
-    def provider(self, memory: Mapping[str, float]) -> None:
+    def note_memory(self, memory: Mapping[str, float]) -> None:
         """LMCache's own memory by instance, as a share."""
         self._providers = memory
 
-    def keep(self, endpoints: frozenset[Endpoint]) -> None:
+    def keep_only(self, endpoints: frozenset[Endpoint]) -> None:
         """Forget the readings of all others."""
         self._engines = {endpoint: reading for endpoint, reading in self._engines.items() if endpoint in endpoints}
 
-    def reading(self, endpoint: Endpoint) -> tuple[float, EngineMetrics] | None:
+    def latest_scrape(self, endpoint: Endpoint) -> tuple[float, EngineMetrics] | None:
         """Age in seconds and content of the latest scrape; None before the first."""
         read_at, metrics = self._engines.get(endpoint, (0.0, None))
         return None if metrics is None else (self._clock() - read_at, metrics)
@@ -157,7 +157,7 @@ class Hotness:
         """Bytes of token ids kept, over all prefixes."""
         return 4 * self._tokens
 
-    def use(
+    def count_use(
         self, keys: Sequence[int], *, model: str, cache_salt: str, instance: str, now: float, session: int = 0
     ) -> list[KnownPrefix]:
         """A prompt of `session` with these message prefixes (shortest first, the whole prompt last) was served at
@@ -180,7 +180,7 @@ class Hotness:
         self._trim()
         return used
 
-    def learn(self, used: Sequence[KnownPrefix], tokens: TokenIds) -> None:
+    def learn_tokens(self, used: Sequence[KnownPrefix], tokens: TokenIds) -> None:
         """The prompt whose prefixes were `used` has these tokens: a prefix ends where two prompts part."""
         if not used:
             return
@@ -196,14 +196,14 @@ class Hotness:
                 prefix.shared = True
         self._trim()
 
-    def count(self, prefix: KnownPrefix, now: float) -> int:
+    def count_recent_uses(self, prefix: KnownPrefix, now: float) -> int:
         """Uses within the window."""
         uses, since = prefix.uses, now - self._window_s
         while uses and uses[0] < since:
             uses.popleft()
         return len(uses)
 
-    def coldest(self, instance: str) -> Iterator[KnownPrefix]:
+    def walk_coldest(self, instance: str) -> Iterator[KnownPrefix]:
         """Prefixes with tokens that `instance` served, the longest unused first. Not to be changed meanwhile."""
         return (one for one in self._prefixes.values() if one.actionable and instance in one.instances)
 
@@ -216,11 +216,11 @@ class Hotness:
                 prefix.uses.clear()
                 self._prefixes.move_to_end(key, last=False)
 
-    def gone(self, prefix: KnownPrefix, instance: str) -> None:
+    def note_gone(self, prefix: KnownPrefix, instance: str) -> None:
         """`instance` does not hold it any more."""
         prefix.instances.discard(instance)
 
-    def emptied(self, instance: str) -> None:
+    def note_emptied(self, instance: str) -> None:
         """`instance` holds nothing any more."""
         for prefix in self._prefixes.values():
             prefix.instances.discard(instance)

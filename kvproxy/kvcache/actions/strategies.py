@@ -61,8 +61,8 @@ def cold_prefixes(
 ) -> list[KnownPrefix]:
     """Candidates at the instance, coldest first. Cache entries are shared by prompts that begin alike, so nothing is
     touched whose head something hot, pinned or just served has as well."""
-    looked_at = list(islice(hotness.coldest(instance), LOOKED_AT))
-    protected = taken | {one.head for one in looked_at if hotness.count(one, now) >= hot_threshold}
+    looked_at = list(islice(hotness.walk_coldest(instance), LOOKED_AT))
+    protected = taken | {one.head for one in looked_at if hotness.count_recent_uses(one, now) >= hot_threshold}
     chosen: list[KnownPrefix] = []
     for one in looked_at:
         if len(chosen) == PER_PASS:
@@ -158,7 +158,7 @@ class Pin:
             self._leases[where] = Lease(action.prefix, len(action.prefix.tokens), now)
 
     def _hot(self, prefix: KnownPrefix, now: float) -> bool:
-        return self._hotness.count(prefix, now) >= self._settings.hot_content_threshold
+        return self._hotness.count_recent_uses(prefix, now) >= self._settings.hot_content_threshold
 
     def _due(self, lease: Lease, now: float) -> bool:
         return now - lease.pinned_at >= self._settings.pin_renewal
@@ -200,7 +200,7 @@ class Compress:
         taken.update(one.head for one in cold)
         return [Action(ActionKind.COMPRESS, instance, one, f"load {load:.2f}") for one in cold]
 
-    def decompressions(self, keys: Sequence[int], instance: str) -> list[Action]:
+    def plan_decompressions(self, keys: Sequence[int], instance: str) -> list[Action]:
         """What must be undone at the instance before a prompt with these message prefixes is served from there."""
         compressed, near = self.compressed, [*keys[:EDGE_PREFIXES], *keys[EDGE_PREFIXES:][-MAX_LOOKED_UP:]]
         found = [compressed[instance, key] for key in near if (instance, key) in compressed]
@@ -253,9 +253,9 @@ class Evict:
 
     def done(self, action: Action, now: float) -> None:
         if action.prefix is None:
-            self._hotness.emptied(action.instance_id)
+            self._hotness.note_emptied(action.instance_id)
         else:
-            self._hotness.gone(action.prefix, action.instance_id)
+            self._hotness.note_gone(action.prefix, action.instance_id)
 
     def _clear(self, instance: str, reason: str, now: float) -> list[Action]:
         allowed = self._settings.allow_clear and ActionKind.CLEAR in self._supports()

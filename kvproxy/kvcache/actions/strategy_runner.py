@@ -70,7 +70,7 @@ class StrategyRunner:
         """Whether there is anything to do after a response."""
         return bool(self._order) and self._lookups.provider is not None
 
-    def served(self, facts: RequestFacts, endpoint: Endpoint | None) -> None:
+    def run_strategies(self, facts: RequestFacts, endpoint: Endpoint | None) -> None:
         """The strategies' turn after a response of the endpoint (None: it left), with the prompt's tokens. Where these
         are not known yet they are asked for, which also lets the next turn of this chat know its beginning."""
         used = self._use(facts, endpoint) if endpoint is not None and self.enabled else []
@@ -100,7 +100,7 @@ class StrategyRunner:
     def _use(self, facts: RequestFacts, endpoint: Endpoint) -> list[KnownPrefix]:
         """Count the use of this prompt's prefixes."""
         salt = facts.request.cache_salt or ""
-        return self.hotness.use(
+        return self.hotness.count_use(
             facts.keys,
             model=facts.model,
             cache_salt=salt,
@@ -110,7 +110,7 @@ class StrategyRunner:
         )
 
     async def _tokenize(self, facts: RequestFacts, used: Sequence[KnownPrefix], endpoint: Endpoint | None) -> bool:
-        task = self._tokens.ask(facts)
+        task = self._tokens.start_tokenizing(facts)
         tokens = None if task is None else await asyncio.shield(task)
         if tokens is not None and tokens.whole and endpoint is not None and used:
             self._consider(used, tokens.ids, endpoint)
@@ -118,7 +118,7 @@ class StrategyRunner:
 
     def _consider(self, used: Sequence[KnownPrefix], tokens: TokenIds, endpoint: Endpoint) -> None:
         """The prompt with these prefixes was served there, and its KV exists: decide and queue."""
-        self.hotness.learn(used, tokens)
+        self.hotness.learn_tokens(used, tokens)
         now = self._clock()
         served = Served(endpoint.instance_id, used)
         taken = {one.head for one in used if one.tokens}
@@ -130,7 +130,7 @@ class StrategyRunner:
 
     def _decompress(self, endpoint: EndpointId, keys: Sequence[int], instances: dict[EndpointId, str]) -> bool:
         assert self.compress is not None
-        actions = self.compress.decompressions(keys, instances[endpoint])
+        actions = self.compress.plan_decompressions(keys, instances[endpoint])
         for action in actions:
             self.executor.submit(action, self.compress)
         return bool(actions)

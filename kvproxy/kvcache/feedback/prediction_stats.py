@@ -17,14 +17,14 @@ _RESULTS = ("miss", "partial", "hit")
 
 
 class PredictionStats:
-    """Bounded by the endpoints there are: `keep` forgets the others, and their series."""
+    """Bounded by the endpoints there are: `keep_only` forgets the others, and their series."""
 
     def __init__(self, metrics: Metrics, *, clock: Clock) -> None:
         self._metrics = metrics
         self._clock = clock
         self._scores: dict[tuple[str, EndpointId, FactSource], _Score] = {}
 
-    def count(
+    def count_prediction(
         self,
         cluster: str,
         endpoint: EndpointId,
@@ -45,9 +45,9 @@ class PredictionStats:
         score.predicted.value += predicted
         score.reused.value += min(predicted, cached)
         if predicted >= LARGE_TOKENS:
-            score.alarm.observe(predicted, cached, request_id, self._clock())
+            score.alarm.observe_reuse(predicted, cached, request_id, self._clock())
 
-    def alarms(self) -> list[Alarm]:
+    def raised_alarms(self) -> list[Alarm]:
         """Those that are raised now."""
         now = self._clock()
         raised = (score.alarm.raised(now) for score in self._scores.values())
@@ -59,7 +59,7 @@ class PredictionStats:
         for (cluster, endpoint, source), score in list(self._scores.items()):
             yield (cluster, str(endpoint), source.value), float(score.alarm.raised(now) is not None)
 
-    def keep(self, present: Collection[tuple[str, EndpointId]]) -> None:
+    def keep_only(self, present: Collection[tuple[str, EndpointId]]) -> None:
         """Forget all endpoints but these."""
         for key in [key for key in self._scores if key[:2] not in present]:
             del self._scores[key]
@@ -164,7 +164,7 @@ class PredictionAlarm:
         self._said_at: float | None = None
         self._unsaid = 0
 
-    def observe(self, predicted_tokens: int, reused_tokens: int, request_id: str, now: float) -> None:
+    def observe_reuse(self, predicted_tokens: int, reused_tokens: int, request_id: str, now: float) -> None:
         """A response to a prediction of at least LARGE_TOKENS."""
         wrong = reused_tokens < predicted_tokens * _WRONG_SHARE
         if not wrong and not self._wrong:

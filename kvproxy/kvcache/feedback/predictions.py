@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from kvproxy.kvcache.feedback.cache_losses import LossReason
+from kvproxy.kvcache.feedback.trust import LossReason
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
 from kvproxy.kvcache.overlap.last_served import NO_BLOCKS, NO_NAMES
 from kvproxy.kvcache.overlap.lookup import EmptyLookups, LookupClient
@@ -58,15 +58,15 @@ class PredictionFeedback:
         if prefilled and endpoint is not None:
             lost = self._compare(facts, entry, endpoint, result)
         if entry is not None:
-            indexes.settle(entry, prefilled=prefilled, lost=lost)
+            indexes.settle_entry(entry, prefilled=prefilled, lost=lost)
         elif endpoint is not None and prefilled:  # it was routed by another than this proxy
             indexes.approximate.insert(endpoint, facts.cursor)
         if result.prompt_tokens is not None and prefilled and facts.request.continues is None:
-            self._bytes_per_token.observe(facts.model, facts.prompt_bytes, result.prompt_tokens)
-            self._counted.note(facts.keys, facts.prompt_bytes, result.prompt_tokens)
+            self._bytes_per_token.observe_prompt(facts.model, facts.prompt_bytes, result.prompt_tokens)
+            self._counted.note_prompt(facts.keys, facts.prompt_bytes, result.prompt_tokens)
         if prefilled and endpoint is not None and facts.names is not NO_NAMES and not facts.request.session_ends:
             said = result.prompt_tokens
-            indexes.last_served.note(
+            indexes.last_served.note_served(
                 facts.names,
                 response_id=result.response_id,
                 endpoint=endpoint,
@@ -77,11 +77,11 @@ class PredictionFeedback:
                 now=self._clock(),
             )
 
-    def keep(self, present: Collection[tuple[str, EndpointId]]) -> None:
+    def keep_only(self, present: Collection[tuple[str, EndpointId]]) -> None:
         """Forget all endpoints but these."""
-        self.predictions.keep(present)
-        self.hit_ratios.keep(present)
-        self._losses.keep(present)
+        self.predictions.keep_only(present)
+        self.hit_ratios.keep_only(present)
+        self._losses.keep_only(present)
 
     def _compare(
         self, facts: RequestFacts, entry: SpeculativeEntry | None, endpoint: EndpointId, result: Result
@@ -96,7 +96,7 @@ class PredictionFeedback:
             held = min(overlap.held_tokens, expected_tokens) or predicted
             if tokens and expected_tokens:
                 held = held * tokens // expected_tokens
-        self.hit_ratios.served(
+        self.hit_ratios.count_response(
             (facts.cluster.name, endpoint),
             prompt_tokens=facts.overlaps.prompt_tokens if tokens is None else tokens,
             cached_tokens=cached or 0,
@@ -104,7 +104,7 @@ class PredictionFeedback:
         )
         if cached is None:
             return False
-        bytes_per_token, history = self._bytes_per_token.of(facts.model), facts.request.continues is not None
+        bytes_per_token, history = self._bytes_per_token.look_up(facts.model), facts.request.continues is not None
         if tokens and not history:
             bytes_per_token = facts.prompt_bytes / tokens
         cached_blocks = int(cached * bytes_per_token) // TEXT_BLOCK_BYTES
@@ -115,8 +115,8 @@ class PredictionFeedback:
             lost = facts.indexes.observe_capacity(entry, overlap, cached_tokens=cached, cached_blocks=cached_blocks)
             if lost:
                 log.info(_LOST, facts.cluster.name, endpoint)
-                self._losses.note(facts.cluster.name, endpoint, LossReason.FORGOT)
-        contradicted = facts.indexes.correct(
+                self._losses.note_loss(facts.cluster.name, endpoint, LossReason.FORGOT)
+        contradicted = facts.indexes.correct_prediction(
             endpoint,
             facts.cursor,
             overlap,
@@ -128,9 +128,9 @@ class PredictionFeedback:
         )
         if facts.holders_found is not None:
             ever_hit = self._lookups.hits > 0
-            self._empty.observe(cached_tokens=cached, holders_named=facts.holders_found, ever_hit=ever_hit)
+            self._empty.observe_lookup(cached_tokens=cached, holders_named=facts.holders_found, ever_hit=ever_hit)
         if overlap is not None and predicted:
-            self.predictions.count(
+            self.predictions.count_prediction(
                 facts.cluster.name,
                 endpoint,
                 overlap.source,
@@ -140,5 +140,5 @@ class PredictionFeedback:
                 request_id=result.request_id,
             )
             if contradicted:
-                self._lookups.contradicted(endpoint, facts.hashes, cached)
+                self._lookups.note_contradiction(endpoint, facts.hashes, cached)
         return lost

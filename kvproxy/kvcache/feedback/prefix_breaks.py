@@ -103,7 +103,7 @@ class PrefixBreaks:
             self.sessions.forget(key)
         return found
 
-    def keep(self, present: Collection[Place]) -> None:
+    def keep_only(self, present: Collection[Place]) -> None:
         """Forget all endpoints but these."""
         self._reusing.intersection_update(present)
         self._dropping.intersection_update(present)

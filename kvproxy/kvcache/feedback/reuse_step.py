@@ -34,7 +34,7 @@ class ReuseSteps:
         self.known: dict[EndpointId, int] = {}
         self._learned: dict[EndpointId, LearnedStep] = {}
 
-    def tell(self, endpoint: EndpointId, block_tokens: int) -> None:
+    def tell_block_size(self, endpoint: EndpointId, block_tokens: int) -> None:
         """The engine says that it reuses whole blocks of so many tokens."""
         learned = self._learned.get(endpoint)
         if learned is not None or block_tokens >= LEAST_STEP_TOKENS:
@@ -42,7 +42,7 @@ class ReuseSteps:
             learned.tell(block_tokens)
             self._note(endpoint, learned.tokens)
 
-    def observe(self, endpoint: EndpointId, *, held_tokens: int, cached_tokens: int, prefix: int) -> None:
+    def observe_reuse(self, endpoint: EndpointId, *, held_tokens: int, cached_tokens: int, prefix: int) -> None:
         """The engine reused `cached_tokens` of a prompt of which it held `held_tokens` by what is known of it; `prefix`
         names the prompt's beginning."""
         if cached_tokens <= 0:
@@ -52,17 +52,17 @@ class ReuseSteps:
             if not _is_short(held_tokens, cached_tokens):
                 return  # nearly every response of nearly every engine
             learned = self._make(endpoint)
-        learned.observe(held_tokens, cached_tokens, prefix)
+        learned.observe_reuse(held_tokens, cached_tokens, prefix)
         self._note(endpoint, learned.tokens)
 
-    def forget(self, endpoint: EndpointId) -> None:
+    def forget_endpoint(self, endpoint: EndpointId) -> None:
         """The endpoint left, or is another engine now."""
         self._learned.pop(endpoint, None)
         self.known.pop(endpoint, None)
 
     def _make(self, endpoint: EndpointId) -> LearnedStep:
         if len(self._learned) >= MAX_ENDPOINTS:
-            self.forget(next(iter(self._learned)))
+            self.forget_endpoint(next(iter(self._learned)))
         learned = self._learned[endpoint] = LearnedStep()
         return learned
 
@@ -97,7 +97,7 @@ class LearnedStep:
             self._told = told
             self._set(told)
 
-    def observe(self, held_tokens: int, cached_tokens: int, prefix: int) -> None:
+    def observe_reuse(self, held_tokens: int, cached_tokens: int, prefix: int) -> None:
         """The engine reused so much of what it holds of a prompt; some of it."""
         wrong = cached_tokens % self.tokens != 0
         self._wrong = (self._wrong << 1 | wrong) & ((1 << _WINDOW) - 1)

@@ -33,7 +33,7 @@ class BytesPerToken:
     def __len__(self) -> int:
         return len(self._ratios)
 
-    def of(self, model: str) -> float:
+    def look_up(self, model: str) -> float:
         """Bytes a token of `model`."""
         return self._ratios.get(model, DEFAULT_BYTES_PER_TOKEN)
 
@@ -47,13 +47,13 @@ class BytesPerToken:
         """By model, the one least recently answered first."""
         return dict(self._ratios)
 
-    def resume(self, learned: Mapping[str, float]) -> None:
+    def resume_from(self, learned: Mapping[str, float]) -> None:
         """Go on from what was learned in an earlier life; what cannot be true is left out."""
         for model, ratio in list(learned.items())[-self._max_models :]:
             if _LEAST <= ratio <= _MOST:
                 self._ratios[model] = ratio
 
-    def observe(self, model: str, prompt_bytes: int, prompt_tokens: int) -> None:
+    def observe_prompt(self, model: str, prompt_bytes: int, prompt_tokens: int) -> None:
         """The engine counted `prompt_tokens` in a prompt of `prompt_bytes`."""
         if prompt_tokens < _MIN_TOKENS or prompt_bytes <= 0:
             return
@@ -80,12 +80,12 @@ class CountedPrompts:
     def __len__(self) -> int:
         return len(self._ratios)
 
-    def note(self, keys: Sequence[int], prompt_bytes: int, prompt_tokens: int) -> None:
+    def note_prompt(self, keys: Sequence[int], prompt_bytes: int, prompt_tokens: int) -> None:
         """The engine counted `prompt_tokens` in the prompt with these keys."""
         if keys and prompt_tokens >= _MIN_TOKENS:
             self._ratios[keys[-1]] = min(max(prompt_bytes / prompt_tokens, _LEAST), _MOST)
 
-    def ratio(self, keys: Sequence[int]) -> float | None:
+    def find_ratio(self, keys: Sequence[int]) -> float | None:
         """Of the longest beginning of the prompt with these keys that was counted."""
         ratios = self._ratios
         for at in range(len(keys) - 1, max(len(keys) - 1 - _LOOKED_BACK, -1), -1):
@@ -131,12 +131,12 @@ class _EndpointCounts:
 
 
 class HitRatioStats:
-    """Bounded by the endpoints there are: `keep` forgets the others."""
+    """Bounded by the endpoints there are: `keep_only` forgets the others."""
 
     def __init__(self) -> None:
         self._endpoints: dict[Key, _EndpointCounts] = {}
 
-    def served(self, key: Key, *, prompt_tokens: int, cached_tokens: int, predicted_tokens: int) -> None:
+    def count_response(self, key: Key, *, prompt_tokens: int, cached_tokens: int, predicted_tokens: int) -> None:
         """A response came from there."""
         counts = self._endpoints.get(key)
         if counts is None:
@@ -145,7 +145,7 @@ class HitRatioStats:
         counts.cached += cached_tokens
         counts.predicted += predicted_tokens
 
-    def scraped(self, key: Key, metrics: EngineMetrics) -> bool:
+    def read_counters(self, key: Key, metrics: EngineMetrics) -> bool:
         """The engine's counters now. True: they began at zero again, as those of a process that restarted."""
         queries, hits = metrics.prefix_queries_tokens, metrics.prefix_hits_tokens
         if queries is None or hits is None:
@@ -157,7 +157,7 @@ class HitRatioStats:
         counts.readings.append(_Reading(queries, hits, counts.prompt, counts.cached, counts.predicted))
         return restarted
 
-    def use(self, key: Key) -> CacheUse:
+    def read_shares(self, key: Key) -> CacheUse:
         """The shares of late."""
         counts = self._endpoints.get(key)
         if counts is None or len(counts.readings) < 2:
@@ -174,7 +174,7 @@ class HitRatioStats:
     def hit_series(self) -> Iterable[tuple[tuple[str, ...], float]]:
         """Hit ratios by source of the count."""
         for key in list(self._endpoints):
-            use = self.use(key)
+            use = self.read_shares(key)
             for by in ("engine", "responses", "prediction"):
                 ratio = getattr(use, by)
                 if ratio is not None:
@@ -183,11 +183,11 @@ class HitRatioStats:
     def foreign_series(self) -> Iterable[tuple[tuple[str, ...], float]]:
         """Share of others."""
         for key in list(self._endpoints):
-            foreign = self.use(key).foreign
+            foreign = self.read_shares(key).foreign
             if foreign is not None:
                 yield tuple(map(str, key)), foreign
 
-    def keep(self, present: Collection[Key]) -> None:
+    def keep_only(self, present: Collection[Key]) -> None:
         """Forget all endpoints but these."""
         self._endpoints = {key: counts for key, counts in self._endpoints.items() if key in present}
 

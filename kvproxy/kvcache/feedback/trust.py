@@ -1,4 +1,4 @@
-"""How far claims about an engine's cache are believed, by what earlier ones proved worth.
+"""How far what is believed of an engine's cache holds: claims by what earlier ones proved worth, and losses of it.
 
 A prefix this router itself sent to an endpoint, and that its capacity should still hold, is backed. One that only
 events or a lookup service speak of is not: another router may have sent it there, or a removal was lost. Such a claim
@@ -12,10 +12,12 @@ of another tokenizer, or content that only one side counts as part of the prompt
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
-from kvproxy.types import EndpointId
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import Clock, EndpointId
 
 
 @dataclass(slots=True)
@@ -40,21 +42,21 @@ class Trust:
         """Whether an unbacked claim about it was ever put to the test."""
         return endpoint in self._records
 
-    def share(self, endpoint: EndpointId) -> float:
+    def believed_share(self, endpoint: EndpointId) -> float:
         """Of an unbacked claim that is believed, 0 to 1."""
         record = self._records.get(endpoint)
         if record is None:
             return 1.0
         return (record.right + self._prior_claims) / (record.claims + self._prior_claims)
 
-    def believed(self, endpoint: EndpointId, tokens: int, backed_tokens: int) -> int:
+    def believed_tokens(self, endpoint: EndpointId, tokens: int, backed_tokens: int) -> int:
         """What a claim of `tokens` counts for, of which `backed_tokens` (or more) are backed."""
         unbacked = tokens - backed_tokens
         if unbacked <= 0 or endpoint not in self._records:
             return tokens
-        return backed_tokens + int(self.share(endpoint) * unbacked)
+        return backed_tokens + int(self.believed_share(endpoint) * unbacked)
 
-    def observe(self, endpoint: EndpointId, tokens: int, backed_tokens: int, cached_tokens: int) -> None:
+    def observe_claim(self, endpoint: EndpointId, tokens: int, backed_tokens: int, cached_tokens: int) -> None:
         """A response of that endpoint reported `cached_tokens`; its claim had been `tokens`, so many backed."""
         record = self._records.get(endpoint)
         unbacked = tokens - backed_tokens
@@ -68,7 +70,7 @@ class Trust:
             record.right += min(1.0, max(0.0, (cached_tokens - backed_tokens) / unbacked))
             record.claims += 1.0
 
-    def forget(self, endpoint: EndpointId) -> None:
+    def forget_endpoint(self, endpoint: EndpointId) -> None:
         """The endpoint left."""
         self._records.pop(endpoint, None)
 
@@ -108,7 +110,7 @@ class MissedReuses:
         self.doubted: set[EndpointId] = set()
         self._records: dict[EndpointId, MissedReuse] = {}
 
-    def observe(self, endpoint: EndpointId, *, announced_tokens: int, reused_tokens: int) -> None:
+    def observe_reuse(self, endpoint: EndpointId, *, announced_tokens: int, reused_tokens: int) -> None:
         """The engine reused `reused_tokens` of what the index was asked for, where its events had announced so many."""
         if reused_tokens < LEAST_TOKENS:
             return
@@ -126,11 +128,66 @@ class MissedReuses:
         elif record.count <= _ENDED_AT:
             self.doubted.discard(endpoint)
 
-    def raised(self) -> Iterator[MissedReuse]:
+    def doubted_records(self) -> Iterator[MissedReuse]:
         """Of the endpoints that are doubted."""
         return (self._records[endpoint] for endpoint in sorted(self.doubted))
 
-    def forget(self, endpoint: EndpointId) -> None:
+    def forget_endpoint(self, endpoint: EndpointId) -> None:
         """The endpoint left, or is another process now."""
         self.doubted.discard(endpoint)
         self._records.pop(endpoint, None)
+
+
+#: So long afterwards a loss is what requests that find nothing have to do with.
+RECENT_S = 60.0
+
+
+class LossReason(StrEnum):
+    """How a loss was noticed; a metric label."""
+
+    RESTARTED = "restarted"  # another process answers, or its counters began again
+    CLEARED = "cleared"  # its KV events say so: `/reset_prefix_cache`, `/flush_cache`, an update of its weights
+    FORGOT = "forgot"  # it reused nothing of what it was sent just now
+    ASLEEP = "asleep"  # it sleeps, which gives its KV memory up
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The latest one of an endpoint."""
+
+    reason: LossReason
+    age_s: float
+
+
+class CacheLosses:
+    """Bounded by the endpoints there are: `keep_only` forgets the others, and their series."""
+
+    def __init__(self, metrics: Metrics, *, clock: Clock) -> None:
+        self._counter = metrics.endpoint.cache_losses
+        self._clock = clock
+        self._latest: dict[tuple[str, EndpointId], tuple[LossReason, float]] = {}
+
+    def note_loss(self, cluster: str, endpoint: EndpointId, reason: LossReason) -> None:
+        """The endpoint lost all that it held."""
+        if (cluster, endpoint) not in self._latest:
+            for each in LossReason:
+                self._counter.labels(cluster, endpoint, each.value)
+        self._counter.labels(cluster, endpoint, reason.value).inc()
+        self._latest[cluster, endpoint] = (reason, self._clock())
+
+    def latest_loss(self, cluster: str, endpoint: EndpointId) -> Loss | None:
+        """The endpoint's last one; None: it lost nothing while it was known."""
+        found = self._latest.get((cluster, endpoint))
+        return None if found is None else Loss(found[0], self._clock() - found[1])
+
+    def recent_reason(self, cluster: str, endpoint: EndpointId | None) -> str:
+        """The reason of a loss a short while ago; "" where there was none."""
+        loss = None if endpoint is None else self.latest_loss(cluster, endpoint)
+        return loss.reason.value if loss is not None and loss.age_s <= RECENT_S else ""
+
+    def keep_only(self, present: Collection[tuple[str, EndpointId]]) -> None:
+        """Forget all endpoints but these."""
+        for cluster, endpoint in self._latest.keys() - set(present):
+            del self._latest[cluster, endpoint]
+            for reason in LossReason:
+                self._counter.remove(cluster, endpoint, reason.value)

@@ -121,7 +121,9 @@ class LocalIndexes:
         self._seed = lru_cache(_REMEMBERED_SEEDS)(_seed)
         self._precise_root = lru_cache(_REMEMBERED_SEEDS)(precise_root)
 
-    def hashes(self, request: InferenceRequest, model: str) -> tuple[array[int], Sequence[int], int, PromptText | None]:
+    def hash_prompt(
+        self, request: InferenceRequest, model: str
+    ) -> tuple[array[int], Sequence[int], int, PromptText | None]:
         """The prompt's text blocks, empty for a prompt shorter than one, a key for each message prefix, shortest
         first, the bytes of all of it, and a conversation's text by message, as they name it (`prompt_identity`). Of a
         short one there are keys only where something goes by them. Blocks and keys are not to be changed.
@@ -144,17 +146,17 @@ class LocalIndexes:
         """What its engines are, of those that say it: they agree on most of what names a prompt, not on all."""
         self._state.drops_header = set(kinds) != {EngineKind.SGLANG}
 
-    def names(self, request: InferenceRequest, model: str, tenant: str) -> RequestNames:
+    def name_request(self, request: InferenceRequest, model: str, tenant: str) -> RequestNames:
         """What its session goes by, and the response that it goes on from."""
-        return RequestNames.of(request, self._seed(model, request.cache_salt), tenant)
+        return RequestNames.name_request(request, self._seed(model, request.cache_salt), tenant)
 
-    def prepare(self, hashed: HashedTokens, *, model: str, cache_salt: str | None) -> None:
+    def hash_ahead(self, hashed: HashedTokens, *, model: str, cache_salt: str | None) -> None:
         """Hash these tokens for the precise index now, while no request waits for it."""
         lora = model if self.loras and model in self.loras else ""
         for size in self.precise.block_sizes:
             hashed.blocks(size, self._precise_root(size, lora=lora, cache_salt=cache_salt))
 
-    def overlaps(
+    def find_overlaps(
         self,
         cursor: PrefixCursor[Run],
         *,
@@ -204,7 +206,7 @@ class LocalIndexes:
 
         return self.precise.match_prompt(blocks)
 
-    def settle(self, entry: SpeculativeEntry, *, prefilled: bool, lost: bool = False) -> None:
+    def settle_entry(self, entry: SpeculativeEntry, *, prefilled: bool, lost: bool = False) -> None:
         """The request is over; `prefilled` says whether the engine got as far as a first byte. Once an entry. An engine
         that `lost` what it held still has what it just prefilled."""
         (self.approximate.confirm if prefilled else self.approximate.rollback)(entry)
@@ -225,7 +227,7 @@ class LocalIndexes:
             cached_blocks = max(cached_blocks, len(entry.hashes) - entry.new_blocks)
         return self.capacities.observe_reuse(entry, cached_blocks)
 
-    def correct(
+    def correct_prediction(
         self,
         endpoint: EndpointId,
         cursor: PrefixCursor[Run],
@@ -243,7 +245,7 @@ class LocalIndexes:
         whose step is known. KV events were asked about its first `known_tokens`.
         """
         if held_tokens:
-            self.steps.observe(
+            self.steps.observe_reuse(
                 endpoint, held_tokens=held_tokens, cached_tokens=cached_tokens, prefix=_beginning(cursor.hashes)
             )
         if self._follows_events:
@@ -262,7 +264,7 @@ class LocalIndexes:
         announced = 0 if overlap is None else overlap.claimed_tokens
         if overlap is not None and endpoint not in self.missed.doubted:
             announced = max(announced, overlap.tokens)
-        self.missed.observe(endpoint, announced_tokens=announced, reused_tokens=reused_tokens)
+        self.missed.observe_reuse(endpoint, announced_tokens=announced, reused_tokens=reused_tokens)
 
     def process_started(self, endpoint: EndpointId, started_at: float) -> bool:
         """The engine says when its process began. Whether that is another process than before, which holds nothing.
@@ -273,29 +275,29 @@ class LocalIndexes:
         if before is not None and started_at <= before + _SAME_START_S:
             return False
         if before is not None:
-            self.reset(endpoint)
+            self.reset_endpoint(endpoint)
         self.started_at[endpoint] = started_at
         return before is not None
 
-    def forget(self, endpoint: EndpointId) -> None:
+    def forget_endpoint(self, endpoint: EndpointId) -> None:
         """The endpoint left, or another engine took its id: nothing that was routed there counts. (Its events are
         their own business.)"""
         self.started_at.pop(endpoint, None)
-        self.steps.forget(endpoint)
-        self.missed.forget(endpoint)
+        self.steps.forget_endpoint(endpoint)
+        self.missed.forget_endpoint(endpoint)
         self.last_served.forget_cache(endpoint)
         self.approximate.remove(endpoint)
         self.capacities.forget_endpoint(endpoint)
         for trust in (self.trust, self.lookup_trust):
-            trust.forget(endpoint)
+            trust.forget_endpoint(endpoint)
 
-    def reset(self, endpoint: EndpointId) -> None:
+    def reset_endpoint(self, endpoint: EndpointId) -> None:
         """The engine restarted, or dropped its cache: it holds nothing; its capacity is what it was."""
         self.approximate.clear(endpoint)
-        self.missed.forget(endpoint)
+        self.missed.forget_endpoint(endpoint)
         self.last_served.forget_cache(endpoint)
         for trust in (self.trust, self.lookup_trust):
-            trust.forget(endpoint)
+            trust.forget_endpoint(endpoint)
 
 
 def _test(
@@ -303,6 +305,6 @@ def _test(
 ) -> None:
     """Put what one of the sources claimed to the test; where none did, a response makes earlier tests older."""
     if overlap is not None and overlap.source in sources:
-        trust.observe(endpoint, overlap.claimed_tokens, overlap.backed_tokens, cached_tokens)
+        trust.observe_claim(endpoint, overlap.claimed_tokens, overlap.backed_tokens, cached_tokens)
     else:
-        trust.observe(endpoint, 0, 0, cached_tokens)
+        trust.observe_claim(endpoint, 0, 0, cached_tokens)

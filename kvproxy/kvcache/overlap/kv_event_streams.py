@@ -167,7 +167,7 @@ class EventStreams(BackgroundTask):
         entry = self._streams.get(endpoint)
         return {} if entry is None else {one.source.dp_rank: one.status for one in entry[2]}
 
-    def troubles(self) -> Iterator[StreamTrouble]:
+    def find_troubles(self) -> Iterator[StreamTrouble]:
         """Streams that are not what they should be."""
         for endpoint, (cluster, _, subscribers) in self._streams.items():
             for one in subscribers:
@@ -175,11 +175,11 @@ class EventStreams(BackgroundTask):
                 if for_s is not None:
                     yield StreamTrouble(cluster, endpoint.id, one.source.dp_rank, one.status, for_s)
 
-    async def follow(self) -> None:
+    async def follow_endpoints(self) -> None:
         """Bring the subscribers up to date with the endpoints there are."""
         present = {endpoint: name for name, cluster in self._clusters.items() for endpoint in cluster.endpoints}
         self._without &= present.keys()
-        self._engines.keep(endpoint.engine for endpoint in present)
+        self._engines.keep_only(endpoint.engine for endpoint in present)
         for endpoint in self._streams.keys() - present.keys():
             await self._end(endpoint)
         for endpoint, name in present.items():
@@ -189,7 +189,7 @@ class EventStreams(BackgroundTask):
     async def _run(self) -> None:
         while True:
             try:
-                await self.follow()
+                await self.follow_endpoints()
             except Exception:
                 log.exception("[kvcache] KV event streams cannot be followed")
             await self._sleep(LOOK_AGAIN_S)

@@ -49,7 +49,7 @@ class RequestNames(msgspec.Struct, frozen=True):
     history: int = 0  # the response that it goes on from
 
     @classmethod
-    def of(cls, request: InferenceRequest, seed: int, tenant: str) -> RequestNames:
+    def name_request(cls, request: InferenceRequest, seed: int, tenant: str) -> RequestNames:
         """Scoped by `seed` (model and cache salt) and tenant: the same id of others is another session."""
         seed = _digest(tenant, seed)
         return cls(
@@ -103,7 +103,7 @@ class LastServed:
                 return served
         return None
 
-    def note(
+    def note_served(
         self,
         names: RequestNames,
         *,
@@ -127,7 +127,7 @@ class LastServed:
         if response_id:
             self._put(self._responses, _digest(response_id, names.seed), served)
 
-    def end(self, session: int) -> Served | None:
+    def end_session(self, session: int) -> Served | None:
         """Nothing more comes of the session: what it was last is forgotten, and returned."""
         return self._drop(self._sessions, session)
 

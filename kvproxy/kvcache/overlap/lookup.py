@@ -52,7 +52,9 @@ class LookupClient:
         """Whether there is a service and its breaker lets calls through."""
         return self.provider is not None and self._breakers.admits(OPERATION)
 
-    async def ask(self, tokens: TokenIds, *, model: str, cache_salt: str | None, timeout_s: float) -> Sequence[Holder]:
+    async def find_holders(
+        self, tokens: TokenIds, *, model: str, cache_salt: str | None, timeout_s: float
+    ) -> Sequence[Holder]:
         """Holders by the service's own word; raises ClientError or BreakerOpen."""
         provider = self.provider
         if provider is None:
@@ -68,7 +70,7 @@ class LookupClient:
         self.hits += any(holder.tokens > 0 for holder in holders)
         return holders
 
-    def overlaps(
+    def count_overlaps(
         self,
         holders: Sequence[Holder],
         *,
@@ -100,7 +102,7 @@ class LookupClient:
                 found.append(HolderOverlap(endpoint.id, tokens, holder.contiguous, self.provider.source))
         return found
 
-    def contradicted(self, endpoint: EndpointId, hashes: array[int], cached_tokens: int) -> None:
+    def note_contradiction(self, endpoint: EndpointId, hashes: array[int], cached_tokens: int) -> None:
         """The engine had only so many tokens of this prompt where a hint had promised more."""
         if hashes:
             self._distrusted[endpoint, hashes[0]] = cached_tokens
@@ -223,7 +225,7 @@ class EmptyLookups:
         self._first_at = 0.0
         self._said = False
 
-    def observe(self, *, cached_tokens: int, holders_named: int, ever_hit: bool) -> None:
+    def observe_lookup(self, *, cached_tokens: int, holders_named: int, ever_hit: bool) -> None:
         """A looked-up prompt was served, `cached_tokens` of it from a cache."""
         if ever_hit or self._said or holders_named or cached_tokens < CHUNK_TOKENS:
             return

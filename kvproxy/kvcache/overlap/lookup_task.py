@@ -139,12 +139,12 @@ class LookupTask:
         known = facts.tokens
         try:
             if known is None:
-                asking = self._tokens.ask(facts)
+                asking = self._tokens.start_tokenizing(facts)
                 fresh = None if asking is None else await asyncio.shield(asking)
                 known = None if fresh is None else fresh.ids
             if known is None or len(known) < self._settings.lookup_min_tokens:
                 return _Answer("no_tokens", fresh)
-            holders = await self._lookups.ask(
+            holders = await self._lookups.find_holders(
                 known,
                 model=facts.model,
                 cache_salt=facts.request.cache_salt,
@@ -178,7 +178,7 @@ class LookupTask:
     def _overlaps(self, facts: RequestFacts, holders: Sequence[Holder]) -> list[HolderOverlap]:
         if not holders:
             return []
-        return self._lookups.overlaps(
+        return self._lookups.count_overlaps(
             holders,
             endpoints=facts.endpoints,
             known=self._known_instances(),

@@ -26,6 +26,10 @@ class HolderOverlap:
     source: FactSource
 
 
+#: Blocks of text that a prompt has in common behind the last whole one: half of one, less half a block of the engine's.
+_BEYOND = 0.375
+
+
 def merge_overlaps(
     *,
     routed: Mapping[EndpointId, int],
@@ -52,7 +56,7 @@ def merge_overlaps(
         for endpoint, blocks in routed.items():
             overlap = by_depth.get(blocks)
             if overlap is None:
-                overlap = by_depth[blocks] = Overlap(int(blocks * tokens_per_block))
+                overlap = by_depth[blocks] = Overlap(int((blocks + _BEYOND) * tokens_per_block))
             found[endpoint] = overlap
     else:
         routed = {endpoint: int(blocks * tokens_per_block) for endpoint, blocks in routed.items()}
@@ -86,7 +90,7 @@ def _with_events(
         claimed = believed = device + lower
         backed = routed.get(endpoint, 0)
         if claimed > backed:
-            believed = trust.believed(endpoint, claimed, backed)
+            believed = trust.believed_tokens(endpoint, claimed, backed)
             device = min(device, believed)
         promised = in_flight.get(endpoint, 0) if endpoint in exact else backed
         if promised > believed:
@@ -121,7 +125,7 @@ def _add_holders(
         backed = 0 if known is None else known.tokens
         if tokens > backed:
             device = 0 if known is None else known.device_tokens
-            believed = trust.believed(holder.endpoint, tokens, backed)
+            believed = trust.believed_tokens(holder.endpoint, tokens, backed)
             found[holder.endpoint] = Overlap(device, believed - device, holder.source, 0.0, tokens, backed)
 
 

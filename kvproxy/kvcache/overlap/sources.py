@@ -107,9 +107,9 @@ class OverlapSources:
             indexes.loras[model] = None  # before any event speaks of it
         names = NO_NAMES
         if request.session_key is not None or request.kind is RequestKind.RESPONSES:
-            names = indexes.names(request, model, tenant)
+            names = indexes.name_request(request, model, tenant)
         if request.continues is None:
-            hashes, keys, prompt_bytes, text = indexes.hashes(request, model)
+            hashes, keys, prompt_bytes, text = indexes.hash_prompt(request, model)
         else:  # its text is the rest of a prompt that begins as the history does
             history = indexes.last_served.find_history(names, began)
             hashes, keys, prompt_bytes, text = NO_BLOCKS, (), request.prompt.size_bytes, None
@@ -118,7 +118,7 @@ class OverlapSources:
         cursor = indexes.approximate.locate(hashes)
         facts = RequestFacts(cluster, indexes, request, body, model, cursor, keys, prompt_bytes, began, text, names)
         if self._uses_tokens:
-            self.tokens.recall(facts)
+            self.tokens.recall_tokens(facts)
         self._assess(facts)
         if self._entered and request.continues is None and self._settings.lmcache_endpoint:
             facts.wants_lookup = self._lookup_task.is_wanted(facts)
@@ -130,7 +130,7 @@ class OverlapSources:
         facts.wants_lookup = False
         return await self._lookup_task.ask(facts)
 
-    def complete(self, facts: RequestFacts, looked_up: Sequence[HolderOverlap]) -> None:
+    def add_lookup(self, facts: RequestFacts, looked_up: Sequence[HolderOverlap]) -> None:
         """Lay what the lookup said over the facts."""
         facts.lookup_overlaps = looked_up
         if looked_up or facts.tokens_exact:
@@ -139,14 +139,14 @@ class OverlapSources:
     def refresh(self, facts: RequestFacts) -> None:
         """The facts of a request that waited, read again from our own sources; what a lookup said stands."""
         if self._uses_tokens and not facts.tokens_exact:
-            self.tokens.recall(facts)
+            self.tokens.recall_tokens(facts)
         self._assess(facts)
 
     def placed(self, facts: RequestFacts, endpoint: EndpointId) -> None:
         """The request goes there now; what an earlier attempt told the index is taken back."""
         earlier = facts.entry
         if earlier is not None:
-            facts.indexes.settle(earlier, prefilled=False)
+            facts.indexes.settle_entry(earlier, prefilled=False)
         facts.entry = facts.indexes.route(endpoint, facts.cursor)
 
     def instance_ids(self) -> frozenset[str]:
@@ -159,7 +159,7 @@ class OverlapSources:
         sources = {FactSource.PRECISE: indexes.trust}
         if provider is not None:
             sources[provider.source] = indexes.lookup_trust
-        return {source.value: one.share(endpoint) for source, one in sources.items() if endpoint in one}
+        return {source.value: one.believed_share(endpoint) for source, one in sources.items() if endpoint in one}
 
     def _assess(self, facts: RequestFacts) -> None:
         """Facts and preference from everything known by now."""
@@ -169,13 +169,13 @@ class OverlapSources:
             rest = 0 if facts.tokens_exact else facts.prompt_bytes - facts.tokens_bytes
             prompt_tokens = len(tokens) + int(rest / bytes_per_token)
         else:
-            bytes_per_token = self._counted.ratio(facts.keys) or self._bytes_per_token.of(facts.model)
+            bytes_per_token = self._counted.find_ratio(facts.keys) or self._bytes_per_token.look_up(facts.model)
             prompt_tokens = int(facts.prompt_bytes / bytes_per_token)
         indexes, cursor, history = facts.indexes, facts.cursor, None
         if facts.request.continues is not None:
             history = indexes.last_served.find_history(facts.names, self._clock())
             prompt_tokens += 0 if history is None else history.tokens
-        found = indexes.overlaps(
+        found = indexes.find_overlaps(
             cursor,
             bytes_per_token=bytes_per_token,
             tokens=tokens,

@@ -87,7 +87,7 @@ class TokenSource:
             lambda: [((result,), float(getattr(memory.stats, result))) for result in results]
         )
 
-    def recall(self, facts: RequestFacts) -> None:
+    def recall_tokens(self, facts: RequestFacts) -> None:
         """Put into `facts` what is known of its tokens without a call."""
         request = facts.request
         if not request.prompt.parts:
@@ -112,7 +112,7 @@ class TokenSource:
             and self._breakers.admits(_OPERATIONS[facts.request.kind])
         )
 
-    def ask(self, facts: RequestFacts) -> asyncio.Task[AskedTokens | None] | None:
+    def start_tokenizing(self, facts: RequestFacts) -> asyncio.Task[AskedTokens | None] | None:
         """The task that tokenizes this prompt, shared by all requests for it meanwhile; None beyond the bound.
 
         It outlives the request that awaits it: shield the wait, never cancel the task.
@@ -130,7 +130,7 @@ class TokenSource:
             task.add_done_callback(lambda _: self._tasks.pop(key, None))
         return task
 
-    def counted(self, facts: RequestFacts, prompt_tokens: int | None) -> None:
+    def note_count(self, facts: RequestFacts, prompt_tokens: int | None) -> None:
         """The engine that served it counted so many tokens in this prompt: tokens of another number are not its own."""
         facts.counted_tokens = prompt_tokens
         if facts.tokens is None or not facts.tokens_exact or prompt_tokens in (None, len(facts.tokens)):
@@ -145,7 +145,7 @@ class TokenSource:
 
     async def _fetch(self, facts: RequestFacts) -> AskedTokens | None:
         """The prompt's tokens, remembered; None where no engine could say. Never raises but for cancellation."""
-        chosen = self._engines.tokenizer(facts.endpoints)
+        chosen = self._engines.find_tokenizer(facts.endpoints)
         if chosen is None:
             self._outcomes.labels("no_engine").inc()
             return None
@@ -173,7 +173,7 @@ class TokenSource:
             self._outcomes.labels("unusable").inc()
             return None
         self._outcomes.labels("ok").inc()
-        self.learned(facts, answer.tokens, parts=parts)
+        self.remember_tokens(facts, answer.tokens, parts=parts)
         if whole:
             return AskedTokens(answer.tokens, facts.prompt_bytes, True)
         return self._beginning(facts, answer.tokens, parts=parts)
@@ -183,11 +183,11 @@ class TokenSource:
         rest = sum(map(len, facts.request.prompt.parts[parts:]))
         return AskedTokens(self.memory.beginning(tokens), facts.prompt_bytes - rest, False)
 
-    def learned(self, facts: RequestFacts, tokens: TokenIds, *, parts: int) -> None:
+    def remember_tokens(self, facts: RequestFacts, tokens: TokenIds, *, parts: int) -> None:
         """Remember the tokens of so many messages of this prompt, hashed for the chat's next turn."""
         if self._enabled:
             hashed = self.memory.remember(facts.keys[:parts], tokens)
-            facts.indexes.prepare(hashed, model=facts.model, cache_salt=facts.request.cache_salt)
+            facts.indexes.hash_ahead(hashed, model=facts.model, cache_salt=facts.request.cache_salt)
 
     async def _what_to_ask(self, facts: RequestFacts) -> tuple[int, bytes]:
         """How many messages of the prompt, and the body that has just these. Raises ValueError where there are none."""

@@ -98,19 +98,9 @@ def encode(kept: Kept, hashes: Iterable[bytes]) -> list[bytes]:
     return [_HEAD.pack(_MAGIC, VERSION, len(contents)) + contents, *hashes]
 
 
-class Checksum:
+def pack_checksum(seen: xxh3_64) -> bytes:
     """The last piece of the file, over all pieces before it."""
-
-    def __init__(self) -> None:
-        self._digest = xxh3_64()
-
-    def update(self, piece: bytes | memoryview) -> None:
-        """The next piece."""
-        self._digest.update(piece)
-
-    def end(self) -> bytes:
-        """The last piece."""
-        return _CHECKSUM.pack(self._digest.intdigest())
+    return _CHECKSUM.pack(seen.intdigest())
 
 
 def decode(data: bytes) -> Snapshot:
@@ -121,9 +111,7 @@ def decode(data: bytes) -> Snapshot:
     if version != VERSION:
         raise Unusable(Outcome.OTHER_VERSION, f"of version {version}, not {VERSION}")
     body = memoryview(data)[: -_CHECKSUM.size]
-    seen = Checksum()
-    seen.update(body)
-    if seen.end() != data[-_CHECKSUM.size :]:
+    if pack_checksum(xxh3_64(body)) != data[-_CHECKSUM.size :]:
         raise Unusable(Outcome.CORRUPT, "damaged or cut short")
     try:
         kept = _decoder.decode(body[_HEAD.size : _HEAD.size + contents_bytes])
@@ -197,7 +185,7 @@ class Contents:
         if not any(same.values()):
             raise Unusable(Outcome.OTHER_ENDPOINTS, "of endpoints that are not configured, or not at those addresses")
         restorations = self._restorations(snapshot)
-        self._state.bytes_per_token.resume(kept.bytes_per_token)
+        self._state.bytes_per_token.resume_from(kept.bytes_per_token)
         for one in known:
             _resume_ranks(self._clusters[one.name], same[one.name].values())
             yield from self._fill(one, restorations[one.name], same[one.name], kept.taken_at)
@@ -234,7 +222,7 @@ class Contents:
                 cluster.speeds.resume(kept.speeds, self._clock(), keep=same, away_s=away_s)
             except ValueError as error:
                 log.info("[kvcache] learned speeds of cluster %s are not taken over: %s", kept.name, error)
-        yield from restoration.into(index.approximate, keep=same)
+        yield from restoration.restore_into(index.approximate, keep=same)
         for name, one in same.items():
             # An engine whose start is not known is another process if it began after the snapshot.
             index.started_at[EndpointId(name)] = taken_at if one.started_at is None else one.started_at
@@ -256,4 +244,4 @@ def _resume_ranks(cluster: Cluster, kept: Collection[EndpointKept]) -> None:
     for engine in cluster.engines:
         ranks = [one.rank for one in kept if one.engine == engine.id and one.rank is not None]
         if ranks:
-            cluster.ranks.resume(engine, ranks)
+            cluster.ranks.resume_ranks(engine, ranks)

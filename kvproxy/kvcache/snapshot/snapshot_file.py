@@ -15,7 +15,9 @@ from glob import escape
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from kvproxy.kvcache.snapshot.contents import Checksum, Outcome, Snapshot, Unusable, decode
+from xxhash import xxh3_64
+
+from kvproxy.kvcache.snapshot.contents import Outcome, Snapshot, Unusable, decode, pack_checksum
 from kvproxy.types import Clock
 
 _READ_BYTES = 4 << 20
@@ -92,12 +94,12 @@ class SnapshotFile:
 
     def _write_all(self, descriptor: int, pieces: Sequence[bytes]) -> int:
         """Piece by piece, so that this thread never keeps the interpreter from the event loop for long."""
-        seen = Checksum()
+        seen = xxh3_64()
         size = 0
         for piece in pieces:
             seen.update(piece)
             size += self._append(descriptor, piece)
-        return size + self._append(descriptor, seen.end())
+        return size + self._append(descriptor, pack_checksum(seen))
 
     def _append(self, descriptor: int, piece: bytes) -> int:
         rest = memoryview(piece)

@@ -158,7 +158,7 @@ class Restoration:
         self._endpoints = [(one, _numbers("I", one.paths)) for one in columns.endpoints]
         self._check(columns)
 
-    def into(self, index: ApproximateIndex, *, keep: Container[str]) -> Iterator[None]:
+    def restore_into(self, index: ApproximateIndex, *, keep: Container[str]) -> Iterator[None]:
         """Insert the paths of these endpoints, oldest first, under the capacities they had; a path a step."""
         for row, numbers in self._endpoints:
             if row.id in keep:

@@ -6,9 +6,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from xxhash import xxh3_64_intdigest
-
-from kvproxy.prefix.hygiene.parts import SEED, Head, Heads, digest_part
+from kvproxy.prefix.hygiene.parts import Head, Heads, digest_part
 from kvproxy.prefix.tokens.session_hashes import PromptText
 from kvproxy.types import EndpointId
 
@@ -25,8 +23,8 @@ SessionKey = tuple[str, str]  # tenant, session
 
 
 def digest_message(message: bytes) -> int:
-    """The number that stands for it."""
-    return digest_part(message) & DIGEST | len(message)
+    """The number that stands for it; in its lowest bits its length, as far as they can tell."""
+    return digest_part(message) & DIGEST | min(len(message), LENGTH)
 
 
 class Thread:
@@ -77,10 +75,8 @@ class Thread:
 
     def grow(self, keys: Sequence[int], blocks: array[int], text: PromptText) -> int:
         """It went on with these messages; the further bytes held."""
-        parts, part_at, add = self.parts, text.part_at, self.messages.append
-        for index in range(parts, len(keys)):
-            message = part_at(index)
-            add(xxh3_64_intdigest(message, SEED) & DIGEST | len(message))
+        parts = self.parts
+        self.messages.extend(digest_message(text.part_at(index)) for index in range(parts, len(keys)))
         added = _MESSAGE_BYTES * (len(keys) - parts) + 8 * (len(blocks) - len(self.blocks))
         self.parts, self.last_key, self.blocks = len(keys), keys[-1], blocks
         return added

@@ -229,7 +229,7 @@ class PreciseIndex:
                 return
             layers = self._layers[rank] = LayerGroups()
             self._asked = None
-        group, former = layers.follow(event.group or 0, kind)
+        group, former = layers.follow_event(event.group or 0, kind)
         if former is not None:
             self._swept.append(former)
         left_out = event.blocks if group is None else group.store(keys_of(event.block_hashes), self._max_blocks)

@@ -113,7 +113,7 @@ class LayerGroups:
     def __iter__(self) -> Iterator[LayerGroup]:
         return iter(self._groups.values())
 
-    def follow(self, number: int, kind: LayerKind) -> tuple[LayerGroup | None, LayerGroup | None]:
+    def follow_event(self, number: int, kind: LayerKind) -> tuple[LayerGroup | None, LayerGroup | None]:
         """The group of this number, made on first sight (None: there are too many), and one of another kind that had
         it, to be given up."""
         group = self._groups.get(number)

@@ -169,21 +169,21 @@ class SglangApp(HttpApp):
 
     async def _stream(self, call: HttpCall, answer: Answer, group: GenerationGroup, shape: Shape) -> str:
         cut = self.faults.use_up("cut_next")
-        await call.start(200, EVENT_STREAM)
+        await call.start_reply(200, EVENT_STREAM)
         ended = False
         while not ended:
             await group.wait_for_change()
             ended = group.ended
             if group.failed:
                 for event in shape.build_error_events(engine_dead().body):
-                    await call.write(event)
-                await call.finish()
+                    await call.write_chunk(event)
+                await call.finish_reply()
                 return "error"
             for event in shape.build_events(answer, answer.take_deltas(), last=ended):
-                await call.write(event)
+                await call.write_chunk(event)
                 if cut:
                     return "cut"
-        await call.finish()
+        await call.finish_reply()
         return "finished"
 
     async def _answer_tokenize(self, call: HttpCall) -> None:
@@ -220,10 +220,10 @@ class SglangApp(HttpApp):
         with self._runner.run_requests([request]) as group:
             await asyncio.sleep(self.settings.health_step_s)
             well = group.ended and not group.failed and not self.faults.values.engine_dead
-        await call.reply(200 if well else 503)
+        await call.send_reply(200 if well else 503)
 
     async def _answer_ping(self, call: HttpCall) -> None:
-        await call.reply(503 if self.faults.values.engine_dead else 200)
+        await call.send_reply(503 if self.faults.values.engine_dead else 200)
 
     async def _answer_server_info(self, call: HttpCall) -> None:
         await call.reply_json(describe_server(self.settings, self.publisher))
@@ -233,15 +233,15 @@ class SglangApp(HttpApp):
 
     async def _answer_metrics(self, call: HttpCall) -> None:
         headers = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
-        await call.reply(200, self._engine.metrics.render_exposition(), headers)
+        await call.send_reply(200, self._engine.metrics.render_exposition(), headers)
 
     async def _answer_flush(self, call: HttpCall) -> None:
         """400 while anything runs. What it says of it goes out with the next events."""
-        await call.reply(200 if self._engine.reset_prefix_cache() else 400, _FLUSHED)
+        await call.send_reply(200 if self._engine.reset_prefix_cache() else 400, _FLUSHED)
 
     async def _set_faults(self, call: HttpCall) -> None:
         try:
-            values = self.faults.apply(await _read_json(call), self._runner, self.publisher)
+            values = self.faults.apply_changes(await _read_json(call), self._runner, self.publisher)
         except FaultError as error:
             raise SglangError(str(error)) from error
         await call.reply_json(values)
@@ -253,7 +253,7 @@ class SglangApp(HttpApp):
 
 
 async def _read_json(call: HttpCall) -> dict[str, Any]:
-    raw = await call.read()
+    raw = await call.read_body()
     try:
         body = json.loads(raw)
     except ValueError as error:

@@ -344,7 +344,7 @@ def _goes_by_its_digest(one: list[Any], other: list[Any]) -> None:
 
 def sliced(events: Iterable[KvEvent | Effort], size: int) -> list[list[KvEvent]]:
     """The slices alone."""
-    return [piece for piece, _ in wire.sliced(events, size)]
+    return [piece for piece, _ in wire.slice_events(events, size)]
 
 
 def run(*hashes: int, parent: int | None = None, extra: bool = False) -> BlockStored:
@@ -362,8 +362,8 @@ def test_events_are_grouped_up_to_the_bound() -> None:
 def test_effort_fills_slices_as_blocks_do() -> None:
     """A follower may pause after each, with events in it or without."""
     steps: list[KvEvent | Effort] = [Effort(), Effort(), run(1), Effort(9), Effort(), run(2)]
-    assert [*wire.sliced(steps, 4)] == [([run(1)], 12), ([run(2)], 2)]
-    assert [*wire.sliced([Effort()] * 10, 4)] == [([], 4), ([], 4), ([], 2)]
+    assert [*wire.slice_events(steps, 4)] == [([run(1)], 12), ([run(2)], 2)]
+    assert [*wire.slice_events([Effort()] * 10, 4)] == [([], 4), ([], 4), ([], 2)]
 
 
 def test_a_long_run_is_cut_into_a_chain() -> None:

@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from kvproxy.clients.kv_events import subscriber as subscriber_module
 from kvproxy.clients.kv_events.events import END_OF_REPLAY
-from kvproxy.clients.kv_events.sockets import AHEAD_BYTES, Subscription, replayed
+from kvproxy.clients.kv_events.sockets import AHEAD_BYTES, Subscription, read_replay
 from kvproxy.clients.kv_events.source import KvEventSource
 from kvproxy.clients.kv_events.subscriber import KvEventSubscriber
 from kvproxy.clients.kv_events.zmtp import ReceiveMemory
@@ -83,7 +83,7 @@ async def test_a_replay_that_is_not_read_holds_few_batches(context: zmq.asyncio.
     """As a live stream; what was read ahead is counted besides."""
     engine, address = sending(context, zmq.ROUTER)
     memory = ReceiveMemory(limit_bytes=4 * BATCH_BYTES)
-    messages = replayed(address, 0, idle_timeout_s=60, memory=memory)
+    messages = read_replay(address, 0, idle_timeout_s=60, memory=memory)
     with engine:
         first = asyncio.create_task(anext(messages))
         peer = (await asyncio.to_thread(engine.recv_multipart))[0]
@@ -108,7 +108,7 @@ async def test_replays_read_ahead_within_their_share(context: zmq.asyncio.Contex
         async def read() -> list[bytes]:
             nonlocal most
             found = []
-            async for message in replayed(engine.replay_address, 0, idle_timeout_s=60, memory=memory):
+            async for message in read_replay(engine.replay_address, 0, idle_timeout_s=60, memory=memory):
                 most = max(most, memory.held_bytes)
                 found.append(message[-2])
                 await asyncio.sleep(0)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from kvproxy.clients.kv_events.source import (
     KvEventSource,
     WireSources,
-    reachable,
+    resolve_address,
     sources_from_wire,
     stated_sources,
 )
@@ -43,12 +43,12 @@ def entry(endpoint: str | None = "tcp://*:5557", **fields: Any) -> dict[str, Any
 )
 def test_the_port_after_the_last_colon_at_the_http_host(address: str | None, expected: str | None) -> None:
     """The engine's own view of its host is of no use here."""
-    assert reachable(address, host="10.0.0.9") == expected
+    assert resolve_address(address, host="10.0.0.9") == expected
 
 
 def test_an_ipv6_host_is_written_in_brackets() -> None:
     """As ZMQ wants it."""
-    assert reachable("tcp://*:5557", host="fd00::9") == "tcp://[fd00::9]:5557"
+    assert resolve_address("tcp://*:5557", host="fd00::9") == "tcp://[fd00::9]:5557"
 
 
 def test_ranks_of_the_captured_form() -> None:

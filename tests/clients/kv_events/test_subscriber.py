@@ -337,7 +337,7 @@ async def test_a_replay_without_end_is_bounded(engine: Publisher, monkeypatch: p
     for n in range(5):
         engine.batch(stored(n))
     with pytest.raises(BadResponse, match="without end"):
-        async for _ in sockets.replayed(engine.replay_address, 0, idle_timeout_s=5):
+        async for _ in sockets.read_replay(engine.replay_address, 0, idle_timeout_s=5):
             pass
 
 
@@ -345,5 +345,5 @@ async def test_a_silent_replay_times_out(engine: Publisher) -> None:
     """Its socket is closed with it."""
     engine.mute = True
     with pytest.raises(ClientTimeout):
-        async for _ in sockets.replayed(engine.replay_address, 0, idle_timeout_s=0.01):
+        async for _ in sockets.read_replay(engine.replay_address, 0, idle_timeout_s=0.01):
             pass

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproxy.clients.kv_events import zmtp
-from kvproxy.clients.kv_events.sockets import Subscription, replayed
+from kvproxy.clients.kv_events.sockets import Subscription, read_replay
 from kvproxy.clients.kv_events.source import KvEventSource
 from kvproxy.clients.kv_events.zmtp import MessageBuffer, ReceiveMemory, ZmtpConnection, ZmtpError, parse_address
 from kvproxy.errors import BadResponse
@@ -283,7 +283,7 @@ async def test_a_replay_that_breaks_off_says_so() -> None:
     memory = ReceiveMemory()
     peer = Peer(GREETING, READY)
     async with serving(peer) as address:
-        messages = replayed(address, 7, idle_timeout_s=60, memory=memory)
+        messages = read_replay(address, 7, idle_timeout_s=60, memory=memory)
         first = asyncio.create_task(anext(messages))
         await until(lambda: peer.heard.endswith(encoded([b"", (7).to_bytes(8, "big")])))
         peer.writers[0].write(encoded([b"", b"1", b"x"]) + b"\x01\x05half")

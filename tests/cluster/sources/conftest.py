@@ -19,14 +19,25 @@ from tests.support.clock import FakeClock
 
 
 class Pauses:
-    """A sleep that takes no time, and remembers how long it was to be."""
+    """A sleep that takes no time, unless it is held, and remembers how long it was to be."""
 
     def __init__(self) -> None:
         self.asked: list[float] = []
+        self._going = asyncio.Event()
+        self._going.set()
+
+    def hold(self) -> None:
+        """From now on a pause ends only when told to."""
+        self._going.clear()
+
+    def go_on(self) -> None:
+        """Pauses end at once again."""
+        self._going.set()
 
     async def __call__(self, seconds: float) -> None:
         self.asked.append(seconds)
         await asyncio.sleep(0)
+        await self._going.wait()
 
 
 class Followed(Bench):

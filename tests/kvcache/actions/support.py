@@ -34,6 +34,6 @@ def serve(
     """A prompt with these message prefixes was served; its tokens begin with its first key unless given."""
     used: list[KnownPrefix] = []
     for _ in range(times):
-        used = known.use(list(keys), model="m", cache_salt="", instance=instance, now=now)
-        known.learn(used, tokens(512, start=keys[0] * 10_000) if of is None else of)
+        used = known.count_use(list(keys), model="m", cache_salt="", instance=instance, now=now)
+        known.learn_tokens(used, tokens(512, start=keys[0] * 10_000) if of is None else of)
     return Served(instance, used)

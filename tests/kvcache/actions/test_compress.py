@@ -55,11 +55,11 @@ def test_what_is_compressed_is_decompressed_before_it_is_used_there() -> None:
     compress = Compress(strategy(), known)
     (action,) = compress.plan(served, everywhere(BUSY), {served.prefixes[0].head}, 0.0)
     compress.done(action, 0.0)
-    assert compress.decompressions([1, 7], "b") == []
-    (undo,) = compress.decompressions([1, 7], "a")
+    assert compress.plan_decompressions([1, 7], "b") == []
+    (undo,) = compress.plan_decompressions([1, 7], "a")
     assert undo.kind is ActionKind.DECOMPRESS
     compress.done(undo, 1.0)
-    assert compress.decompressions([1, 7], "a") == []
+    assert compress.plan_decompressions([1, 7], "a") == []
 
 
 def test_a_configured_instance_is_asked_for_its_own_load() -> None:
@@ -80,6 +80,6 @@ def test_of_a_very_long_chat_the_ends_are_looked_up() -> None:
     (action,) = compress.plan(served, everywhere(BUSY), {served.prefixes[0].head}, 0.0)
     compress.done(action, 0.0)
     many = list(range(10, 5000))
-    assert len(compress.decompressions([1, *many], "a")) == 1
-    assert len(compress.decompressions([*many, 1, 7], "a")) == 1
-    assert len(compress.decompressions([*many, 1, *many], "a")) == 0
+    assert len(compress.plan_decompressions([1, *many], "a")) == 1
+    assert len(compress.plan_decompressions([*many, 1, 7], "a")) == 1
+    assert len(compress.plan_decompressions([*many, 1, *many], "a")) == 0

@@ -87,7 +87,7 @@ def test_a_location_is_cleared_only_where_the_operator_allows_it(caplog: pytest.
     assert (action.kind, action.prefix) == (ActionKind.CLEAR, None)
     assert "cleared instead" in caplog.text
     under_test.done(action, 0.0)
-    assert not list(known.coldest("a"))
+    assert not list(known.walk_coldest("a"))
     assert under_test.plan(serve(known, 2), everywhere(BUSY), set(), CLEAR_PAUSE_S - 1) == []
     assert len(under_test.plan(serve(known, 2), everywhere(BUSY), set(), CLEAR_PAUSE_S)) == 1
 

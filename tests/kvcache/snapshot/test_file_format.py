@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from xxhash import xxh3_64
 
 from kvproxy.kvcache.snapshot.contents import (
     VERSION,
-    Checksum,
     ClusterKept,
     EndpointKept,
     Kept,
@@ -19,6 +19,7 @@ from kvproxy.kvcache.snapshot.contents import (
     Unusable,
     decode,
     encode,
+    pack_checksum,
 )
 from kvproxy.prefix.approximate.snapshot import EndpointPaths, IndexColumns, fingerprint
 
@@ -40,9 +41,7 @@ def whole(kept: Kept | None = None, *hashes: bytes) -> bytes:
 
 def signed(body: bytes) -> bytes:
     """With a checksum that fits."""
-    checksum = Checksum()
-    checksum.update(body)
-    return body + checksum.end()
+    return body + pack_checksum(xxh3_64(body))
 
 
 def outcome_of(data: bytes) -> Outcome:

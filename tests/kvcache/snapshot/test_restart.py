@@ -75,14 +75,14 @@ async def test_the_next_life_knows_who_holds_what(tmp_path: Path, caplog: pytest
 async def test_lengths_and_speeds_come_along(tmp_path: Path) -> None:
     """What engines taught: tokens a prompt has, seconds a prefill takes."""
     async with life(tmp_path) as service:
-        service.kv.state.bytes_per_token.observe("m", 6000, 1000)
+        service.kv.state.bytes_per_token.observe_prompt("m", 6000, 1000)
         speeds = service.cluster.speeds
         assert speeds is not None
         for _ in range(20):
             speeds.observe(A, (1.0, 1000.0, 500_000.0, 0.0), 2.0, 0.0)
         taught = speeds.estimates(0.0)
     async with life(tmp_path) as service:
-        assert service.kv.state.bytes_per_token.of("m") == 6.0
+        assert service.kv.state.bytes_per_token.look_up("m") == 6.0
         assert service.cluster.speeds is not None
         assert service.cluster.speeds.estimates(0.0).tokens_per_s == taught.tokens_per_s
 
@@ -91,7 +91,7 @@ async def test_ranks_that_were_found_out_come_along(tmp_path: Path) -> None:
     """Each with what it holds, before the engine is asked again; not where it is at another address."""
     rank = EndpointId("a@1")
     async with life(tmp_path) as service:
-        service.cluster.ranks.observe(service.cluster.engines[0], (0, 1), (0, 1))
+        service.cluster.ranks.observe_ranks(service.cluster.engines[0], (0, 1), (0, 1))
         await service.serve(chat(TURN), rank)
     async with life(tmp_path) as service:
         assert [str(one.id) for one in service.cluster.endpoints] == ["a@0", "a@1", "b"]
@@ -339,7 +339,7 @@ async def test_a_service_that_follows_another_is_not_filled_again(tmp_path: Path
     await first_life(tmp_path)
     cluster = cluster_of(URLS)
     async with life(tmp_path, cluster) as before:
-        before.kv.overlap.indexes["default"].forget(A)
+        before.kv.overlap.indexes["default"].forget_endpoint(A)
         async with running(keeping(tmp_path, interval="5m"), cluster, state=before.kv.state) as after:
             assert await matched(after) == set()
             assert await matched(after, OTHER) == {B}
@@ -362,12 +362,12 @@ async def test_an_engine_that_restarted_meanwhile_holds_nothing(
     engine_at = showing(1_000.0)
     async with serve(engine_at) as url:
         async with life(tmp_path, cluster_of({"a": url})) as service:
-            await service.kv.scraper.round()
+            await service.kv.scraper.scrape_all()
             await service.serve(chat(TURN), A)
         engine_at.routes["/metrics"] = showing(1_000.0 + began_s).routes["/metrics"]
         async with life(tmp_path, cluster_of({"a": url})) as service:
             assert await matched(service) == {A}
-            await service.kv.scraper.round()
+            await service.kv.scraper.scrape_all()
             assert await matched(service) == knows
     assert ("default/a is a new process" in caplog.text) == (not knows)
 
@@ -381,5 +381,5 @@ async def test_a_start_time_nobody_saw_is_held_against_the_snapshots(
         async with life(tmp_path, cluster_of({"a": url})) as service:
             await service.serve(chat(TURN), A)
         async with life(tmp_path, cluster_of({"a": url})) as service:
-            await service.kv.scraper.round()
+            await service.kv.scraper.scrape_all()
             assert await matched(service) == knows

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from kvproxy.cluster.endpoint import Condition
-from kvproxy.kvcache.feedback.cache_losses import LossReason
+from kvproxy.kvcache.feedback.trust import LossReason
 from kvproxy.kvcache.service import KvCache
 from kvproxy.types import EndpointId
 from tests.real.conftest import Saw, needs_memory
@@ -57,7 +57,7 @@ async def tell(server: Vllm, path: str) -> None:
 
 
 def loss(service: KvCache) -> LossReason | None:
-    found = service.state.losses.latest("default", A)
+    found = service.state.losses.latest_loss("default", A)
     return None if found is None else found.reason
 
 
@@ -85,11 +85,11 @@ async def test_a_pause(server: Vllm) -> None:
         [endpoint] = proxy.proxy.clusters["default"].endpoints
         await tell(server, "/sleep?level=0")
         try:
-            await service.scraper.round()
+            await service.scraper.scrape_all()
             assert endpoint.condition(0.0) is Condition.ASLEEP
         finally:
             await tell(server, "/wake_up")
-        await service.scraper.round()
+        await service.scraper.scrape_all()
         assert endpoint.condition(0.0) is Condition.UP
         assert loss(service) is None
         after = await ask(proxy.client, body)

@@ -1,0 +1,138 @@
+"""Endpoints from an etcd that answers nonsense; a real one is asked in tests/services."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from kvproxy.cluster.sources.etcd import endpoint_of
+from kvproxy.config.cluster_schema import EndpointSettings
+from tests.cluster.sources.conftest import Follow
+from tests.support.loopback import serve
+from tests.support.until import until
+
+
+def text(raw: str) -> str:
+    return base64.b64encode(raw.encode()).decode()
+
+
+class FakeEtcd:
+    """ASGI app: one key, and a watch that brings the lines it is told, each once; then it is silent."""
+
+    def __init__(self) -> None:
+        self.lists = 0
+        self.range: dict[str, object] = {
+            "header": {"revision": "7"},
+            "kvs": [{"key": text("/e/a"), "value": text("http://127.0.0.1:1")}],
+        }
+        self.watched: list[dict[str, str]] = []
+        self.lines: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        body = json.loads((await receive())["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["path"] == "/v3/kv/range":
+            self.lists += 1
+            await send({"type": "http.response.body", "body": json.dumps(self.range).encode()})
+            return
+        self.watched.append(body["create_request"])
+        await send({"type": "http.response.body", "body": b"", "more_body": True})
+        leaving = asyncio.create_task(receive())
+        line = asyncio.create_task(self.lines.get())
+        await asyncio.wait([leaving, line], return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
+        if not line.cancel():
+            await send({"type": "http.response.body", "body": line.result() + b"\n"})
+
+
+@pytest.fixture
+async def etcd() -> AsyncIterator[tuple[FakeEtcd, dict[str, object]]]:
+    """A fake one, and the settings of a discovery that asks it."""
+    fake = FakeEtcd()
+    async with serve(fake) as url:
+        yield fake, {"etcd": {"urls": [url], "prefix": "/e/"}}
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (b"{", "something that is no event"),
+        (b'{"error":{"grpc_code":14,"message":"etcdserver: no leader"}}', "ended: etcdserver: no leader"),
+        (
+            b'{"result":{"canceled":true,"cancel_reason":"permission denied"}}',
+            "etcd ended the watch: permission denied",
+        ),
+        (b'{"result":{"compact_revision":"nine"}}', "a revision that is no number"),
+        (b'{"result":{"events":[{"kv":{"key":"*"}}]}}', "not base64"),
+    ],
+)
+async def test_what_is_wrong_with_a_watch_is_said(
+    follow: Follow,
+    etcd: tuple[FakeEtcd, dict[str, object]],
+    line: bytes,
+    complaint: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And it is begun again; what is known stays."""
+    fake, settings = etcd
+    async with follow(**settings) as one:
+        fake.lines.put_nowait(line)
+        await until(lambda: len(fake.watched) == 2)
+        assert complaint in caplog.text
+        assert one.urls == {"a": "http://127.0.0.1:1"}
+
+
+async def test_a_compacted_revision_is_no_trouble(
+    follow: Follow, etcd: tuple[FakeEtcd, dict[str, object]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """All of it is read again, and the watch goes on from there."""
+    fake, settings = etcd
+    async with follow(**settings) as one:
+        fake.range = {"header": {"revision": "50"}}
+        fake.lines.put_nowait(b'{"result":{"header":{"revision":"50"},"compact_revision":"40","canceled":true}}')
+        await until(lambda: len(fake.watched) == 2 and not one.urls)
+        assert [create["start_revision"] for create in fake.watched] == [8, 51]
+        assert fake.lists == 2
+        assert "discovery c/etcd" not in caplog.text
+
+
+async def test_a_watch_goes_on_after_the_last_event(follow: Follow, etcd: tuple[FakeEtcd, dict[str, object]]) -> None:
+    """Neither twice nor with a gap."""
+    fake, settings = etcd
+    async with follow(**settings) as one:
+        event = {"kv": {"key": text("/e/b"), "value": text('{"url":"http://127.0.0.1:2"}')}}
+        fake.lines.put_nowait(json.dumps({"result": {"header": {"revision": "9"}, "events": [event]}}).encode())
+        await until(lambda: len(fake.watched) == 2 and len(one.urls) == 2)
+        assert (sorted(one.urls), fake.watched[1]["start_revision"], fake.lists) == (["a", "b"], 10, 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        (b"", "must start with http"),
+        (b"ftp://x", "scheme must be http or https"),
+        (b"\xff", "neither a URL nor an object in JSON"),
+        (b"{", "neither a URL nor an object in JSON"),
+        (b"[1]", "must start with http"),
+        (b'{"url":"http://x","api_key":["sk-secret"]}', "api_key"),
+    ],
+)
+def test_a_value_that_is_no_endpoint(value: bytes, complaint: str) -> None:
+    """Says why, without what it holds."""
+    fault = endpoint_of("a", value)
+    assert isinstance(fault, str)
+    assert complaint in fault
+    assert "sk-" not in fault
+
+
+def test_values_that_are_endpoints() -> None:
+    """A URL alone, as text or as JSON, or an object."""
+    for value in (b"http://127.0.0.1:1", b'"http://127.0.0.1:1"', b'{"url":"http://127.0.0.1:1"}'):
+        assert endpoint_of("a", value) == EndpointSettings(id="a", url="http://127.0.0.1:1")

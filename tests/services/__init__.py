@@ -1,0 +1,1 @@
+"""Real programs beside kvproxy: what it speaks to, not stand-ins (`make test-services`)."""
