@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable, Iterator, Mapping
 from math import lcm
 
@@ -37,9 +38,16 @@ _STALE_INTERVALS, _STALE_S = 3, 5.0
 WITHOUT_READING_S = 5.0
 
 
+#: Tells others what an engine of a cluster said.
+Tell = Callable[[str, str, EngineMetrics], None]
+
+
 class MetricsScraper(BackgroundTask):
     """Owns one task. Each round reads every engine (a few at a time), sizes its index, forgets endpoints that left, and
-    calls `on_round`; with an interval of 0 no engine is read."""
+    calls `on_round`; with an interval of 0 no engine is read.
+
+    Where several processes read the same engines, each says what it read by `tell` and is told by `hear`: whose round
+    comes first reads an engine, and the others leave it out of theirs."""
 
     task_name = "kvcache watch"
 
@@ -57,6 +65,8 @@ class MetricsScraper(BackgroundTask):
         clock: Clock,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
+        self.tell: Tell | None = None
+        self._heard: dict[tuple[str, str], tuple[float, EngineMetrics]] = {}  # by cluster and engine
         self._interval_s = settings.engine_metrics_interval
         max_age_s = _STALE_INTERVALS * self._interval_s + _STALE_S
         self.signals = Signals(settings.cache_strategy, clock=clock, max_age_s=max_age_s)
@@ -88,7 +98,8 @@ class MetricsScraper(BackgroundTask):
                 await self.scrape_all(reading=self._interval_s > 0)
             except Exception:
                 log.exception("[kvcache] a round of readings is broken")
-            await self._sleep(interval_s)
+            # Rounds of several processes must not keep step, or each would read.
+            await self._sleep(interval_s if self.tell is None else interval_s * random.uniform(0.9, 1.1))
 
     async def scrape_all(self, *, reading: bool = True) -> None:
         """Everything once; without `reading` no engine is asked."""
@@ -96,6 +107,14 @@ class MetricsScraper(BackgroundTask):
         if reading:
             await self._read_all()
         self._on_round()
+
+    def hear(self, cluster: str, engine: str, metrics: EngineMetrics) -> None:
+        """Another process has read this engine just now."""
+        there = self._clusters.get(cluster)
+        found = None if there is None else next((one for one in there.engines if str(one.id) == engine), None)
+        if there is not None and found is not None:
+            self._heard[cluster, engine] = (self._clock(), metrics)
+            self._take(there, found, metrics)
 
     def pressure(self, instance: str) -> Pressure:
         """What bears on an LMCache instance: the fullest and busiest of the endpoints under its id."""
@@ -124,19 +143,31 @@ class MetricsScraper(BackgroundTask):
                     indexes.forget_endpoint(endpoint.id)
             self._present[name] = now
             indexes.hot.endpoints = max(1, len(now))
+        known = {(name, str(engine.id)) for name, cluster in self._clusters.items() for engine in cluster.engines}
+        self._heard = {key: heard for key, heard in self._heard.items() if key in known}
         every = frozenset(endpoint for cluster in self._clusters.values() for endpoint in cluster.endpoints)
         self._engines.keep_only(endpoint.engine for endpoint in every)
         self.signals.keep_only(every)
 
     async def _read(self, cluster: Cluster, engine: Engine) -> None:
+        heard_at, heard = self._heard.pop((cluster.name, str(engine.id)), (0.0, None))
+        if heard is not None and self._clock() - heard_at > self._interval_s:
+            heard = None
         try:
             async with self._slots:
-                metrics = await self._engines.client(engine).fetch_metrics()
+                metrics = heard or await self._engines.client(engine).fetch_metrics()
                 await self._rank_finder.follow_ranks(cluster, engine, metrics)
         except ClientError as error:
             log.debug("[kvcache] metrics of %s: %s", engine.id, error)
             self._forget_sleep(cluster, engine)
             return
+        if heard is None:
+            self._take(cluster, engine, metrics)
+            if self.tell is not None:
+                self.tell(cluster.name, str(engine.id), metrics)
+
+    def _take(self, cluster: Cluster, engine: Engine, metrics: EngineMetrics) -> None:
+        """What an engine says, into all that learns of it."""
         engine.adapters.use = metrics.lora
         restarted = False
         for endpoint in cluster.of_engine(engine):

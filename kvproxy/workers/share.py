@@ -80,7 +80,7 @@ def count_workers(wanted: int | str, *, cores: float | None = None) -> int:
 
 def usable_cores(*, cgroup: Path = _CGROUP) -> float:
     """Those the process may run on, or a container's share of their time where that is less."""
-    allowed = float(len(os.sched_getaffinity(0)))
+    allowed = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     try:
         quota, period = cgroup.read_text().split()[:2]
         return min(allowed, int(quota) / int(period))
