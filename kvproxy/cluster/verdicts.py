@@ -37,8 +37,8 @@ FIRST_PROBES_S = 1.0
 #: Share by which every pause varies either way, so that many proxies do not probe in step.
 JITTER = 0.1
 
-#: So many attempts in a row that served nothing, on every engine at least one, make an outage.
-_OUTAGE_ATTEMPTS = 6
+#: So many attempts in a row that served nothing, on every engine at least one, make an outage. One request makes three.
+_OUTAGE_ATTEMPTS = 4
 #: A kind of failure that requests had on several engines is held against none for this long.
 _SHARED_FAILURE_S = 10.0
 

@@ -15,7 +15,7 @@ def fail(bench: Bench, *names: str, times: int = 1, outcome: AttemptOutcome = At
 
 
 def test_an_outage_is_when_every_endpoint_failed_of_late(make_cluster: MakeCluster) -> None:
-    """Six attempts without an answer, one at least on each; "busy" counts, one success ends it, a minute does too."""
+    """Four attempts without an answer, one at least on each; "busy" counts, one success ends it, a minute does too."""
     bench = make_cluster("a", "b", "c")
     fail(bench, "a", times=8)
     assert not bench.cluster.verdicts.has_outage("", bench.clock())

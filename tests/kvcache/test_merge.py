@@ -245,8 +245,9 @@ def test_the_last_token_is_always_computed() -> None:
 
 def test_what_matches_behind_the_last_whole_block_counts_on_average() -> None:
     """Half a block of text, less half a block of the engine's: else every match is taken for shorter than it is."""
-    merged = merge_overlaps(routed={A: 2, B: 0}, tokens_per_block=64.0, trust=Trust(), lookup_trust=Trust())
-    assert merged[A].tokens == 128 + 24
+    known = {"tokens_per_block": 64.0, "trust": Trust(), "lookup_trust": Trust()}
+    merged = merge_overlaps(routed={A: 2, B: 3}, prompt_tokens=200, **known)  # type: ignore[arg-type]
+    assert (merged[A].tokens, merged[B].tokens) == (128 + 24, 192)  # all of B's whole blocks are the prompt's
 
 
 def test_steps_are_those_of_their_endpoint() -> None:

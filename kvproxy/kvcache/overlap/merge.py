@@ -56,7 +56,10 @@ def merge_overlaps(
         for endpoint, blocks in routed.items():
             overlap = by_depth.get(blocks)
             if overlap is None:
-                overlap = by_depth[blocks] = Overlap(int((blocks + _BEYOND) * tokens_per_block))
+                tokens = blocks * tokens_per_block
+                if tokens + tokens_per_block <= prompt_tokens:  # there is a further block, which differs
+                    tokens += _BEYOND * tokens_per_block
+                overlap = by_depth[blocks] = Overlap(int(tokens))
             found[endpoint] = overlap
     else:
         routed = {endpoint: int(blocks * tokens_per_block) for endpoint, blocks in routed.items()}
