@@ -9,8 +9,9 @@ from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.router_queue import RouterQueue
 from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.routing.demand import Demand
-from kvproxy.routing.load import Reservation, seconds_of
+from kvproxy.routing.load import Reservation
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.routing.work import seconds_of
 
 TAKING = (Condition.UP, Condition.SATURATED)
 
