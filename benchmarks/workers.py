@@ -106,10 +106,10 @@ class Served:
         return {one.raddr.port for one in found if one.status == "ESTABLISHED" and one.laddr.port == self.port}
 
     def lags(self) -> list[dict[str, Any]]:
-        """What each worker says of the others."""
+        """What the workers say of each other."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self._admin}/sync", timeout=5) as answer:
-            said = json.load(answer)
-        return [peer for one in said["workers"] for peer in one["peers"] if peer["alive"]]
+            peers: list[dict[str, Any]] = json.load(answer)["peers"]
+        return peers
 
 
 @contextlib.contextmanager

@@ -121,6 +121,14 @@ class Retried(_Delta, tag=11, frozen=True):
     retries: int
 
 
+class EngineRead(_Delta, tag=13, frozen=True):
+    """What an engine's metrics say, read just now: `said` is an EngineMetrics as msgpack."""
+
+    cluster: str
+    engine: str
+    said: bytes
+
+
 class Drained(_Delta, tag=12, frozen=True):
     """An operator drains an endpoint, or does so no more."""
 
@@ -130,7 +138,8 @@ class Drained(_Delta, tag=12, frozen=True):
 
 
 Delta = (
-    Routed | Settled | Entered | Started | SessionServed | Counted | Sample | Used | Acted | Spent | Retried | Drained
+    Routed | Settled | Entered | Started | SessionServed | Counted | Sample | Used | Acted | Spent | Retried
+    | EngineRead | Drained
 )  # fmt: skip
 
 

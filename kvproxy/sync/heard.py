@@ -6,6 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import msgspec
+
+from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.kvcache.actions.signals import KnownPrefix
 from kvproxy.kvcache.actions.strategies import Action
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
@@ -51,6 +54,7 @@ class Heard:
             deltas.Acted: self._acted,
             deltas.Spent: self._spent,
             deltas.Retried: self._retried,
+            deltas.EngineRead: self._read,
             deltas.Drained: self._drained,
         }
 
@@ -242,6 +246,15 @@ class Heard:
     def _retried(self, delta: deltas.Retried, world: World, now: float) -> None:
         for budget in world.budgets:
             budget.count_others(delta.requests, delta.retries, now)
+
+    def _read(self, delta: deltas.EngineRead, world: World, now: float) -> None:
+        if world.scraper is not None:
+            try:
+                metrics = msgspec.msgpack.decode(delta.said, type=EngineMetrics)
+            except msgspec.ValidationError:  # of another version
+                self.unknown += 1
+            else:
+                world.scraper.hear(delta.cluster, delta.engine, metrics)
 
     def _drained(self, delta: deltas.Drained, world: World, now: float) -> None:
         part = world.clusters.get(delta.cluster)

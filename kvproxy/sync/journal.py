@@ -7,7 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
+import msgspec
+
 from kvproxy.bounded import BoundedMapping
+from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.kvcache.actions.strategies import Action
 from kvproxy.kvcache.overlap.last_served import Served
 from kvproxy.routing.work import Features
@@ -60,6 +63,8 @@ class Journal:
         self._counted = self._budgets()
         if world.state is not None:
             world.state.on_counted = self.counted
+        if world.scraper is not None:
+            world.scraper.tell = self.read
         if world.actions is not None:
             world.actions.hotness.watch = self.used
         for number, table in enumerate(world.limits):
@@ -158,6 +163,10 @@ class Journal:
         """As of UseWatch."""
         self.add(deltas.Used(as_bytes(array("Q", keys)), model, cache_salt, instance, session))
 
+    def read(self, cluster: str, engine: str, metrics: EngineMetrics) -> None:
+        """As of MetricsScraper."""
+        self.add(deltas.EngineRead(cluster, engine, msgspec.msgpack.encode(metrics)))
+
     def acted(self, action: Action) -> None:
         """As of Claims."""
         self.add(acted(action))
@@ -238,4 +247,6 @@ def _size(delta: Delta) -> int:
         return _DELTA_BYTES + len(delta.hashes)
     if isinstance(delta, deltas.SessionServed):
         return _DELTA_BYTES + len(delta.keys) + len(delta.root)
+    if isinstance(delta, deltas.EngineRead):
+        return _DELTA_BYTES + len(delta.said)
     return _DELTA_BYTES + (len(delta.tokens) if isinstance(delta, deltas.Acted) else 0)

@@ -9,6 +9,7 @@ from typing import Protocol
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.filters.buckets import BucketTable
 from kvproxy.kvcache.actions.strategy_runner import StrategyRunner
+from kvproxy.kvcache.metrics_scraper import MetricsScraper
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.state import CacheState
@@ -62,6 +63,7 @@ class World:
     clusters: Mapping[str, ClusterPart]
     state: CacheState | None = None
     actions: StrategyRunner | None = None
+    scraper: MetricsScraper | None = None
     limits: Sequence[BucketTable] = ()
     budgets: Sequence[RetryBudget] = ()
 
@@ -78,7 +80,7 @@ class World:
         parts = {name: RunningCluster(cluster, kvcache) for name, cluster in clusters.items()}
         if kvcache is None:
             return cls(parts, limits=limits, budgets=budgets)
-        return cls(parts, kvcache.state, kvcache.actions, limits, budgets)
+        return cls(parts, kvcache.state, kvcache.actions, kvcache.scraper, limits, budgets)
 
 
 @dataclass(slots=True)

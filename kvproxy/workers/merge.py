@@ -17,6 +17,7 @@ Rule = Callable[[list[Any]], Any]
 #: The most of these counts for people; what they show is cut where a page shows no more.
 _CONDITIONS = ("up", "saturated", "draining", "asleep", "ejected", "breaker_open", "unhealthy")
 _STATES = ("good", "warn", "down")
+_SYNC_STATES = ("synced", "alone", "joining", "degraded")
 _BREAKERS = ("closed", "half-open", "open")
 _SEVERITIES = ("problem", "error", "warning", "note", "ok")
 
@@ -197,6 +198,25 @@ _HOT = keyed(
 _LEASES = keyed(("instance", "prefix"), first)
 _BREAKS = fields({"returned": total, "sessions": largest, "causes": _CAUSES, "latest": at_most(newest, 100)})
 
+_SYNC = fields(
+    {
+        "status": worst(_SYNC_STATES),
+        "consistency_ratio": smallest,
+        **dict.fromkeys(("waiting", "dropped"), total),
+        "index_blocks": largest,
+        "peers": keyed(
+            ("origin",),
+            fields(
+                {
+                    **dict.fromkeys(("gaps", "lost", "told_last_minute", "lost_last_minute", "waiting"), total),
+                    **dict.fromkeys(("heard_s_ago", "lag_p50_s", "lag_p99_s", "round_trip_s"), largest),
+                    "alive": all,
+                }
+            ),
+        ),
+    }
+)
+
 _LIVE = fields(
     {
         "uptime_s": largest,
@@ -217,6 +237,7 @@ _LIVE = fields(
                 "breaks": _BREAKS,
             }
         ),
+        "sync": _SYNC,
         "decisions": at_most(newest, 15),
         "failed_decisions": at_most(newest, 15),
         "findings": merge_findings,
@@ -227,6 +248,7 @@ _LIVE = fields(
 RULES: Mapping[str, Rule] = {
     "/live": _LIVE,
     "/endpoints": fields({"clusters": each(keyed(("id", "leaving"), _ENDPOINT))}),
+    "/sync": _SYNC,
     "/routing": fields({"clusters": _ROUTING}),
     "/decisions": fields({"decisions": newest}),
     "/cache/hot": fields({"prefixes": _HOT}),

@@ -177,7 +177,7 @@ async def test_an_engine_whose_counters_begin_anew_holds_nothing(counters: tuple
 
 
 async def test_an_engine_that_another_process_read_is_not_read_again(clock: FakeClock) -> None:
-    """One reading an interval for all of them: whose round comes first reads and tells, and the others learn as much."""
+    """One reading an interval for all of them: whose round comes first reads and tells, the others learn as much."""
     asked = engine(tokens=25_600)
     async with world({"a": asked}, clock=clock) as one, world({"a": asked}, clock=clock) as other:
         one.kv.scraper.tell, other.kv.scraper.tell = other.kv.scraper.hear, one.kv.scraper.hear
