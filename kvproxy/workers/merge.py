@@ -18,6 +18,7 @@ Rule = Callable[[list[Any]], Any]
 _CONDITIONS = ("up", "saturated", "draining", "asleep", "ejected", "breaker_open", "unhealthy")
 _STATES = ("good", "warn", "down")
 _SYNC_STATES = ("synced", "alone", "joining", "degraded")
+_LOADS = ("in_flight", "pending_tokens", "resident_tokens", "held_s")  # each worker knows all of it
 _BREAKERS = ("closed", "half-open", "open")
 _SEVERITIES = ("problem", "error", "warning", "note", "ok")
 
@@ -169,10 +170,9 @@ def merge_caches(values: list[Any]) -> Any:
 _ENDPOINT = fields(
     {
         "condition": worst(_CONDITIONS),
-        **dict.fromkeys(("in_flight", "pending_tokens", "requests_last_minute"), total),
-        **dict.fromkeys(
-            ("resident_tokens", "held_s", "failures_in_a_row", "probes_in_doubt", "ejected_for_s"), largest
-        ),
+        "requests_last_minute": total,
+        **dict.fromkeys(_LOADS, largest),
+        **dict.fromkeys(("failures_in_a_row", "probes_in_doubt", "ejected_for_s"), largest),
         "breaker": worst(_BREAKERS),
         "engine": pick(lambda one: -one["age_s"]),
         "cache": merge_caches,
