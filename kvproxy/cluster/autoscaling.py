@@ -68,8 +68,8 @@ class Autoscaling:
         """Of all endpoints, and in front of them."""
         pending_s = 0.0 if self._cluster.queue is None else self._cluster.queue.pending_s
         for endpoint in self._cluster.endpoints:
-            if endpoint.load.in_flight:
+            if endpoint.load.own_in_flight:
                 slowness = speeds.slowness(endpoint.id, now)
-                work = endpoint.load.backlog(speeds.seconds, slowness, now).work
+                work = endpoint.load.own_backlog(speeds.seconds, slowness, now).work
                 pending_s += slowness * seconds_of(work, speeds.seconds)
         return pending_s

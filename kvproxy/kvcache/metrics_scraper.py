@@ -16,7 +16,7 @@ from kvproxy.cluster.engine import Engine
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ClientError
 from kvproxy.kvcache.actions.signals import HostUse, Pressure, Signals
-from kvproxy.kvcache.engines import Engines, RankFinder
+from kvproxy.kvcache.engines import Engines, RankFinder, SharedReadings
 from kvproxy.kvcache.feedback.trust import LossReason
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.lookup import LookupClient
@@ -38,16 +38,9 @@ _STALE_INTERVALS, _STALE_S = 3, 5.0
 WITHOUT_READING_S = 5.0
 
 
-#: Tells others what an engine of a cluster said.
-Tell = Callable[[str, str, EngineMetrics], None]
-
-
 class MetricsScraper(BackgroundTask):
     """Owns one task. Each round reads every engine (a few at a time), sizes its index, forgets endpoints that left, and
-    calls `on_round`; with an interval of 0 no engine is read.
-
-    Where several processes read the same engines, each says what it read by `tell` and is told by `hear`: whose round
-    comes first reads an engine, and the others leave it out of theirs."""
+    calls `on_round`; with an interval of 0 no engine is read. `readings` may be shared with other processes."""
 
     task_name = "kvcache watch"
 
@@ -65,9 +58,8 @@ class MetricsScraper(BackgroundTask):
         clock: Clock,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
-        self.tell: Tell | None = None
-        self._heard: dict[tuple[str, str], tuple[float, EngineMetrics]] = {}  # by cluster and engine
         self._interval_s = settings.engine_metrics_interval
+        self.readings = SharedReadings(clock=clock, max_age_s=self._interval_s)
         max_age_s = _STALE_INTERVALS * self._interval_s + _STALE_S
         self.signals = Signals(settings.cache_strategy, clock=clock, max_age_s=max_age_s)
         self._clusters = clusters
@@ -98,8 +90,7 @@ class MetricsScraper(BackgroundTask):
                 await self.scrape_all(reading=self._interval_s > 0)
             except Exception:
                 log.exception("[kvcache] a round of readings is broken")
-            # Rounds of several processes must not keep step, or each would read.
-            await self._sleep(interval_s if self.tell is None else interval_s * random.uniform(0.9, 1.1))
+            await self._sleep(interval_s if self.readings.tell is None else interval_s * random.uniform(0.9, 1.1))
 
     async def scrape_all(self, *, reading: bool = True) -> None:
         """Everything once; without `reading` no engine is asked."""
@@ -113,7 +104,7 @@ class MetricsScraper(BackgroundTask):
         there = self._clusters.get(cluster)
         found = None if there is None else next((one for one in there.engines if str(one.id) == engine), None)
         if there is not None and found is not None:
-            self._heard[cluster, engine] = (self._clock(), metrics)
+            self.readings.hear(cluster, engine, metrics)
             self._take(there, found, metrics)
 
     def pressure(self, instance: str) -> Pressure:
@@ -143,16 +134,12 @@ class MetricsScraper(BackgroundTask):
                     indexes.forget_endpoint(endpoint.id)
             self._present[name] = now
             indexes.hot.endpoints = max(1, len(now))
-        known = {(name, str(engine.id)) for name, cluster in self._clusters.items() for engine in cluster.engines}
-        self._heard = {key: heard for key, heard in self._heard.items() if key in known}
         every = frozenset(endpoint for cluster in self._clusters.values() for endpoint in cluster.endpoints)
         self._engines.keep_only(endpoint.engine for endpoint in every)
         self.signals.keep_only(every)
 
     async def _read(self, cluster: Cluster, engine: Engine) -> None:
-        heard_at, heard = self._heard.pop((cluster.name, str(engine.id)), (0.0, None))
-        if heard is not None and self._clock() - heard_at > self._interval_s:
-            heard = None
+        heard = self.readings.take(cluster.name, str(engine.id))
         try:
             async with self._slots:
                 metrics = heard or await self._engines.client(engine).fetch_metrics()
@@ -163,8 +150,8 @@ class MetricsScraper(BackgroundTask):
             return
         if heard is None:
             self._take(cluster, engine, metrics)
-            if self.tell is not None:
-                self.tell(cluster.name, str(engine.id), metrics)
+            if self.readings.tell is not None:
+                self.readings.tell(cluster.name, str(engine.id), metrics)
 
     def _take(self, cluster: Cluster, engine: Engine, metrics: EngineMetrics) -> None:
         """What an engine says, into all that learns of it."""
@@ -236,8 +223,7 @@ class MetricsScraper(BackgroundTask):
         indexes.capacities.set_reported(endpoint.id, 0 if cache.prefix_caching is False else blocks)
 
     async def _read_provider(self) -> None:
-        provider = self._lookups.provider
-        if provider is None:
+        if (provider := self._lookups.provider) is None:
             return
         try:
             self.signals.note_memory(await provider.memory())
@@ -246,9 +232,8 @@ class MetricsScraper(BackgroundTask):
 
     def _kv_usage(self) -> Iterator[tuple[tuple[str, ...], float]]:
         """KV memory in use, where the engine's metrics say it and are not too old."""
-        for labels, metrics in self._readings():
-            if metrics.kv_usage is not None:
-                yield labels, metrics.kv_usage
+        found = self._readings()
+        return ((labels, metrics.kv_usage) for labels, metrics in found if metrics.kv_usage is not None)
 
     def _engine_requests(self) -> Iterator[tuple[tuple[str, ...], float]]:
         """Requests running and waiting at each engine."""

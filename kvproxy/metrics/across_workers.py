@@ -50,6 +50,10 @@ RULES: Mapping[str, Across] = {
             "kvproxy_kvcache_snapshot_bytes",
             "kvproxy_normalize_state",
             "kvproxy_breaker_open",
+            "kvproxy_sync_status",
+            "kvproxy_sync_peers",
+            "kvproxy_sync_peer_lag_seconds",
+            "kvproxy_sync_index_blocks",
             "process_max_fds",
         ),
         Across.MAX,
@@ -57,6 +61,8 @@ RULES: Mapping[str, Across] = {
     **dict.fromkeys(
         (
             "kvproxy_endpoint_up",
+            "kvproxy_sync_consistency_ratio",
+            "kvproxy_sync_store_up",
             "kvproxy_kvcache_snapshot_age_seconds",
             "process_start_time_seconds",
         ),

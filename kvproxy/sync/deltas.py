@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.routing.elsewhere import LoadRow
 from kvproxy.routing.work import Features
 
@@ -122,11 +123,11 @@ class Retried(_Delta, tag=11, frozen=True):
 
 
 class EngineRead(_Delta, tag=13, frozen=True):
-    """What an engine's metrics say, read just now: `said` is an EngineMetrics as msgpack."""
+    """What an engine's metrics say, read just now."""
 
     cluster: str
     engine: str
-    said: bytes
+    metrics: EngineMetrics
 
 
 class Drained(_Delta, tag=12, frozen=True):

@@ -6,9 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import msgspec
-
-from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.kvcache.actions.signals import KnownPrefix
 from kvproxy.kvcache.actions.strategies import Action
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
@@ -54,7 +51,7 @@ class Heard:
             deltas.Acted: self._acted,
             deltas.Spent: self._spent,
             deltas.Retried: self._retried,
-            deltas.EngineRead: self._read,
+            deltas.EngineRead: lambda delta, world, now: world.hear_engine(delta),
             deltas.Drained: self._drained,
         }
 
@@ -209,8 +206,7 @@ class Heard:
 
     def _counted(self, delta: deltas.Counted, world: World, now: float) -> None:
         if world.state is not None:
-            keys = (delta.key,) if delta.key else ()
-            world.state.note_count(delta.model, keys, delta.prompt_bytes, delta.prompt_tokens)
+            world.state.note_count(delta.model, (delta.key,) * bool(delta.key), delta.prompt_bytes, delta.prompt_tokens)
 
     def _sampled(self, delta: deltas.Sample, world: World, now: float) -> None:
         part, endpoint = world.clusters.get(delta.cluster), EndpointId(delta.endpoint)
@@ -246,15 +242,6 @@ class Heard:
     def _retried(self, delta: deltas.Retried, world: World, now: float) -> None:
         for budget in world.budgets:
             budget.count_others(delta.requests, delta.retries, now)
-
-    def _read(self, delta: deltas.EngineRead, world: World, now: float) -> None:
-        if world.scraper is not None:
-            try:
-                metrics = msgspec.msgpack.decode(delta.said, type=EngineMetrics)
-            except msgspec.ValidationError:  # of another version
-                self.unknown += 1
-            else:
-                world.scraper.hear(delta.cluster, delta.engine, metrics)
 
     def _drained(self, delta: deltas.Drained, world: World, now: float) -> None:
         part = world.clusters.get(delta.cluster)

@@ -7,10 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-import msgspec
-
 from kvproxy.bounded import BoundedMapping
-from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.kvcache.actions.strategies import Action
 from kvproxy.kvcache.overlap.last_served import Served
 from kvproxy.routing.work import Features
@@ -64,7 +61,7 @@ class Journal:
         if world.state is not None:
             world.state.on_counted = self.counted
         if world.scraper is not None:
-            world.scraper.tell = self.read
+            world.scraper.readings.tell = lambda *read: self.add(deltas.EngineRead(*read))
         if world.actions is not None:
             world.actions.hotness.watch = self.used
         for number, table in enumerate(world.limits):
@@ -163,10 +160,6 @@ class Journal:
         """As of UseWatch."""
         self.add(deltas.Used(as_bytes(array("Q", keys)), model, cache_salt, instance, session))
 
-    def read(self, cluster: str, engine: str, metrics: EngineMetrics) -> None:
-        """As of MetricsScraper."""
-        self.add(deltas.EngineRead(cluster, engine, msgspec.msgpack.encode(metrics)))
-
     def acted(self, action: Action) -> None:
         """As of Claims."""
         self.add(acted(action))
@@ -248,5 +241,5 @@ def _size(delta: Delta) -> int:
     if isinstance(delta, deltas.SessionServed):
         return _DELTA_BYTES + len(delta.keys) + len(delta.root)
     if isinstance(delta, deltas.EngineRead):
-        return _DELTA_BYTES + len(delta.said)
+        return 5 * _DELTA_BYTES
     return _DELTA_BYTES + (len(delta.tokens) if isinstance(delta, deltas.Acted) else 0)

@@ -17,6 +17,7 @@ from kvproxy.resilience.retry import RetryBudget
 from kvproxy.routing.load import EndpointLoad
 from kvproxy.routing.policy import Policy
 from kvproxy.routing.work import Features
+from kvproxy.sync.deltas import EngineRead
 from kvproxy.types import EndpointId
 
 
@@ -81,6 +82,11 @@ class World:
         if kvcache is None:
             return cls(parts, limits=limits, budgets=budgets)
         return cls(parts, kvcache.state, kvcache.actions, kvcache.scraper, limits, budgets)
+
+    def hear_engine(self, delta: EngineRead) -> None:
+        """Another proxy read an engine."""
+        if self.scraper is not None:
+            self.scraper.hear(delta.cluster, delta.engine, delta.metrics)
 
 
 @dataclass(slots=True)

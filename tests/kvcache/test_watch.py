@@ -180,7 +180,7 @@ async def test_an_engine_that_another_process_read_is_not_read_again(clock: Fake
     """One reading an interval for all of them: whose round comes first reads and tells, the others learn as much."""
     asked = engine(tokens=25_600)
     async with world({"a": asked}, clock=clock) as one, world({"a": asked}, clock=clock) as other:
-        one.kv.scraper.tell, other.kv.scraper.tell = other.kv.scraper.hear, one.kv.scraper.hear
+        one.kv.scraper.readings.tell, other.kv.scraper.readings.tell = other.kv.scraper.hear, one.kv.scraper.hear
         for _ in range(3):
             await round_of(one)
             await round_of(other)
@@ -195,6 +195,6 @@ async def test_an_engine_that_another_process_read_is_not_read_again(clock: Fake
 async def test_what_was_read_of_an_unknown_engine_is_left_out(clock: FakeClock) -> None:
     """Processes learn of new endpoints one after the other."""
     async with world({"a": engine()}, clock=clock) as one, world({"b": engine()}, clock=clock) as other:
-        one.kv.scraper.tell = other.kv.scraper.hear
+        one.kv.scraper.readings.tell = other.kv.scraper.hear
         await round_of(one)
-        assert not other.kv.scraper._heard
+        assert other.kv.scraper.readings.take("default", "a") is None

@@ -26,7 +26,7 @@ async def test_a_rate_limit_holds_for_all_workers_together() -> None:
         one, other = both.clients
         for _ in range(3):
             assert (await one.post(CHAT, json=chat())).status_code == 200
-        (limits,) = both.proxies[1]._generation.world().limits
+        (limits,) = both.proxies[1]._generation.limits
         await until(lambda: sum(missing for _, _, missing in limits.missing(both.proxies[1].clock())) > 2.5)
         assert (await other.post(CHAT, json=chat())).status_code == 200
         assert (await other.post(CHAT, json=chat())).status_code == 429
@@ -62,7 +62,7 @@ async def test_an_engines_metrics_are_read_once_for_all() -> None:
         asked = engine.calls["/metrics"]
         await scrapers[0].scrape_all()
         endpoint = both.proxies[1].clusters["default"].endpoints[0]
-        await until(lambda: scrapers[1].signals.latest_scrape(endpoint) is not None and scrapers[1]._heard)
+        await until(lambda: scrapers[1].signals.latest_scrape(endpoint) is not None and scrapers[1].readings._heard)
         await scrapers[1].scrape_all()
         assert engine.calls["/metrics"] == asked + 1
         assert await both.metric('kvproxy_engine_requests{cluster="default",endpoint="a",state="running"}') == 3
