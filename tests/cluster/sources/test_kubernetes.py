@@ -338,7 +338,8 @@ async def test_the_token_is_read_again_when_it_is_replaced(follow: Follow, api: 
         await until(lambda: one.failing == 1)
         assert "takes no such token (401: Unauthorized)" in one.cluster.discovery_complaints["kubernetes"]
         assert "one" not in one.cluster.discovery_complaints["kubernetes"].split()
-        token.write_text("two\n")
+        (tmp_path / "next").write_text("two\n")
+        (tmp_path / "next").replace(token)
         await until(lambda: one.failing == 0)
     assert {"one", "two"} == set(fake.tokens)
 
@@ -411,15 +412,17 @@ async def test_a_watch_brings_no_more_than_a_list_may(
         assert len(one.conditions) <= 3
 
 
-async def test_outside_of_a_cluster_it_says_what_is_missing() -> None:
+async def test_outside_of_a_cluster_it_says_what_is_missing(tmp_path: Path) -> None:
     """Neither the address nor the namespace is guessed."""
     settings = KubernetesDiscoverySettings(service="vllm", namespace="models")
     with pytest.raises(DiscoveryError, match=r"KUBERNETES_SERVICE_HOST is not set.*`api.url`"):
         await KubernetesDiscovery(settings, env={}, clock=FakeClock(), rng=random.Random(1)).endpoints()
     with pytest.raises(DiscoveryError, match="set `namespace`"):
         await discovery({"url": "http://127.0.0.1:1"}, namespace="").endpoints()
-    with pytest.raises(DiscoveryError, match="credentials for the Kubernetes API cannot be read"):
-        await discovery({"url": "http://127.0.0.1:1", "token_file": "/nowhere"}).endpoints()
+    (tmp_path / "empty").write_text("\n")
+    for token in ("/nowhere", str(tmp_path / "empty")):
+        with pytest.raises(DiscoveryError, match="credentials for the Kubernetes API cannot be read"):
+            await discovery({"url": "http://127.0.0.1:1", "token_file": token}).endpoints()
 
 
 def test_in_a_cluster_everything_is_there(tmp_path: Path) -> None:
