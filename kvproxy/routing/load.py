@@ -346,7 +346,7 @@ class EndpointLoad:
         return Backlog(work, head, now - begun, self._room_s(now))
 
     def own_backlog(self, seconds: Features | None, slowness: float, now: float) -> Backlog:
-        """Of this process's requests alone."""
+        """The same of the requests that were counted in here."""
         pending = self._pending
         if not pending:
             return IDLE

@@ -99,7 +99,9 @@ class FakeKubernetes:
         query["namespace"] = scope["path"].split("/namespaces/")[1].split("/")[0]
         (self.watches if "watch" in query else self.lists).append(query)
         if self.hang:
-            await asyncio.Event().wait()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            return
         refused = self._why_refused(resource, query, token)
         if refused is not None:
             await _answer(send, refused[0], _status(*refused))
