@@ -18,9 +18,10 @@ from typing import Protocol
 import msgspec
 
 from kvproxy.routing.room import HEAD_TOKENS, EngineState, LiveBlocks, Room, room_of
+from kvproxy.types import LowerTokens
 
-#: (requests, sum u, sum u*(c+u/2), sum l) for u uncached tokens after c cached ones, l of these on lower tiers:
-#: what prefill time is linear in.
+#: (requests, sum u, sum u*(c+u/2), sum o) for u uncached tokens after c cached ones, o pooled seconds to bring up those
+#: of these on lower tiers: what prefill time is linear in.
 Features = tuple[float, float, float, float]
 
 #: First tokens closer together than this left the engine in one step.
@@ -42,16 +43,16 @@ _STAY_GAIN = 0.05
 NO_WORK: Features = (0.0, 0.0, 0.0, 0.0)
 
 
-def features_of(uncached_tokens: float, cached_tokens: float, lower_tokens: float = 0.0) -> Features:
-    """Prefill work of one request; `lower_tokens` of the cached ones come from host or disk tiers."""
-    return (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), lower_tokens)
+def features_of(uncached_tokens: float, cached_tokens: float, onboarding_s: float = 0.0) -> Features:
+    """Prefill work of one request, whose cached tokens are brought up from lower tiers in `onboarding_s`."""
+    return (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), onboarding_s)
 
 
-def prefill_s(uncached_tokens: float, cached_tokens: float, lower_tokens: float, seconds: Features) -> float:
+def prefill_s(uncached_tokens: float, cached_tokens: float, onboarding_s: float, seconds: Features) -> float:
     """Time of one request's prefill: `seconds_of(features_of(...), seconds)`, written out for every pick."""
-    request_s, token_s, attention_s, lower_s = seconds
+    request_s, token_s, attention_s, _ = seconds
     own = request_s + uncached_tokens * (token_s + attention_s * (cached_tokens + 0.5 * uncached_tokens))
-    return own + lower_s * lower_tokens
+    return own + onboarding_s
 
 
 def seconds_of(work: Features, seconds: Features) -> float:
@@ -65,9 +66,12 @@ def sum_of(a: Features, b: Features) -> Features:
 
 
 class OnSample(Protocol):
-    """Receives one closed sample: the work, the busy seconds it took, and now. `scraped`: by the engine's counters."""
+    """Receives one closed sample: the work, the busy seconds it took, now, and what of the work was brought up from
+    `lower` tiers. `scraped`: by the engine's counters."""
 
-    def __call__(self, work: Features, busy_s: float, now: float, *, scraped: bool = False) -> None: ...
+    def __call__(
+        self, work: Features, busy_s: float, now: float, *, lower: LowerTokens = (), scraped: bool = False
+    ) -> None: ...
 
 
 class Reservation(msgspec.Struct, eq=False):
@@ -76,7 +80,8 @@ class Reservation(msgspec.Struct, eq=False):
     uncached_tokens: int
     cached_tokens: int
     started_at: float
-    lower_tokens: int = 0  # of the cached ones, on host or disk tiers
+    onboarding_s: float = 0.0  # pooled, to bring up those of the cached ones that are on lower tiers
+    lower: LowerTokens = ()  # which these are
     hidden: bool = False  # its first token cannot be seen
     live: tuple[LiveBlocks, Sequence[int]] | None = None  # its prompt's blocks, and the ledger they are counted in
     first_token_at: float | None = None
@@ -87,7 +92,7 @@ class Reservation(msgspec.Struct, eq=False):
     def features(self) -> Features:
         """This request's prefill work: features_of its tokens."""
         uncached = self.uncached_tokens
-        return (1.0, uncached, uncached * (self.cached_tokens + uncached * 0.5), self.lower_tokens)
+        return (1.0, uncached, uncached * (self.cached_tokens + uncached * 0.5), self.onboarding_s)
 
 
 class Backlog(msgspec.Struct, frozen=True):
@@ -127,6 +132,7 @@ class EndpointLoad:
         "_head_s",
         "_last",
         "_live",
+        "_lower",
         "_pending",
         "_presumed",
         "_priced_at",
@@ -153,6 +159,7 @@ class EndpointLoad:
         self._head: Features | None = NO_WORK  # of the oldest pending requests; None: to be summed again
         self.hidden_requests = 0  # pending ones whose first token will not be seen
         self._done = NO_WORK  # of first tokens in the open sample
+        self._lower: LowerTokens = ()  # brought up for these, tier by tier as they came
         self._presumed = NO_WORK  # of hidden ones since the last first token; joins the sample with the next one
         self._anchor = 0.0  # when the open sample's work began
         self._last = 0.0  # the latest first token, or when work began
@@ -210,12 +217,13 @@ class EndpointLoad:
         cached_tokens: int,
         now: float,
         *,
-        lower_tokens: int = 0,
+        onboarding_s: float = 0.0,
+        lower: LowerTokens = (),
         hidden: bool = False,
         blocks: Sequence[int] = (),
     ) -> Reservation:
         """Count a request in, in the same step as the pick. `hidden`: its first token will not be seen."""
-        reservation = Reservation(uncached_tokens, cached_tokens, now, lower_tokens, hidden)
+        reservation = Reservation(uncached_tokens, cached_tokens, now, onboarding_s, lower, hidden)
         if self._live is not None:
             self._live.add(blocks)
             reservation.live = self._live, blocks
@@ -223,7 +231,7 @@ class EndpointLoad:
         self.pending_tokens += uncached_tokens
         self.resident_tokens += uncached_tokens + cached_tokens
         self.hidden_requests += hidden
-        work = (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), lower_tokens)
+        work = (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), onboarding_s)
         pending, head = self._pending, self._head
         if pending:
             self._work = sum_of(self._work, work)
@@ -232,6 +240,7 @@ class EndpointLoad:
         else:
             self._anchor = self._last = self._begun = now
             self._done = self._presumed = NO_WORK
+            self._lower = ()
             self._work = self._head = work  # not a sum: ends the drift of adding and subtracting floats
         pending[reservation] = work
         self._priced_at = None
@@ -251,6 +260,8 @@ class EndpointLoad:
             self._close_sample(self._last, now)
         self._done = sum_of(sum_of(self._done, self._presumed), work)
         self._presumed = NO_WORK
+        if reservation.lower:
+            self._lower += reservation.lower
         self._last = self._begun = now
         if not self._pending:
             self._close_sample(now, now)
@@ -345,6 +356,7 @@ class EndpointLoad:
         """Takes a request out whose first token was not seen, and with it the open sample."""
         if self._settle(reservation) is not None:
             self._done = self._presumed = NO_WORK
+            self._lower = ()
             self._anchor = self._last = self._begun = now
 
     def _presume_before(self, shown: Reservation) -> None:
@@ -376,9 +388,9 @@ class EndpointLoad:
     def _close_sample(self, ended_at: float, now: float) -> None:
         """What waited for memory or a slot says nothing of how fast prefill is."""
         if self.on_sample is not None and ended_at > self._anchor and not self._room_s(now):
-            self.on_sample(self._done, ended_at - self._anchor, now)
+            self.on_sample(self._done, ended_at - self._anchor, now, lower=self._lower)
         self._anchor = ended_at
-        self._done = NO_WORK
+        self._done, self._lower = NO_WORK, ()
 
 
 def head_of(works: Iterable[Features]) -> Features:
