@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_init(commands)
     _add_serve(commands)
+    _add_picker(commands)
     _add_check(commands)
     _add_doctor(commands)
     _add_status(commands)
@@ -127,6 +128,21 @@ def _add_serve(commands: _Commands[argparse.ArgumentParser]) -> None:
     serve.add_argument("--workers", type=_workers, metavar="N", help="processes behind the one socket, or `auto`")
     serve.add_argument("--no-admin", action="store_true", help="no admin listener (with --endpoint)")
     serve.set_defaults(run="commands.serve:main")
+
+
+def _add_picker(commands: _Commands[argparse.ArgumentParser]) -> None:
+    picker = commands.add_parser(
+        "picker",
+        help="decide for Envoy, which carries the requests (endpoint picker, gRPC)",
+        description="Answers Envoy's external processing (Gateway API endpoint picker protocol) until SIGTERM. "
+        "Needs kvproxy[picker].",
+    )
+    _config_option(picker)
+    picker.add_argument("--host", help="address of its listener (else `picker.host`: 127.0.0.1)")
+    picker.add_argument("--port", type=int, help="its port (else `picker.port`: 9002); 0 takes a free one")
+    picker.add_argument("--endpoint", action="append", default=[], metavar="ID=URL", help="an engine; repeat for more")
+    picker.add_argument("--policy", help="balancing policy (with --endpoint)")
+    picker.set_defaults(run="commands.picker:main")
 
 
 def _workers(text: str) -> int | str:

@@ -32,7 +32,11 @@ ROWS: tuple[dict[str, str], ...] = (
         "listener": "sockets towards clients",
         "doctor": "what is wrong with a setup, and the fix",
     },
-    {"receipts": "what was known and decided, request by request, on disk"},
+    {"picker": "places requests that other programs carry; Envoy's endpoint picker"},
+    {
+        "receipts": "what was known and decided, request by request, on disk",
+        "sync": "several processes decide as one: what they tell each other, and by which way",
+    },
     {"filters": "one filter of the chain a file, the chain, and the ASGI middleware"},
     {"forward": "carries one request to an engine and its answer back"},
     {"kvcache": "what each endpoint holds of a prompt, how true that was, and what is done about it"},

@@ -33,11 +33,11 @@ from random import Random
 
 from kvproxy.config.cluster_schema import KvAwareSettings
 from kvproxy.routing.engine_samples import StepModel
-from kvproxy.routing.load import Features, prefill_s
 from kvproxy.routing.policy import Candidate, Choice, OverlapFacts, PickRequest, Policy, least, onboarding_s_of, own_s
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.routing.traffic import ArrivalStats, EndpointArrivals, Pool, PoolSpeeds, Utilisation
-from kvproxy.types import EndpointId, LowerTokens, count_lower
+from kvproxy.routing.work import Features, prefill_s
+from kvproxy.types import EndpointId, count_lower
 
 #: Work is believed to delay at most this many of those bound to the endpoint, and as many of all.
 MAX_KAPPA = 9.0
@@ -206,6 +206,14 @@ class KvAware(Policy):
         self.utilisation.add(own, count, now)
         if bound:
             self.arrivals.record_arrival(candidates[index].id)
+        if self.on_placed is not None:
+            self.on_placed(candidates[index].id, own, bound)
+
+    def placed_elsewhere(
+        self, endpoint: EndpointId, routed_s: float, requests: int, bound: int, endpoints: int, now: float
+    ) -> None:
+        self.utilisation.add(routed_s, endpoints, now, requests=requests)
+        self.arrivals.record_arrival(endpoint, requests=bound)
 
     def estimates(self, now: float) -> Mapping[str, object]:
         known, (rho, arrivals_per_s) = self.arrivals.known(), self.utilisation.estimate_rates(now)
@@ -217,18 +225,6 @@ class KvAware(Policy):
             "bound_per_s": {endpoint: past.bound_per_s for endpoint, past in known.items()},
             "usual_wait_s": {endpoint: past.usual_wait_s for endpoint, past in known.items()},
         }
-
-    def observe_sample(
-        self,
-        endpoint: EndpointId,
-        work: Features,
-        busy_s: float,
-        now: float,
-        *,
-        lower: LowerTokens = (),
-        scraped: bool = False,
-    ) -> None:
-        self.speeds.observe(endpoint, work, busy_s, now, lower=lower, scraped=scraped)
 
     def observe_answer(
         self, endpoint: EndpointId, output_tokens: int, decode_s: float, sequences: float, now: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from random import Random
 from typing import ClassVar, NamedTuple, Protocol
@@ -11,8 +11,9 @@ from typing import ClassVar, NamedTuple, Protocol
 import msgspec
 
 from kvproxy.config.model import Model
-from kvproxy.routing.load import EndpointLoad, Features, prefill_s
+from kvproxy.routing.load import EndpointLoad
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.routing.work import Features, prefill_s
 from kvproxy.types import EndpointId, LowerTokens, count_lower, cut_lower
 
 
@@ -139,7 +140,8 @@ class Policy(ABC):
     """Chooses one of at least one candidate; a new one is a file with a subclass and a line in `registry.py`.
 
     `choose` changes nothing, so that anything may ask what it would choose; only its draws of chance move on. What a
-    policy counts or learns it hears of in the other methods, which do nothing unless a subclass overrides them.
+    policy counts or learns it hears of in the other methods: samples teach its `speeds`, if it has any, and the rest does
+    nothing unless a subclass overrides it.
     """
 
     #: Whether it weighs what endpoints hold against load. Where no policy does, no facts are gathered, and a preference
@@ -156,6 +158,8 @@ class Policy(ABC):
     speeds: SpeedModel | None = None
     #: Parameters, read again by every choice, so that they may be replaced as a whole; None: it has none.
     settings: Model | None = None
+    #: Told the endpoint, the prefill seconds, and whether elsewhere would have cost much more, of what was placed.
+    on_placed: Callable[[EndpointId, float, bool], None] | None = None
 
     def __init__(self, *, rng: Random, settings: Model | None = None) -> None:
         """`settings` are of the type that the configuration gives the policy of this name."""
@@ -172,6 +176,12 @@ class Policy(ABC):
     ) -> None:
         """A request goes to `candidates[index]`. `choice`: this policy's own; None where something else decided."""
 
+    def placed_elsewhere(
+        self, endpoint: EndpointId, routed_s: float, requests: int, bound: int, endpoints: int, now: float
+    ) -> None:
+        """Another proxy placed requests there, one of so many endpoints: `routed_s` seconds of prefill, and `bound` of
+        them would have cost much more elsewhere."""
+
     def observe_sample(
         self,
         endpoint: EndpointId,
@@ -184,6 +194,8 @@ class Policy(ABC):
     ) -> None:
         """`endpoint` did `work` in `busy_s` seconds and brought `lower` up for it: a sample closed by its load ledger,
         or `scraped` from the engine's own counters."""
+        if self.speeds is not None:
+            self.speeds.observe(endpoint, work, busy_s, now, lower=lower, scraped=scraped)
 
     def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
         """A response reported `cached_tokens` where `predicted_tokens` had been expected."""

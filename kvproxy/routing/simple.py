@@ -8,10 +8,9 @@ from dataclasses import asdict
 from random import Random
 
 from kvproxy.config.cluster_schema import PrefixAffinitySettings
-from kvproxy.routing.load import Features
 from kvproxy.routing.policy import LOWEST_COST, Candidate, Choice, PickRequest, Policy, least, least_loaded, own_s
 from kvproxy.routing.speeds import SpeedModel
-from kvproxy.types import EndpointId, LowerTokens
+from kvproxy.types import EndpointId
 
 #: Endpoints that left are forgotten once the memory of a policy is this many entries beyond the present ones.
 _FORGET_AFTER = 64
@@ -173,18 +172,6 @@ class LeastTtft(Policy):
 
     def estimates(self, now: float) -> Mapping[str, object]:
         return asdict(self.speeds.estimates(now))
-
-    def observe_sample(
-        self,
-        endpoint: EndpointId,
-        work: Features,
-        busy_s: float,
-        now: float,
-        *,
-        lower: LowerTokens = (),
-        scraped: bool = False,
-    ) -> None:
-        self.speeds.observe(endpoint, work, busy_s, now, lower=lower, scraped=scraped)
 
     def forget(self, endpoint: EndpointId) -> None:
         self.speeds.forget(endpoint)

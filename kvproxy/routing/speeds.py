@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvproxy.routing.load import Features
 from kvproxy.routing.onboarding import OnboardingCosts, OnboardingSums
+from kvproxy.routing.work import Features
 from kvproxy.types import EndpointId, LowerTokens, Tier
 
 _DIMENSIONS = range(3)

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from kvproxy.config.cluster_schema import TierWeights
-from kvproxy.routing.load import features_of, seconds_of
 from kvproxy.routing.onboarding import OnboardingCosts
 from kvproxy.routing.speeds import FactorState, SpeedModel, SpeedPriors, SpeedState
+from kvproxy.routing.work import features_of, seconds_of
 from kvproxy.types import EndpointId, LowerTokens, Tier, count_lower
 
 TRUTH = (0.02, 1 / 10_000, 1 / (10_000 * 32_000), 0.0)

@@ -1,0 +1,94 @@
+"""All that a proxy knows, for one that is new: a snapshot as a warm restart has it, and the rest as deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+
+from xxhash import xxh3_64
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.kvcache.actions.strategies import Action
+from kvproxy.kvcache.providers import ActionKind
+from kvproxy.kvcache.service import KvCache
+from kvproxy.kvcache.snapshot.contents import Contents, decode, pack_checksum
+from kvproxy.sync import deltas
+from kvproxy.sync.deltas import Delta
+from kvproxy.sync.heard import Heard
+from kvproxy.sync.watched import acted, session_served
+from kvproxy.sync.wire import MAX_DELTAS, Origin, Piece
+from kvproxy.sync.world import World
+from kvproxy.types import Clock
+
+#: Hashes and paths of the approximate indexes; the rest of a large one is learned anew.
+MAX_BYTES = 32 * 1024 * 1024
+_PIECE_BYTES = 48 * 1024
+
+
+def take_pieces(
+    origin: Origin,
+    world: World,
+    kvcache: KvCache | None,
+    clusters: Mapping[str, Cluster],
+    *,
+    clock: Clock,
+    wall_clock: Clock,
+) -> Generator[None, None, list[Piece]]:
+    """In messages, in the order to send them. The proxy goes on between the steps."""
+    data = bytearray()
+    if kvcache is not None:
+        contents = Contents(kvcache.state, clusters=clusters, clock=clock, wall_clock=wall_clock)
+        checksum = xxh3_64()
+        for part in (yield from contents.take(MAX_BYTES)):
+            checksum.update(part)
+            data += part
+        data += pack_checksum(checksum)
+    parts = [bytes(data[at : at + _PIECE_BYTES]) for at in range(0, len(data), _PIECE_BYTES)]
+    pieces = [Piece(origin, number, part, [], True) for number, part in enumerate(parts)]
+    known: list[Delta] = []
+    for delta in _deltas(world, clock()):
+        known.append(delta)
+        if len(known) == MAX_DELTAS:
+            pieces.append(Piece(origin, len(pieces), b"", known, True))
+            known = []
+            yield
+    pieces.append(Piece(origin, len(pieces), b"", known, False))
+    return pieces
+
+
+def put_pieces(
+    data: bytes,
+    rest: Sequence[Delta],
+    heard: Heard,
+    kvcache: KvCache | None,
+    clusters: Mapping[str, Cluster],
+    *,
+    clock: Clock,
+) -> Generator[None, None, None]:
+    """What came of them. Raises Unusable for a snapshot that is none of ours; then nothing has been changed."""
+    if data and kvcache is not None:
+        snapshot = decode(data)
+        taken_at = snapshot.kept.taken_at  # by the peer's clock: it was taken just now
+        contents = Contents(kvcache.state, clusters=clusters, clock=clock, wall_clock=lambda: taken_at)
+        yield from contents.put_back(snapshot, max_age_s=0.0)
+    for at in range(0, len(rest), 50):
+        heard.apply(rest[at : at + 50], clock())
+        yield
+
+
+def _deltas(world: World, now: float) -> Iterator[Delta]:
+    for name, part in world.clusters.items():
+        if part.indexes is not None:
+            for session, response, served in list(part.indexes.last_served.entries()):
+                yield session_served(name, session, response, served, now)
+        for endpoint, draining in part.drained().items():
+            if draining:
+                yield deltas.Drained(name, str(endpoint), draining)
+    for limit, table in enumerate(world.limits):
+        yield from _spent(limit, table.missing(now))
+    if world.actions is not None and world.actions.pin is not None:
+        for (instance, _), lease in world.actions.pin.leases(now).items():
+            yield acted(Action(ActionKind.PIN, instance, lease.prefix, "pinned"), now - lease.pinned_at)
+
+
+def _spent(limit: int, missing: Iterator[tuple[str, str, float]]) -> Iterator[Delta]:
+    return (deltas.Spent(limit, key, kind, amount) for key, kind, amount in list(missing))
