@@ -140,8 +140,8 @@ class Policy(ABC):
     """Chooses one of at least one candidate; a new one is a file with a subclass and a line in `registry.py`.
 
     `choose` changes nothing, so that anything may ask what it would choose; only its draws of chance move on. What a
-    policy counts or learns it hears of in the other methods: samples teach its `speeds`, if it has any, and the rest does
-    nothing unless a subclass overrides it.
+    policy counts or learns it hears of in the other methods: samples teach its `speeds`, if it has any; the others do
+    nothing unless a subclass overrides them.
     """
 
     #: Whether it weighs what endpoints hold against load. Where no policy does, no facts are gathered, and a preference
