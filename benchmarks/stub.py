@@ -75,7 +75,7 @@ _ABOUT = _plain(_INFO)
 
 
 def _size(data: bytes, end: int) -> int:
-    """Bytes of the request whose head ends there; 0: not known yet. (Envoy sends in chunks what came to it streamed.)"""
+    """Bytes of the request whose head ends there; 0: not known yet. (Envoy streams in chunks.)"""
     if length := _LENGTH.search(data, 0, end):
         return end + 4 + int(length[1])
     if not _CHUNKED.search(data, 0, end):
