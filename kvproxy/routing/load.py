@@ -335,7 +335,7 @@ class EndpointLoad:
 
     def backlog(self, seconds: Features | None, slowness: float, now: float) -> Backlog:
         """What is pending, without the hidden requests that are over by these speeds; with None without speeds all."""
-        own, elsewhere = self._own_backlog(seconds, slowness, now), self.elsewhere
+        own, elsewhere = self.own_backlog(seconds, slowness, now), self.elsewhere
         if elsewhere is None or not elsewhere.pending[0]:
             return own
         busy_at = elsewhere.busy_at if own is IDLE else min(self._busy_at, elsewhere.busy_at)
@@ -345,7 +345,8 @@ class EndpointLoad:
         work, head = sum_of(own.work, elsewhere.pending), elsewhere.head_of_both(own.head)
         return Backlog(work, head, now - begun, self._room_s(now))
 
-    def _own_backlog(self, seconds: Features | None, slowness: float, now: float) -> Backlog:
+    def own_backlog(self, seconds: Features | None, slowness: float, now: float) -> Backlog:
+        """The same of the requests that were counted in here."""
         pending = self._pending
         if not pending:
             return IDLE
