@@ -76,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(commands)
     _add_drain(commands)
     _add_reload(commands)
+    _add_worker(commands)
     _add_replay(commands)
     _add_demo(commands)
     _add_completion(commands, parser)
@@ -234,6 +235,13 @@ def _add_reload(commands: _Commands[argparse.ArgumentParser]) -> None:
     reload = commands.add_parser("reload", help=text, description=f"{text[0].upper()}{text[1:]}.")
     _admin_options(reload)
     reload.set_defaults(run="commands.operate:main_reload")
+
+
+def _add_worker(commands: _Commands[argparse.ArgumentParser]) -> None:
+    """What `serve --workers` starts; without a help it is not shown."""
+    worker = commands.add_parser("worker")
+    worker.add_argument("line", type=int, metavar="DESCRIPTOR", help="of the line to the supervisor")
+    worker.set_defaults(run="commands.worker:main")
 
 
 def _add_replay(commands: _Commands[argparse.ArgumentParser]) -> None:
