@@ -269,8 +269,9 @@ class Cluster:
         if decision.request.adapter_s is not None:
             expected_at = expected_first_token_at(decision, self.speeds, now)
             placement = self.adapters.place_request(endpoint.engine.adapters, decision.request.model, expected_at)
-        reservation = reserve(endpoint, decision.request, now)
-        if (speeds := self.policies.speeds) is not None:
+        speeds = self.policies.speeds
+        reservation = reserve(endpoint, decision.request, speeds, now)
+        if speeds is not None:
             self.scaling.placed(reservation, speeds, now)
         if reservation.hidden:
             self._hiding.add(endpoint)
