@@ -37,7 +37,7 @@ HERE = Path(__file__).parent
 LOAD, ENGINES_COUNT = 0.5, 2
 BLOCK = 16  # of the servers
 #: Trace, its first requests, and the cache of an engine that 1x is.
-CASES = (("conv_dev", 200, 400_000), ("agent_dev", 600, 60_000))
+CASES = (("toolagent_like_dev", 400, 200_000), ("agent_dev", 500, 40_000))
 SHARES = (0.5, 1.0, 2.0)
 #: Real seconds for a virtual one.
 TIME_SCALE = 0.4
