@@ -36,7 +36,10 @@ ROWS: tuple[dict[str, str], ...] = (
         "doctor": "what is wrong with a setup, and the fix",
     },
     {"picker": "places requests that other programs carry; Envoy's endpoint picker"},
-    {"receipts": "what was known and decided, request by request, on disk"},
+    {
+        "receipts": "what was known and decided, request by request, on disk",
+        "sync": "several processes decide as one: what they tell each other, and by which way",
+    },
     {"filters": "one filter of the chain a file, the chain, and the ASGI middleware"},
     {"forward": "carries one request to an engine and its answer back"},
     {"kvcache": "what each endpoint holds of a prompt, how true that was, and what is done about it"},

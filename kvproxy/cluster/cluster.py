@@ -429,15 +429,15 @@ class Cluster:
 
     def _arrange_queue(self) -> None:
         """As the settings say: the queue there is goes on with the requests in it, or places them all at once."""
-        settings, speeds, holds = self.settings.queue, self.policy.speeds, self.settings.discovery.named
+        settings, speeds, awaits = self.settings.queue, self.policy.speeds, self.settings.discovery.named
         if not settings.enabled or speeds is None:
             self._close_queue()
         elif self.queue is not None:
-            self.queue.reconfigure(settings, speeds, holds=holds)
+            self.queue.reconfigure(settings, speeds, awaits=awaits)
         else:
             name, metrics, clock = self.name, self._metrics, self._clock
             self.queue = RouterQueue(
-                settings, speeds, cluster=name, candidates=self._candidates, holds=holds, metrics=metrics, clock=clock
+                settings, speeds, cluster=name, candidates=self._candidates, awaits=awaits, metrics=metrics, clock=clock
             )
             if self._shown:
                 self.queue.show()

@@ -12,11 +12,12 @@ from kvproxy.cluster.shadow import Shadow, shadow_of
 from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.collectors import CounterCell
-from kvproxy.routing.load import Features, Reservation
+from kvproxy.routing.load import Reservation
 from kvproxy.routing.policy import Policy
 from kvproxy.routing.registry import configured, make_policy, merge_config
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.routing.work import Features
 from kvproxy.types import EndpointId
 
 
@@ -138,6 +139,13 @@ class PolicySet:
             policy.observe_answer(endpoint, output_tokens, decode_s, sequences, now)
         if self.shadow is not None:
             self.shadow.observe_answer(endpoint, output_tokens, decode_s, sequences, now)
+
+    def placed_elsewhere(
+        self, endpoint: EndpointId, routed_s: float, requests: int, bound: int, endpoints: int, now: float
+    ) -> None:
+        """As of Policy."""
+        for policy in self._deciding:
+            policy.placed_elsewhere(endpoint, routed_s, requests, bound, endpoints, now)
 
     def forget_endpoint(self, endpoint: EndpointId) -> None:
         """As of Policy; also those that share speeds, since what they count besides is their own."""

@@ -10,10 +10,10 @@ from functools import partial
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.routing.load import Features
 from kvproxy.routing.policy import Policy
 from kvproxy.routing.registry import make_policy
 from kvproxy.routing.selector import Decision
+from kvproxy.routing.work import Features
 from kvproxy.types import EndpointId
 
 log = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from pydantic import Field
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.config.listener_schema import AdminSettings, ListenerSettings, PickerSettings
 from kvproxy.config.model import Duration, Fraction, Model, Name, Size
+from kvproxy.config.sync_schema import SyncSettings
 
 
 class LimitSettings(Model):
@@ -207,6 +208,8 @@ class Config(Model):
     """Hot reload."""
     log: LogSettings = LogSettings()
     """The process log."""
+    sync: SyncSettings = SyncSettings()
+    """Other replicas that decide as one with this one."""
     receipts: ReceiptSettings = ReceiptSettings()
     """Decision receipts, for `kvproxy explain` and `kvproxy replay --receipts`; off unless they have a path."""
 

@@ -146,6 +146,7 @@ def picked(
         )
     if body is not None and with_body:
         common.body_mutation.body = body
+        _set_headers(common.header_mutation, {"content-length": str(len(body))})
     elif body is not None:
         common.header_mutation.remove_headers.append("content-length")  # Envoy frames what it gets
     message.dynamic_metadata.fields[_BALANCER].struct_value.fields[DESTINATION].string_value = where

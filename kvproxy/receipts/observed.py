@@ -11,10 +11,10 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.receipts.receipt import ReceiptCandidate
 from kvproxy.request.exchange import Exchange
 from kvproxy.request.observer import RequestObserver
-from kvproxy.routing.load import Features
 from kvproxy.routing.policy import NO_FACTS, OverlapFacts, PickRequest
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.routing.work import Features
 from kvproxy.types import EndpointId
 
 #: Candidates noted of one decision: the chosen one and the cheapest.

@@ -33,10 +33,10 @@ from random import Random
 
 from kvproxy.config.cluster_schema import KvAwareSettings
 from kvproxy.routing.engine_samples import StepModel
-from kvproxy.routing.load import Features, prefill_s
 from kvproxy.routing.policy import Candidate, Choice, OverlapFacts, PickRequest, Policy, least, own_s
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.routing.traffic import ArrivalStats, EndpointArrivals, Pool, PoolSpeeds, Utilisation
+from kvproxy.routing.work import Features, prefill_s
 from kvproxy.types import EndpointId
 
 #: Work is believed to delay at most this many of those bound to the endpoint, and as many of all.
@@ -205,6 +205,14 @@ class KvAware(Policy):
         self.utilisation.add(own, count, now)
         if bound:
             self.arrivals.record_arrival(candidates[index].id)
+        if self.on_placed is not None:
+            self.on_placed(candidates[index].id, own, bound)
+
+    def placed_elsewhere(
+        self, endpoint: EndpointId, routed_s: float, requests: int, bound: int, endpoints: int, now: float
+    ) -> None:
+        self.utilisation.add(routed_s, endpoints, now, requests=requests)
+        self.arrivals.record_arrival(endpoint, requests=bound)
 
     def estimates(self, now: float) -> Mapping[str, object]:
         known, (rho, arrivals_per_s) = self.arrivals.known(), self.utilisation.estimate_rates(now)

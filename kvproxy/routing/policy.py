@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from random import Random
 from typing import ClassVar, NamedTuple, Protocol
@@ -11,8 +11,9 @@ from typing import ClassVar, NamedTuple, Protocol
 import msgspec
 
 from kvproxy.config.model import Model
-from kvproxy.routing.load import EndpointLoad, Features, prefill_s
+from kvproxy.routing.load import EndpointLoad
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.routing.work import Features, prefill_s
 from kvproxy.types import EndpointId
 
 
@@ -151,6 +152,8 @@ class Policy(ABC):
     speeds: SpeedModel | None = None
     #: Parameters, read again by every choice, so that they may be replaced as a whole; None: it has none.
     settings: Model | None = None
+    #: Told the endpoint, the prefill seconds, and whether elsewhere would have cost much more, of what was placed.
+    on_placed: Callable[[EndpointId, float, bool], None] | None = None
 
     def __init__(self, *, rng: Random, settings: Model | None = None) -> None:
         """`settings` are of the type that the configuration gives the policy of this name."""
@@ -166,6 +169,12 @@ class Policy(ABC):
         self, request: PickRequest, candidates: Sequence[Candidate], index: int, now: float, *, choice: Choice | None
     ) -> None:
         """A request goes to `candidates[index]`. `choice`: this policy's own; None where something else decided."""
+
+    def placed_elsewhere(
+        self, endpoint: EndpointId, routed_s: float, requests: int, bound: int, endpoints: int, now: float
+    ) -> None:
+        """Another proxy placed requests there, one of so many endpoints: `routed_s` seconds of prefill, and `bound` of
+        them would have cost much more elsewhere."""
 
     def observe_sample(
         self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from random import Random
 
 from kvproxy.config.cluster_schema import PrefixAffinitySettings
-from kvproxy.routing.load import Features
 from kvproxy.routing.policy import LOWEST_COST, Candidate, Choice, PickRequest, Policy, least, least_loaded, own_s
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.routing.work import Features
 from kvproxy.types import EndpointId
 
 #: Endpoints that left are forgotten once the memory of a policy is this many entries beyond the present ones.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvproxy.routing.load import Features
+from kvproxy.routing.work import Features
 from kvproxy.types import EndpointId
 
 _DIMENSIONS = range(3)

@@ -12,8 +12,8 @@ from kvproxy.cluster.endpoint import Condition
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.screening import Refusal
 from kvproxy.config.cluster_schema import ClusterSettings
-from kvproxy.routing.load import Features
 from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy
+from kvproxy.routing.work import Features
 from kvproxy.types import EndpointId
 from tests.cluster.conftest import MakeCluster, configs
 

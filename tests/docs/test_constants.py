@@ -16,7 +16,7 @@ import pytest
 from kvproxy.config.cluster_schema import KvAwareSettings
 from tests.docs.blocks import ROOT
 
-MODULES = ("kv_aware", "traffic", "load", "room", "speeds", "engine_samples", "fair_queue")
+MODULES = ("kv_aware", "traffic", "load", "work", "room", "speeds", "engine_samples", "fair_queue")
 CONSTRUCTED = (
     "traffic.Utilisation",
     "traffic.ArrivalStats",

@@ -208,6 +208,9 @@ async def test_an_alias_is_written_as_its_model() -> None:
         body = chat().replace(b'"m"', b'"alias"')
         answer = await picker.ask().pick(body)
         assert answer.request_body.response.body_mutation.body == body.replace(b"alias", b"real")
+        headers = {one.header.key: one.header.raw_value
+                   for one in answer.request_body.response.header_mutation.set_headers}  # fmt: skip
+        assert headers["content-length"] == b"%d" % (len(body) - 1)
         duplex = picker.ask(request_mode=DUPLEX)
         destination(await duplex.pick(body))
         streamed = (await duplex.hear()).request_body.response.body_mutation.streamed_response

@@ -8,9 +8,9 @@ import pytest
 
 from kvproxy.config.cluster_schema import KvAwareSettings
 from kvproxy.routing.kv_aware import MAX_KAPPA, KvAware
-from kvproxy.routing.load import features_of, seconds_of
 from kvproxy.routing.policy import Overlap, PickRequest
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.routing.work import features_of, seconds_of
 from tests.routing.fleet import FakeCandidate, ask, decode, fleet, occupy, place
 
 CONSTANT = KvAwareSettings(kappa=1.0, stall=0.1, foresight=0.0)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from kvproxy.config.cluster_schema import KvAwareSettings
 from kvproxy.routing.kv_aware import LARGE, MAX_KAPPA, MAX_STALLED, MAX_UNEVEN, TICK_S, KvAware
-from kvproxy.routing.load import EndpointLoad, features_of
+from kvproxy.routing.load import EndpointLoad
 from kvproxy.routing.policy import Overlap, OverlapFacts, PickRequest
+from kvproxy.routing.work import features_of
 from kvproxy.types import EndpointId
 from tests.routing.fleet import FakeCandidate, place
 

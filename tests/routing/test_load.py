@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.routing.load import HEAD_REQUESTS, EndpointLoad, Features, features_of
+from kvproxy.routing.load import EndpointLoad
+from kvproxy.routing.work import HEAD_REQUESTS, Features, features_of
 
 SECONDS: Features = (0.01, 1e-3, 0.0, 0.0)
 

@@ -9,11 +9,11 @@ from random import Random
 import pytest
 
 from kvproxy.config.cluster_schema import ClusterSettings, DynamoSettings, LlmDSettings, LlmDStickySettings, PolicyName
-from kvproxy.routing.load import features_of
 from kvproxy.routing.policy import Overlap, PickRequest, Policy
 from kvproxy.routing.published import Dynamo, LlmD, LlmDSticky
 from kvproxy.routing.registry import make_policy
 from kvproxy.routing.simple import LeastRequest, LeastTtft, LMetric, PrefixAffinity
+from kvproxy.routing.work import features_of
 from tests.routing.fleet import FakeCandidate, ask, decode, fleet, live, occupy
 
 

@@ -8,8 +8,8 @@ from random import Random
 import msgspec
 import pytest
 
-from kvproxy.routing.load import features_of, seconds_of
 from kvproxy.routing.speeds import FactorState, OnboardingCost, SpeedModel, SpeedPriors, SpeedState
+from kvproxy.routing.work import features_of, seconds_of
 from kvproxy.types import EndpointId
 
 TRUTH = (0.02, 1 / 10_000, 1 / (10_000 * 32_000), 0.0)
