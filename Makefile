@@ -28,12 +28,13 @@ test-real: $(DEV) ## installs the real vLLM (CPU build) and LMCache, runs the ac
 	$(BIN)/python -m tests.real.engines.install
 	$(BIN)/python -m pytest -m real -p no:xdist -o timeout=600 -vv -s tests/real $(ARGS)
 
+test-services: $(DEV) ## against real servers (redis, nats, etcd, Envoy), which it installs where it can; else skips with a word
+	@$(BIN)/python -m tests.services.install
+	$(BIN)/python -m pytest -m services -p no:xdist -rs tests/services $(ARGS)
+
 test-browser: $(DEV) ## the live page in a real browser (needs chromium and chromedriver, e.g. apt install chromium-driver)
 	@$(BIN)/python -m pip install --quiet --group browser
 	$(BIN)/python -m pytest -m browser -p no:xdist -rs tests/browser $(ARGS)
-
-test-services: $(DEV) ## with the real programs that kvproxy speaks to, those that are there (apt install etcd-server)
-	$(BIN)/python -m pytest -m services -p no:xdist -rs tests/services $(ARGS)
 
 check: $(DEV) ## ruff, formatting, mypy --strict, the architecture test
 	$(BIN)/ruff check .

@@ -9,8 +9,8 @@ from kvproxy.replay.pooled import average_seconds
 from kvproxy.replay.settings import ReplayFleet
 from kvproxy.replay.view import endpoint_id
 from kvproxy.routing.kv_aware import KvAware
-from kvproxy.routing.load import Features
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.routing.work import Features
 from kvproxy.simulator.timing import EngineTiming
 from kvproxy.types import EndpointId
 

@@ -24,6 +24,9 @@ from kvproxy.receipts.recorder import make_recorder
 from kvproxy.request.body import HeldBodies
 from kvproxy.request.observer import RecentDecisions, RequestObserver
 from kvproxy.runtime.generation import Generation, Reloader, Shared, StateStore
+from kvproxy.sync.datagrams import Siblings
+from kvproxy.sync.service import SyncService
+from kvproxy.sync.world import World
 from kvproxy.types import Clock
 from kvproxy.upstream.pool import UpstreamPool
 
@@ -48,6 +51,7 @@ class Proxy:
         rng: random.Random | None = None,
         extra_filters: Mapping[str, FilterType] | None = None,
         receipts_key: bytes | None = None,
+        siblings: Siblings | None = None,
     ) -> None:
         self.metrics = Metrics() if metrics is None else metrics
         self.draining = False
@@ -84,6 +88,16 @@ class Proxy:
         self._generation = Generation(config, self._shared, self._states)
         self._reloader = Reloader(clock=clock, patience_s=config.shutdown.drain)
         show_learned(self.metrics, lambda: self.clusters.values(), clock=clock)
+        #: The exchange with other processes that decide as one with this one; None: there are none.
+        self.sync: SyncService | None = None
+        if siblings is not None or config.sync.redis is not None or config.sync.nats is not None:
+            self.sync = SyncService(
+                config,
+                siblings=siblings,
+                metrics=self.metrics,
+                clock=clock,
+                wall_clock=lambda: wall_clock().timestamp(),
+            )
         self._history = History(self)
         self.admin = build_admin_app(self, self._history)
         self._running = AsyncExitStack()
@@ -108,6 +122,16 @@ class Proxy:
     def routes(self) -> Routes:
         """Which request goes to which cluster."""
         return self._generation.routes
+
+    @property
+    def observers(self) -> Sequence[RequestObserver]:
+        """What watches every request."""
+        return self._shared.observers
+
+    @property
+    def bodies(self) -> HeldBodies:
+        """The count of all bodies held."""
+        return self._shared.bodies
 
     @property
     def running(self) -> int:
@@ -143,6 +167,7 @@ class Proxy:
         """The second half: serve by it from now on."""
         before, lost = self._generation, after.begin_serving()
         self._generation = after
+        self._share(after)
         self._reloader.retire_generation(before)
         return Reloaded(after_restart=tuple(_needs_restart(before.config, after.config)), lost=lost)
 
@@ -159,9 +184,18 @@ class Proxy:
         await self._running.enter_async_context(self._reloader)
         await self._reloader.begin_generation(self._generation)
         self._generation.begin_serving()
+        if self.sync is not None:
+            self._share(self._generation)
+            await self._running.enter_async_context(self.sync)
         if self.config.admin.enabled:
             await self._running.enter_async_context(self._history)
         return self
+
+    def _share(self, generation: Generation) -> None:
+        if self.sync is not None:
+            clusters, limits, budgets = generation.clusters, generation.limits, generation.budgets
+            world = World.of(clusters, self.kvcache, limits=limits, budgets=budgets)
+            self.sync.follow(world, self.kvcache, clusters)
 
     async def __aexit__(self, *_: object) -> None:
         await self._running.aclose()
@@ -192,5 +226,5 @@ def build(config: Config) -> Proxy:
 
 def _needs_restart(old: Config, new: Config) -> list[str]:
     """Settings whose change takes effect only at the next start of the process, by path."""
-    names = ("listen", "admin", "workers", "limits", "pool", "shutdown", "log", "receipts")
+    names = ("listen", "admin", "picker", "workers", "limits", "pool", "shutdown", "log", "receipts", "sync")
     return [name for name in names if getattr(old, name) != getattr(new, name)]

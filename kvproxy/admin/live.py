@@ -27,7 +27,7 @@ from kvproxy.admin.troubles import (
 )
 from kvproxy.admin.views import list_decisions
 from kvproxy.cluster.endpoint import Condition
-from kvproxy.config.schema import ListenerSettings
+from kvproxy.config.listener_schema import ListenerSettings
 from kvproxy.errors import Problem
 from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.status import hot_prefixes, leases, prefix_breaks, running_jobs
@@ -112,6 +112,7 @@ class LiveView:
             "history": _series(self._history.samples if span == SPANS[0] else self._history.hour, now),
             "routing": {name: describe_routing(one, now) for name, one in operated.clusters.items()},
             "cache": self._cache(now),
+            "sync": None if operated.sync is None else operated.sync.describe_state(),
             "decisions": list_decisions(operated, DECISIONS),
             "failed_decisions": list_decisions(operated, DECISIONS, result=FAILED),
             "findings": [

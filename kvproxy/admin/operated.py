@@ -14,6 +14,7 @@ from kvproxy.errors import Problem
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.observer import RecentDecisions
+from kvproxy.sync.service import SyncService
 from kvproxy.types import Clock
 
 
@@ -81,6 +82,11 @@ class OperatedProcess(Protocol):
 
 class AdminTarget(OperatedProcess, Protocol):
     """Asked again for every request: a reload may have replaced any part."""
+
+    @property
+    def sync(self) -> SyncService | None:
+        """The exchange with other processes; None: there are none."""
+        ...
 
     @property
     def clusters(self) -> Mapping[str, Cluster]: ...

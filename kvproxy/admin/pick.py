@@ -9,16 +9,15 @@ from starlette.routing import Route
 from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.pick_request import Question, parse_question, parse_report
 from kvproxy.admin.replies import RequestRefused, read_json_object, reply_json
-from kvproxy.admin.reservations import PickReservation, Reservations
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routes import RouteTarget
 from kvproxy.cluster.screening import Refusal
 from kvproxy.errors import Problem
-from kvproxy.filters.kvcache import prefers
-from kvproxy.forward.headers import RANK_HEADER
 from kvproxy.kvcache.overlap.facts import RequestFacts
-from kvproxy.routing.policy import NO_FACTS, OverlapFacts, PickRequest
+from kvproxy.picker.placing import pick_request, rank_headers
+from kvproxy.picker.reservations import PickReservation, Reservations
+from kvproxy.routing.policy import OverlapFacts
 from kvproxy.routing.selector import Decision
 from kvproxy.types import InferenceRequest
 
@@ -50,7 +49,9 @@ class PickRoutes:
             )
         _check_policy(question, target.cluster)
         facts = await self._facts_for(inference, body, target)
-        asked = self._pick_request(question, inference, target, facts)
+        asked = pick_request(
+            inference, target, facts, self._operated.kvcache, streams=question.first_token, policy=question.policy
+        )
         if question.reserve and self._held.full:
             raise RequestRefused(
                 429, Problem("reserve", "too many reservations are open", "settle them with /pick/ID/done")
@@ -74,21 +75,6 @@ class PickRoutes:
         if service is None:
             return None
         return await service.facts_for(inference, body, cluster=target.cluster, model=target.upstream_model)
-
-    def _pick_request(
-        self, question: Question, inference: InferenceRequest, target: RouteTarget, facts: RequestFacts | None
-    ) -> PickRequest:
-        service = self._operated.kvcache
-        prefer = service is not None and prefers(service.settings, target.cluster.settings.policy)
-        return PickRequest(
-            model=target.upstream_model or inference.model,
-            session_key=inference.affinity_key,
-            facts=NO_FACTS if facts is None else facts.overlaps,
-            preferred=facts.preferred if prefer and facts is not None and not question.policy else None,
-            streams=question.first_token,
-            prompt_head=inference.head,
-            policy=question.policy,
-        )
 
     async def _first_token(self, request: Request) -> Response:
         await read_json_object(request, optional=True)
@@ -133,7 +119,7 @@ def _shown(decision: Decision[Endpoint], cluster: Cluster) -> dict[str, object]:
         "cluster": cluster.name,
         "endpoint": endpoint.id,
         "url": str(endpoint.origin),
-        "headers": _headers(endpoint),
+        "headers": rank_headers(endpoint),
         "model": request.model,
         "policy": decision.policy,
         "reason": decision.reason,
@@ -144,11 +130,6 @@ def _shown(decision: Decision[Endpoint], cluster: Cluster) -> dict[str, object]:
         ],
         "reservation": None,
     }
-
-
-def _headers(endpoint: Endpoint) -> dict[str, str]:
-    """What the request has to carry to be served there: the data-parallel rank, where that is what was chosen."""
-    return {} if endpoint.rank is None else {RANK_HEADER.decode(): str(endpoint.engine.ranks.number(endpoint.rank))}
 
 
 def _candidate(endpoint: Endpoint, facts: OverlapFacts, cost: float | None) -> dict[str, object]:

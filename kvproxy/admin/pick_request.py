@@ -9,12 +9,12 @@ import msgspec
 from starlette.requests import Request
 
 from kvproxy.admin.replies import RequestRefused, receive_body
-from kvproxy.admin.reservations import Ended
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.config.paths import spelling_hint
 from kvproxy.errors import Problem
 from kvproxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.json_scan import MAX_DECODED_BYTES, Edit, Unreadable, apply_edits, find_members, run_in_turns
+from kvproxy.picker.reservations import Ended
 from kvproxy.request.parse import read_body
 from kvproxy.request.session import Caller, Session, bounded_key
 from kvproxy.request.usage import MAX_COUNT

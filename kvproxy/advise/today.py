@@ -23,9 +23,9 @@ from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.decided import read_decisions
 from kvproxy.replay.settings import IndexMode, ReplayFleet
 from kvproxy.replay.trace import Trace, TraceSession, Turn
-from kvproxy.routing.load import Features
 from kvproxy.routing.registry import POLICIES
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.routing.work import Features
 from kvproxy.simulator.timing import EngineTiming
 
 #: Tokens of a trace's block: about as many as a text block has, so that nothing finer is known.

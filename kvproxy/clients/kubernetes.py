@@ -103,6 +103,8 @@ class KubernetesAccess:
 
     def _read(self) -> tuple[str, ssl.SSLContext | bool]:
         token = Path(self.token_file).read_text(encoding="ascii", errors="replace").strip() if self.token_file else ""
+        if self.token_file and not token:
+            raise OSError(f"{self.token_file} is empty")
         verify = ssl.create_default_context(cafile=self.ca_file or None) if self.url.startswith("https:") else False
         return token, verify
 

@@ -9,8 +9,9 @@ from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.router_queue import RouterQueue
 from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.routing.demand import Demand
-from kvproxy.routing.load import Reservation, seconds_of
+from kvproxy.routing.load import Reservation
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.routing.work import prefill_s, seconds_of
 
 TAKING = (Condition.UP, Condition.SATURATED)
 
@@ -37,7 +38,14 @@ class Autoscaling:
     def placed(self, reservation: Reservation, now: float) -> None:
         """A request has its place."""
         speeds = self._cluster.speeds
-        if speeds is not None and self._demand.placed(seconds_of(reservation.features, speeds.seconds), now):
+        if speeds is None:
+            return
+        uncached, cached, onboarding_s = (
+            reservation.uncached_tokens,
+            reservation.cached_tokens,
+            reservation.onboarding_s,
+        )
+        if self._demand.placed(prefill_s(uncached, cached, onboarding_s, speeds.seconds), now):
             self._demand.sample(self._backlog_s(speeds, now), now)
 
     def saturation(self, now: float) -> float | None:
@@ -54,7 +62,7 @@ class Autoscaling:
         if speeds is None:
             return None
         settings = cluster.settings.autoscaling
-        busy = any(endpoint.load.in_flight for endpoint in cluster.endpoints) or bool(cluster.queue)
+        busy = any(endpoint.load.own_in_flight for endpoint in cluster.endpoints) or bool(cluster.queue)
         return self._demand.wanted(
             self._backlog_s(speeds, now),
             now,
@@ -67,8 +75,8 @@ class Autoscaling:
         """Of all endpoints, and in front of them."""
         pending_s = 0.0 if self._cluster.queue is None else self._cluster.queue.pending_s
         for endpoint in self._cluster.endpoints:
-            if endpoint.load.in_flight:
+            if endpoint.load.own_in_flight:
                 slowness = speeds.slowness(endpoint.id, now)
-                work = endpoint.load.backlog(speeds.seconds, slowness, now).work
+                work = endpoint.load.own_backlog(speeds.seconds, slowness, now).work
                 pending_s += slowness * seconds_of(work, speeds.seconds)
         return pending_s

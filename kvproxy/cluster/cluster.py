@@ -271,7 +271,7 @@ class Cluster:
         if decision.request.adapter_s is not None:
             expected_at = expected_first_token_at(decision, self.speeds, now)
             placement = self.adapters.place_request(endpoint.engine.adapters, decision.request.model, expected_at)
-        reservation = reserve(endpoint, decision.request, now)
+        reservation = reserve(endpoint, decision.request, self.speeds, now)
         self.scaling.placed(reservation, now)
         if reservation.hidden:
             self._hiding.add(endpoint)
@@ -429,15 +429,15 @@ class Cluster:
 
     def _arrange_queue(self) -> None:
         """As the settings say: the queue there is goes on with the requests in it, or places them all at once."""
-        settings, speeds, holds = self.settings.queue, self.policy.speeds, self.settings.discovery.named
+        settings, speeds, awaits = self.settings.queue, self.policy.speeds, self.settings.discovery.named
         if not settings.enabled or speeds is None:
             self._close_queue()
         elif self.queue is not None:
-            self.queue.reconfigure(settings, speeds, holds=holds)
+            self.queue.reconfigure(settings, speeds, awaits=awaits)
         else:
             name, metrics, clock = self.name, self._metrics, self._clock
             self.queue = RouterQueue(
-                settings, speeds, cluster=name, candidates=self._candidates, holds=holds, metrics=metrics, clock=clock
+                settings, speeds, cluster=name, candidates=self._candidates, awaits=awaits, metrics=metrics, clock=clock
             )
             if self._shown:
                 self.queue.show()

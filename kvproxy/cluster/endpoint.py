@@ -142,6 +142,11 @@ class Endpoint:
             self._asleep = asleep
             self._on_change()
 
+    def load_told(self, in_flight_before: int) -> None:
+        """Another proxy told of its load here."""
+        if self.max_in_flight and (in_flight_before < self.max_in_flight) is self.saturated:
+            self._on_change()
+
     @property
     def saturated(self) -> bool:
         """At its bound of requests in flight."""
@@ -209,8 +214,8 @@ class Endpoint:
         clock, taking = self._clock, (Condition.UP, Condition.SATURATED)
         load, breaker = self.load, self.breaker
         for gauge in (metrics.endpoint.in_flight, metrics.endpoint.in_flight_formerly):
-            self.metrics.bind_gauge(gauge, lambda: load.in_flight)
-        self.metrics.bind_gauge(metrics.endpoint.pending_prompt_tokens, lambda: load.pending_tokens)
+            self.metrics.bind_gauge(gauge, lambda: load.own_in_flight)
+        self.metrics.bind_gauge(metrics.endpoint.pending_prompt_tokens, lambda: load.own_pending_tokens)
         self.metrics.bind_gauge(metrics.endpoint.adapters, lambda: len(self.engine.adapters.names))
         self.metrics.bind_gauge(metrics.endpoint.up, lambda: self.condition(clock()) in taking)
         name = f"{self.metrics.cluster}/{self.id}"

@@ -166,7 +166,7 @@ class Membership:
 
     def on_idle(self, endpoint: Endpoint) -> None:
         """A request on a draining endpoint is over."""
-        if endpoint.load.in_flight == 0 and endpoint in self._draining:
+        if endpoint.load.own_in_flight == 0 and endpoint in self._draining:
             self._draining.remove(endpoint)
             self._finalize(endpoint)
 
@@ -210,11 +210,11 @@ class Membership:
         return None
 
     def _leave(self, endpoint: Endpoint, *, replaced: bool) -> None:
-        log.info("endpoint %s at %s leaves, %d in flight", endpoint.id, endpoint.origin, endpoint.load.in_flight)
+        log.info("endpoint %s at %s leaves, %d in flight", endpoint.id, endpoint.origin, endpoint.load.own_in_flight)
         endpoint.removed = True
-        if replaced or endpoint.load.in_flight == 0:
+        if replaced or endpoint.load.own_in_flight == 0:
             self._finalize(endpoint)
-        if endpoint.load.in_flight:
+        if endpoint.load.own_in_flight:
             self._draining.append(endpoint)
 
     def _finalize(self, endpoint: Endpoint) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.cluster.held_requests import HeldRequests
+from kvproxy.cluster.endpoint_wait import EndpointWait
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.screening import Refusal
 from kvproxy.config.cluster_schema import RouterQueueSettings
@@ -61,7 +61,7 @@ class _QueuedRequest:
 
 class RouterQueue:
     """In front of a cluster that learns `speeds`. `candidates(model, now)` are the endpoints that may be chosen. With
-    `holds` requests wait for a first endpoint, too.
+    `awaits` requests wait for a first one, too.
 
     A task of its own, which lives while requests wait, places them one by one, so that each look sees the load of the
     placement before it, and no request runs another one's decision.
@@ -74,13 +74,13 @@ class RouterQueue:
         *,
         cluster: str,
         candidates: Callable[[str, float], Sequence[Candidate]],
-        holds: bool,
+        awaits: bool,
         metrics: Metrics,
         clock: Clock,
     ) -> None:
         #: Whether endpoints may come where there is none.
-        self.holds = holds
-        self._held: HeldRequests[Verdict] = HeldRequests(settings.limit, settings.max_wait, clock=clock)
+        self.awaits = awaits
+        self._without_endpoint: EndpointWait[Verdict] = EndpointWait(settings.limit, settings.max_wait, clock=clock)
         self._queue: FairQueue[_QueuedRequest] = FairQueue(_bounds(settings))
         self._speeds = speeds
         self._candidates = candidates
@@ -96,12 +96,12 @@ class RouterQueue:
 
     def __len__(self) -> int:
         """Requests waiting."""
-        return len(self._queue) + len(self._held)
+        return len(self._queue) + len(self._without_endpoint)
 
     @property
     def pending_s(self) -> float:
         """Pooled prefill seconds of all of them, by what they were when they came."""
-        return self._queue.pending_s + self._held.pending_s
+        return self._queue.pending_s + self._without_endpoint.pending_s
 
     def status(self, now: float) -> dict[str, object]:
         """For people: what waits against what may, and what became of all requests since the start."""
@@ -111,7 +111,7 @@ class RouterQueue:
         return {
             "depth": len(self),
             "limit": settings.limit,
-            "without_endpoint": len(self._held),
+            "without_endpoint": len(self._without_endpoint),
             "oldest_wait_s": round(self._oldest_wait_s(now), 3),
             "max_wait_s": settings.max_wait_s,
             "released": exits,
@@ -144,14 +144,14 @@ class RouterQueue:
         self._metrics.request.router_queue_wait.labels(self._cluster).observe(self._clock() - now)
         return pick
 
-    async def hold(self, decide: Decide, facts: OverlapFacts) -> Verdict:
+    async def wait_for_endpoint(self, decide: Decide, facts: OverlapFacts) -> Verdict:
         """What is decided of a request that found no endpoint, once there is one or its time is over. Raises
         QueueFull."""
         now, reason = self._clock(), ReleaseReason.CLIENT_LEFT
         try:
-            verdict = await self._held.wait(
+            verdict = await self._without_endpoint.wait(
                 lambda at: None if (found := decide(at)) is Refusal.NO_ENDPOINTS and not self._closed else found,
-                own_s(facts, EndpointId(""), self._speeds.seconds),
+                own_s(facts, EndpointId(""), self._speeds),
             )
             if self._closed:
                 reason = ReleaseReason.QUEUE_OFF
@@ -168,17 +168,17 @@ class RouterQueue:
     def on_endpoints_change(self) -> None:
         """There may be an endpoint now."""
         if self._candidates("", self._clock()):
-            self._held.let_in()
+            self._without_endpoint.let_in()
 
     def on_load_decrease(self) -> None:
         """An endpoint has less to do than before: the turn of a waiting request may have come."""
         self._load_decreased.set()
 
-    def reconfigure(self, settings: RouterQueueSettings, speeds: SpeedModel, *, holds: bool) -> None:
+    def reconfigure(self, settings: RouterQueueSettings, speeds: SpeedModel, *, awaits: bool) -> None:
         """Other bounds, and maybe other speeds. Requests go on waiting, by the new ones."""
         # Kept over a reload with the task that places them: requests of both generations wait in one line.
-        self.holds = holds
-        self._held.limit, self._held.max_wait_s = settings.limit, settings.max_wait
+        self.awaits = awaits
+        self._without_endpoint.limit, self._without_endpoint.max_wait_s = settings.limit, settings.max_wait
         self._queue.reconfigure(_bounds(settings))
         self._speeds = speeds
         if self._shown:
@@ -199,7 +199,7 @@ class RouterQueue:
     def close(self) -> None:
         """Let all requests go, and show no queue any more."""
         self._closed = True
-        self._held.let_in()
+        self._without_endpoint.let_in()
         self._load_decreased.set()
         if self._shown:
             self._metrics.bounds.queue_limit.remove(self._name)
@@ -207,7 +207,7 @@ class RouterQueue:
             self._metrics.request.router_queue_oldest.remove(self._cluster)
 
     def _oldest_wait_s(self, now: float) -> float:
-        return max(self._queue.oldest_wait_s(now), self._held.oldest_wait_s(now))
+        return max(self._queue.oldest_wait_s(now), self._without_endpoint.oldest_wait_s(now))
 
     async def _release_in_turn(self) -> None:
         """Places what may go, whenever load fell or time alone may have changed the answer, until nothing waits."""

@@ -98,8 +98,8 @@ def clusters_without_endpoint(clusters: Mapping[str, Cluster], now: float) -> li
 
 def _available(cluster: Cluster, now: float) -> bool:
     conditions = {endpoint.condition(now) for endpoint in cluster.endpoints}
-    holds = cluster.queue is not None and cluster.queue.holds
-    return not conditions.isdisjoint(TAKING) or (holds and conditions <= {Condition.NOT_READY})
+    waits = cluster.queue is not None and cluster.queue.awaits
+    return not conditions.isdisjoint(TAKING) or (waits and conditions <= {Condition.NOT_READY})
 
 
 def show_learned(metrics: Metrics, clusters: Callable[[], Iterable[Cluster]], *, clock: Clock) -> None:

@@ -22,8 +22,8 @@ from kvproxy.background_task import BackgroundTask
 from kvproxy.types import Clock
 
 #: New objects before the youngest are looked at, and how many times before those that stayed are looked at again: what
-#: is looked at together is the product at most, some ten milliseconds of it.
-YOUNG_OBJECTS, YOUNG_ROUNDS = 10_000, 5
+#: is looked at together is the product at most, some five milliseconds of it.
+YOUNG_OBJECTS, YOUNG_ROUNDS = 10_000, 2
 #: Of all objects, the collector's own rule never looks at the oldest.
 _NEVER = 2**31 - 1
 

@@ -27,6 +27,7 @@ _DECISIONS = 8
 Cell = tuple[str, str]  # text, colour name or ""
 _ENDPOINT_HEADS = ("ENDPOINT", "STATE", "REQ/MIN", "IN FLIGHT", "PENDING", "KV", "QUEUE", "SPEED", "KV EVENTS")
 _QUEUE_HEADS = ("ROUTER QUEUE", "STATE", "WAITING", "OLDEST", "IN TURN", "AT BOUND", "LEFT", "NO ENDPOINT", "REFUSED")
+_PEER_HEADS = ("process", "state", "lag p50", "p99", "gaps", "lost", "index blocks")
 _RESULTS = {"ok": "good", "failed": "down", "client_error": "warn", "client_left": "quiet"}
 _DECISION_HEADS = ("ENDED", "REQUEST", "MODEL", "ENDPOINT", "WHY", "PROMPT", "PREDICTED", "REUSED", "FIRST BYTE", "END")
 
@@ -118,6 +119,8 @@ def render_page(live: Mapping[str, Any], *, colour: bool = False) -> str:
         [_plain(line) for line in describe_steps(live["endpoints"])],
         [_plain(line) for line in describe_adapters(live["endpoints"])],
         _cache(live["cache"]),
+        _sync(live["sync"]),
+        _table(_PEER_HEADS, [_peer(one) for one in (live["sync"] or {"peers": ()})["peers"]], colour=colour),
         _table(_DECISION_HEADS, [_decision(one) for one in live["decisions"][:_DECISIONS]], colour=colour),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
@@ -133,6 +136,8 @@ def _headline(live: Mapping[str, Any]) -> str:
         f"last minute {minute['requests']:,} requests, {minute['failed']:,} failed",
         f"first byte {_seconds(ttft)}",
     ]
+    if (workers := live.get("workers")) is not None:
+        parts.insert(1, f"{sum(one['serves'] for one in workers)} of {len(workers)} workers")
     if prompt:
         parts.append(f"from cache {_percent(cached / prompt)} (predicted {_percent(predicted / prompt)})")
     if (saved := minute.get("saved_prefill_s")) is not None:
@@ -244,6 +249,26 @@ def _cache(cache: Mapping[str, Any] | None) -> list[str]:
     if shut:
         lines.append(f"breakers: {', '.join(shut)}")
     return [_plain(line) for line in lines]
+
+
+def _sync(sync: Mapping[str, Any] | None) -> list[str]:
+    if sync is None:
+        return []
+    away = "".join(f", {name} away" for name, connected in sync["links"].items() if not connected)
+    known = f"{_percent(sync['consistency_ratio'])} of what others routed is known here"
+    return [_plain(f"{sync['origin']} is {sync['status']} with {len(sync['peers'])} other processes{away}: {known}")]
+
+
+def _peer(one: Mapping[str, Any]) -> list[Cell]:
+    return [
+        (one["origin"], ""),
+        ("alive", "good") if one["alive"] else (f"silent {_span(one['heard_s_ago'])}", "down"),
+        (_seconds(one["lag_p50_s"]), ""),
+        (_seconds(one["lag_p99_s"]), ""),
+        (str(one["gaps"]), ""),
+        (str(one["lost"]), "warn" if one["lost_last_minute"] else ""),
+        (_number(one["index_blocks"]), ""),
+    ]
 
 
 def _decision(one: Mapping[str, Any]) -> list[Cell]:

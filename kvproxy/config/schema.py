@@ -13,40 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
-from kvproxy.config.model import Duration, Fraction, Model, Name, Port, Secret, Size
-
-
-class ListenerTls(Model):
-    """Certificate of a listener."""
-
-    certificate: str
-    """PEM file: the certificate, then its chain."""
-    private_key: str
-    """PEM file of the private key."""
-
-
-class ListenerSettings(Model):
-    """Where clients connect. Also written as `host:port`."""
-
-    host: str = "127.0.0.1"
-    """Address to bind; `0.0.0.0` for every interface."""
-    port: Port = 8888
-    """TCP port; 0 takes a free one and prints it."""
-    tls: ListenerTls | None = None
-    """Serve https with this certificate."""
-
-
-class AdminSettings(Model):
-    """The operator's listener: metrics, health, status. Never on the public one."""
-
-    enabled: bool = True
-    """Turn the admin listener off altogether."""
-    host: str = "127.0.0.1"
-    """Address to bind; anything but loopback requires `token`."""
-    port: Port = 8889
-    """TCP port; 0 takes a free one and prints it."""
-    token: Secret | None = None
-    """Bearer token every admin request must carry."""
+from kvproxy.config.listener_schema import AdminSettings, ListenerSettings, PickerSettings
+from kvproxy.config.model import Duration, Fraction, Model, Name, Size
+from kvproxy.config.sync_schema import SyncSettings
 
 
 class LimitSettings(Model):
@@ -193,13 +162,29 @@ class FilterSpec(Model):
     """Its settings, decoded by the filter's own type."""
 
 
+class Profile(StrEnum):
+    """Kinds of traffic."""
+
+    CHAT = "chat"  # conversations, some on a system prompt
+    CODE = "code"  # coding assistants: sessions whose turns send a long history again
+    AGENT = "agent"  # tool loops with pauses, on shared heads
+    RAG = "rag"  # questions about documents that many ask for
+    SUMMARIZATION = "summarization"  # long prompts that share nothing
+    BATCH = "batch"  # everything at once, and no one waits for the first token
+
+
 class Config(Model):
     """A whole kvproxy configuration."""
 
+    profile: Profile | None = None
+    """Kind of traffic, whose defaults are taken for what the file does not say (see docs/profiles.md; `kvproxy check`
+    shows them). None: the general defaults."""
     listen: ListenerSettings = ListenerSettings()
     """The public listener. Also written as `host:port`."""
     admin: AdminSettings = AdminSettings()
     """The operator's listener."""
+    picker: PickerSettings | None = None
+    """Envoy's listener, with `kvproxy picker`; the defaults without one."""
     filters: tuple[FilterSpec, ...] = ()
     """The chain in order: a name, or `name: {settings}`; the last is `router`. Empty: the default chain."""
     clusters: Mapping[str, ClusterSettings] = Field(default_factory=dict)
@@ -223,6 +208,8 @@ class Config(Model):
     """Hot reload."""
     log: LogSettings = LogSettings()
     """The process log."""
+    sync: SyncSettings = SyncSettings()
+    """Other replicas that decide as one with this one."""
     receipts: ReceiptSettings = ReceiptSettings()
     """Decision receipts, for `kvproxy explain` and `kvproxy replay --receipts`; off unless they have a path."""
 

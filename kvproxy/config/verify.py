@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path as FilePath
 
-from kvproxy.config.addresses import is_loopback, listener_at, same_origin, url_fault
+from kvproxy.config.addresses import is_address, is_loopback, listener_at, same_origin, url_fault
 from kvproxy.config.cluster_schema import ClusterSettings, EnginePriorityMode, PolicyName
 from kvproxy.config.discovery_schema import DiscoverySettings
 from kvproxy.config.paths import Finding, Path, closest_word, error_at, missing_file, warning_at
 from kvproxy.config.schema import Config, RouteSettings
+from kvproxy.config.sync_schema import SyncSettings
 from kvproxy.config.verify_filters import find_chain_faults
 
 #: Policies the router queue can stand in front of.
@@ -19,7 +21,7 @@ _CLUSTERS_ARE_FROM: tuple[Path, ...] = (("clusters",), ("endpoints",), ("discove
 
 def find_faults(config: Config) -> list[Finding]:
     """Everything wrong (or doubtful: severity `warning`) with the configuration as a whole."""
-    checks = (_listeners, _tls, _limits, _clusters, _routes, _intervals, find_chain_faults)
+    checks = (_listeners, _tls, _picker, _limits, _clusters, _routes, _intervals, _sync, find_chain_faults)
     return [finding for check in checks for finding in check(config)]
 
 
@@ -44,6 +46,26 @@ def _tls(config: Config) -> Iterator[Finding]:
             yield from missing_file(("listen", "tls", name), getattr(config.listen.tls, name))
 
 
+def _picker(config: Config) -> Iterator[Finding]:
+    picker = config.picker
+    if picker is None:
+        return
+    if not picker.host:
+        yield error_at(("picker", "host"), "must not be empty", "0.0.0.0 is every interface")
+    admin = config.admin
+    if admin.enabled and picker.port and picker.port == admin.port:
+        yield error_at(("picker", "port"), "the picker has the admin listener's port")
+    if picker.tls is not None:
+        for name in ("certificate", "private_key"):
+            yield from missing_file(("picker", "tls", name), getattr(picker.tls, name))
+    for name, cluster in config.clusters.items():
+        for index, endpoint in enumerate(cluster.endpoints):
+            if not url_fault(endpoint.url) and not is_address(same_origin(endpoint.url)[1]):
+                what = "Envoy knows endpoints by address: it would not find this name, and go elsewhere"
+                hint = "give the address, or let `discovery.dns` resolve it"
+                yield warning_at(("clusters", name, "endpoints", index, "url"), what, hint)
+
+
 def _limits(config: Config) -> Iterator[Finding]:
     if config.limits.bodies < config.limits.body:
         yield error_at(("limits", "bodies"), "less than limits.body: a body of that size would never fit")
@@ -63,8 +85,31 @@ def _clusters(config: Config) -> Iterator[Finding]:
             hint = "use kv_aware or least_ttft, or leave the queue out"
             yield error_at((*at, "queue"), f"{cluster.policy} does not know how long a prefill takes", hint)
         yield from _engine_priority(config, cluster, at)
-        if cluster.discovery.file is not None and not FilePath(cluster.discovery.file.path).is_file():
-            yield warning_at((*at, "discovery", "file", "path"), "the file does not exist yet")
+        yield from _discovery(cluster.discovery, (*at, "discovery"))
+
+
+def _discovery(settings: DiscoverySettings, at: Path) -> Iterator[Finding]:
+    file, kubernetes, etcd = settings.file, settings.kubernetes, settings.etcd
+    if file is not None and not FilePath(file.path).is_file():
+        yield warning_at((*at, "file", "path"), "the file does not exist yet")
+    given: list[tuple[Path, str]] = []
+    if kubernetes is not None:
+        api = kubernetes.api
+        given = [(("kubernetes", "ca_file"), kubernetes.ca_file), (("kubernetes", "api", "ca_file"), api.ca_file)]
+        if api.url and (fault := url_fault(api.url)):
+            yield error_at((*at, "kubernetes", "api", "url"), fault)
+        elif api.token_file and api.url.startswith("http://") and not _local(api.url):
+            yield warning_at((*at, "kubernetes", "api", "token_file"), "sent in clear text over http")
+        if not api.url and (api.token_file or api.ca_file):
+            what = "without `url` the pod's own service account is used"
+            yield warning_at((*at, "kubernetes", "api"), what, "add the url, or leave `api` out")
+    if etcd is not None:
+        given.append((("etcd", "ca_file"), etcd.ca_file))
+        for index, url in enumerate(etcd.urls):
+            if fault := url_fault(url):
+                yield error_at((*at, "etcd", "urls", index), fault)
+    for path, name in given:
+        yield from missing_file((*at, *path), name) if name else ()
 
 
 def _engine_priority(config: Config, cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
@@ -164,6 +209,24 @@ def _routes(config: Config) -> Iterator[Finding]:
     for name in config.clusters if used and used <= set(config.clusters) else ():
         if name not in used:
             yield warning_at(("clusters", name), "no route leads to this cluster", follows=(("routes",),))
+
+
+_STORES = {"redis": ("redis", "rediss", "unix"), "nats": ("nats", "tls", "ws", "wss")}
+
+
+def _sync(config: Config) -> Iterator[Finding]:
+    given = {name: url for name in _STORES if (url := getattr(config.sync, name)) is not None}
+    if len(given) > 1:
+        yield error_at(("sync", "nats"), "replicas meet at one place: redis or nats", "leave one of them out")
+    for name, url in given.items():
+        scheme, separator, rest = url.get_secret_value().partition("://")
+        if not separator or scheme not in _STORES[name] or not rest:
+            yield error_at(("sync", name), f"is no {name} URL", f"{_STORES[name][0]}://host:port")
+        if importlib.util.find_spec(name) is None:
+            yield error_at(("sync", name), f"the library for {name} is not installed", f"pip install 'kvproxy[{name}]'")
+    if not given and config.sync != SyncSettings():
+        hint = "replicas meet at sync.redis or sync.nats"
+        yield warning_at(("sync",), "tells nobody but the workers of this machine, if there are several", hint)
 
 
 def _clusters_hint(wrong: str, config: Config) -> str:

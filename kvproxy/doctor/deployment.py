@@ -8,19 +8,24 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvproxy.cluster.discovery import sources_of
+from kvproxy.background_task import cancel_tasks
+from kvproxy.cluster.discovery import Source, sources_of
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, EventSources
 from kvproxy.config.filter_schema import DEFAULT_FILTERS
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.schema import Config
 from kvproxy.doctor.engine import EngineFacts
 from kvproxy.doctor.lmcache import LmcacheFacts
-from kvproxy.doctor.report import Finding, problem
+from kvproxy.doctor.report import Finding, problem, warning
 from kvproxy.doctor.tools import Tools
 from kvproxy.doctor.trial import TrialPlan
-from kvproxy.errors import ClientError, DiscoveryError
+from kvproxy.errors import ClientError, DiscoveryError, Refused
 
 T = TypeVar("T")
+_FORBIDDEN = 403
+_RIGHTS = "give the service account a Role with these verbs on these resources (docs/kubernetes.md: Rights)"
+#: So long a source that says by itself what changed is followed, to see that it can be.
+_WATCHED_S = 1.0
 #: A lookup needs two whole chunks of LMCache's default size to be distinguished from chance.
 _LOOKUP_TOKENS = 2 * 256
 
@@ -120,15 +125,42 @@ async def gather_facts(
 
 
 async def _endpoints(name: str, cluster: ClusterSettings) -> tuple[list[EndpointSettings], list[Finding]]:
-    endpoints, failed = list(cluster.endpoints), []
+    endpoints, findings = list(cluster.endpoints), []
     for source in sources_of(cluster.discovery):
+        where, place = f"cluster {name}", f"clusters.{name}.discovery.{source.name}"
         try:
-            endpoints += await source.discovery.endpoints()
-        except (DiscoveryError, OSError) as error:
-            where = f"cluster {name}"
-            what = f"the {source.name} discovery fails: {error}"
-            failed.append(problem(where, what, f"correct clusters.{name}.discovery.{source.name}, or what it names"))
-    return endpoints, failed
+            found = await source.discovery.endpoints()
+            endpoints += found
+            trouble = await _hear_trouble(source) if source.follow is not None else ""
+        except (ClientError, DiscoveryError, OSError) as error:
+            found, trouble = (), str(error)
+            refused = isinstance(error, Refused) and error.status == _FORBIDDEN
+        else:
+            refused = f"({_FORBIDDEN}" in trouble
+        if trouble:
+            fix = _RIGHTS if refused else f"correct {place}, or what it names"
+            findings.append(problem(where, f"the {source.name} discovery fails: {trouble}", fix))
+        elif not found and source.follow is not None:
+            what = f"the {source.name} discovery knows no endpoint"
+            findings.append(warning(where, what, f"is that so now? Otherwise correct {place}: are they ready there?"))
+    return endpoints, findings
+
+
+async def _hear_trouble(source: Source) -> str:
+    """What is wrong with following a source that could be listed, such as an account that may list and not watch."""
+    said = asyncio.get_running_loop().create_future()
+
+    def hear(_: object, trouble: str) -> None:
+        if trouble and not said.done():
+            said.set_result(trouble)
+
+    assert source.follow is not None
+    following = asyncio.ensure_future(source.follow(hear))
+    try:
+        await asyncio.wait([said, following], timeout=_WATCHED_S, return_when=asyncio.FIRST_COMPLETED)
+        return said.result() if said.done() else ""
+    finally:
+        await cancel_tasks([following])
 
 
 def _stated(endpoint: EndpointSettings, kvcache: KvCacheSettings | None) -> EventSources:

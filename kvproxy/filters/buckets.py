@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from kvproxy.bounded import BoundedMapping
 
@@ -14,13 +16,15 @@ MAX_DEBT = 5.0
 class TokenBucket:
     """Fills at `rate_per_s` up to `capacity`; a charge may take it below zero, into debt."""
 
-    __slots__ = ("_at", "_level", "capacity", "rate_per_s")
+    __slots__ = ("_at", "_level", "capacity", "on_charge", "rate_per_s")
 
     def __init__(self, *, rate_per_s: float, capacity: float, now: float) -> None:
         self.rate_per_s = rate_per_s
         self.capacity = capacity
         self._level = capacity
         self._at = now
+        #: Told what is charged here, where others share the bucket; its answer is what to charge for it.
+        self.on_charge: Callable[[float], float] | None = None
 
     def level(self, now: float) -> float:
         """What it holds; negative in debt."""
@@ -36,6 +40,12 @@ class TokenBucket:
 
     def charge(self, amount: float, now: float) -> None:
         """Take `amount`, whatever is there, as far as debts go."""
+        if self.on_charge is not None:
+            amount = self.on_charge(amount)
+        self.take(amount, now)
+
+    def take(self, amount: float, now: float) -> None:
+        """As `charge`, of what others charged."""
         self._level = max(self.level(now) - max(0.0, amount), -MAX_DEBT * self.capacity)
 
     def wait_s(self, amount: float, now: float) -> float:
@@ -67,6 +77,23 @@ class BucketTable(BoundedMapping[str, tuple[tuple[Limit, ...], tuple[TokenBucket
 
     def __init__(self) -> None:
         super().__init__(sys.maxsize)  # `Buckets` bounds it, by its own settings
+        #: Told the key, the kind and the amount of what is charged; its answer is what to charge for it.
+        self.watch: Callable[[str, str, float], float] | None = None
+        self.present: Buckets | None = None  # what it is for, once that serves
+
+    def take(self, key: str, kind: str, amount: float, now: float) -> None:
+        """Another proxy charged so much to this key's bucket."""
+        if self.present is not None:
+            pairs = zip(self.present.limits, self.present.of(key, now), strict=True)
+            for bucket in [bucket for limit, bucket in pairs if limit.kind == kind]:
+                bucket.take(amount, now)
+
+    def missing(self, now: float) -> Iterator[tuple[str, str, float]]:
+        """Key, kind and what is missing in each bucket that is not full. Not to be changed meanwhile."""
+        for key, (limits, buckets) in [*self.items()]:
+            for limit, bucket in zip(limits, buckets, strict=True):
+                if (missing := bucket.capacity - bucket.level(now)) > 0.0:
+                    yield key, limit.kind, missing
 
 
 class Buckets:
@@ -86,12 +113,19 @@ class Buckets:
         """Keys that have buckets."""
         return len(self._table)
 
+    def serve(self) -> None:
+        """The table is for these from now on."""
+        self._table.present = self
+
     def of(self, key: str, now: float) -> tuple[TokenBucket, ...]:
         """A key's buckets, one a limit."""
         limits, buckets = self._table.get(key, ((), ()))
         if limits is not self.limits:
             known = {limit.kind: bucket for limit, bucket in zip(limits, buckets, strict=True)}
             buckets = tuple(_bucket(limit, known.get(limit.kind), now) for limit in self.limits)
+            if (watch := self._table.watch) is not None:
+                for limit, bucket in zip(self.limits, buckets, strict=True):
+                    bucket.on_charge = partial(watch, key, limit.kind)
             self._table[key] = (self.limits, buckets)
             while len(self._table) > self.max_keys:
                 self._table.popitem()

@@ -17,9 +17,11 @@ from kvproxy.config.model import Model
 from kvproxy.config.paths import dotted_path
 from kvproxy.config.schema import Config, FilterSpec
 from kvproxy.errors import ConfigError, Problem
+from kvproxy.filters.buckets import BucketTable
 from kvproxy.filters.step import Step, joined
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.observer import RequestObserver
+from kvproxy.resilience.retry import RetryBudget
 from kvproxy.types import Clock
 
 if TYPE_CHECKING:
@@ -73,6 +75,9 @@ class FilterContext:
     kvcaches: list[KvCache] = field(default_factory=list)
     #: Called when the chain begins to serve: gauges are bound there, since a chain that is built may still be refused.
     on_serving: list[Callable[[], None]] = field(default_factory=list)
+    #: What limits the retries of routers, and the buckets of rate limits.
+    budgets: list[RetryBudget] = field(default_factory=list)
+    limits: list[BucketTable] = field(default_factory=list)
     #: Observe every request that reaches the router.
     observers: list[RequestObserver] = field(default_factory=list)
 

@@ -46,6 +46,7 @@ class RateLimitFilter(Step):
     def show(self) -> None:
         """The gauges read it from now on."""
         bounds, buckets = self.metrics.bounds, self._buckets
+        buckets.serve()
         bounds.queue_depth.labels("rate_limit").set_function(lambda: len(buckets))
         bounds.queue_limit.labels("rate_limit").set(buckets.max_keys)
 
@@ -162,7 +163,9 @@ def build(app: ASGIApp, settings: RateLimitSettings, context: FilterContext) -> 
     if not limits:
         hint = "set requests_per_minute or tokens_per_minute"
         raise ConfigError([Problem("", "nothing is limited", hint)])
-    buckets = Buckets(limits, settings.max_keys, context.states.next_of(BucketTable, BucketTable))
+    table = context.states.next_of(BucketTable, BucketTable)
+    context.limits.append(table)
+    buckets = Buckets(limits, settings.max_keys, table)
     under_limits = RateLimitFilter(app, buckets=buckets, metrics=context.metrics, clock=context.clock)
     context.on_serving.append(under_limits.show)
     return under_limits

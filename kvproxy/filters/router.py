@@ -82,6 +82,8 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
         clock=context.clock,
         via=headers.via,
     )
+    budget = RetryBudget(share=retry.budget, min_per_second=retry.min_per_second)
+    context.budgets.append(budget)
     served = ServedModels(models.names, clock=context.clock, change=models.has_adapters)
     context.lifetimes.append(served)
     return RouterFilter(
@@ -91,7 +93,7 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
                 pool=services.pool,
                 timeouts=Timeouts(config.timeouts.connect, config.timeouts.first_byte, config.timeouts.idle),
                 retry=retry,
-                budget=RetryBudget(share=retry.budget, min_per_second=retry.min_per_second),
+                budget=budget,
                 metrics=metrics,
                 clock=context.clock,
                 rng=context.rng,

@@ -134,8 +134,8 @@ class Forwarding:
             while True:
                 queue, now = self._cluster.queue, shared.clock()
                 verdict = self._cluster.decide(self._pick_request(), now)
-                if verdict is Refusal.NO_ENDPOINTS and queue is not None and queue.holds:
-                    verdict = await queue.hold(self._decide_refreshed, self._exchange.facts or NO_FACTS)
+                if verdict is Refusal.NO_ENDPOINTS and queue is not None and queue.awaits:
+                    verdict = await queue.wait_for_endpoint(self._decide_refreshed, self._exchange.facts or NO_FACTS)
                     queue, now = self._cluster.queue, shared.clock()
                 if (
                     queue is None

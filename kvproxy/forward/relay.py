@@ -16,9 +16,10 @@ from kvproxy.request.usage import ERROR_MARK, error_event, error_status, read_re
 from kvproxy.types import CONNECTION, ClientConnection, Headers, RequestKind
 from kvproxy.upstream.pool import UpstreamResponse
 
-_TAIL_BYTES = 16 * 1024
+#: Of an answer's end, what is looked at of all pieces but the last.
+TAIL_BYTES = 16 * 1024
 #: Pieces its last events may come in, however the network cuts them.
-_LAST_PIECES = 4
+LAST_PIECES = 4
 _NO_PIECES = deque[bytes](maxlen=0)
 #: Content types of answers that may count tokens.
 _TELLING = (b"application/json", b"text/event-stream")
@@ -58,7 +59,7 @@ class Relay:
         streams = bool(chunk) and not response.complete
         try:
             if streams:
-                self._last = deque((chunk,), _LAST_PIECES)
+                self._last = deque((chunk,), LAST_PIECES)
                 await downstream.start(status, headers, chunk, more=True)
                 if downstream.connection is not None:
                     response.on_piece = self._pass_on
@@ -82,12 +83,12 @@ class Relay:
         outcome.end = "completed"
         if not streams:
             await downstream.start(status, headers, chunk, more=False)
-            return self._look_at_end(status, headers, chunk)
+            return self._read_end(status, headers, chunk)
         if chunk:
             self._last.append(chunk)
         await downstream.write(chunk, more=False)
         *earlier, last = self._last
-        return self._look_at_end(status, headers, b"".join(earlier)[-_TAIL_BYTES:] + last)
+        return self._read_end(status, headers, b"".join(earlier)[-TAIL_BYTES:] + last)
 
     def _pass_on(self, piece: bytes) -> bool:
         """A piece has arrived while the task waits for one; False: the task has to take it, and wait for the client."""
@@ -107,30 +108,8 @@ class Relay:
             self._response.abort()
         return True
 
-    def _look_at_end(self, status: int, headers: Headers, tail: bytes) -> UpstreamError | None:
-        inference, outcome = self._exchange.inference, self._exchange.outcome
-        if inference is None:
-            if self._post and _may_tell_usage(headers):  # no body hides it
-                self._read_usage(tail, None)
-            return None
-        if status == 200 and ERROR_MARK in tail and (reported := error_status(tail)) is not None:
-            if reported >= 500:  # else a client's mistake, found late
-                outcome.end = "engine_error"
-            return EngineReportedError("the engine ended its stream with an error event", status=reported)
-        self._read_usage(tail, inference.kind)
-        return None
-
-    def _read_usage(self, tail: bytes, kind: RequestKind | None) -> None:
-        head = self._first if kind in (RequestKind.MESSAGES, None) else b""
-        usage = read_usage(tail, head, native=kind is None)
-        if usage is not None:
-            outcome = self._exchange.outcome
-            outcome.prompt_tokens = usage.prompt_tokens
-            outcome.cached_tokens = usage.cached_tokens
-            outcome.completion_tokens = usage.completion_tokens
-        inference = self._exchange.inference
-        if inference is not None and inference.continuable:
-            self._exchange.outcome.response_id = read_response_id(self._first)
+    def _read_end(self, status: int, headers: Headers, tail: bytes) -> UpstreamError | None:
+        return read_end(self._exchange, status, headers, first=self._first, tail=tail, post=self._post)
 
     async def _tell_broken(self, headers: Headers, error: UpstreamError) -> None:
         """An event stream ends with an error event; anything else is left incomplete, which cuts the connection."""
@@ -145,6 +124,35 @@ class Relay:
         message = "The engine failed in the middle of this response."
         event = error_event(kind, message=message, reason=error.reason, tail=last)
         await self._downstream.write(event, more=False)
+
+
+def read_end(
+    exchange: Exchange, status: int, headers: Headers, *, first: bytes, tail: bytes, post: bool
+) -> UpstreamError | None:
+    """What an answer's `first` piece and its `tail` say: token counts, for the outcome, or the error that it is."""
+    inference, outcome = exchange.inference, exchange.outcome
+    if inference is None:
+        if post and _may_tell_usage(headers):  # no body hides it
+            _read_usage(exchange, first, tail, None)
+        return None
+    if status == 200 and ERROR_MARK in tail and (reported := error_status(tail)) is not None:
+        if reported >= 500:  # else a client's mistake, found late
+            outcome.end = "engine_error"
+        return EngineReportedError("the engine ended its stream with an error event", status=reported)
+    _read_usage(exchange, first, tail, inference.kind)
+    return None
+
+
+def _read_usage(exchange: Exchange, first: bytes, tail: bytes, kind: RequestKind | None) -> None:
+    head = first if kind in (RequestKind.MESSAGES, None) else b""
+    usage = read_usage(tail, head, native=kind is None)
+    outcome, inference = exchange.outcome, exchange.inference
+    if usage is not None:
+        outcome.prompt_tokens = usage.prompt_tokens
+        outcome.cached_tokens = usage.cached_tokens
+        outcome.completion_tokens = usage.completion_tokens
+    if inference is not None and inference.continuable:
+        outcome.response_id = read_response_id(first)
 
 
 def _may_tell_usage(headers: Headers) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvproxy.cluster.endpoint import Endpoint
@@ -35,6 +35,8 @@ class CacheState:
     counted: CountedPrompts = field(default_factory=CountedPrompts)
     indexes: dict[str, IndexState] = field(default_factory=dict)  # by cluster
     present: dict[str, Mapping[str, Endpoint]] = field(default_factory=dict)  # by cluster, at the last scrape
+    #: Told the model, the prompt's keys, its bytes and its tokens of what an engine counted.
+    on_counted: Callable[[str, Sequence[int], int, int], None] | None = None
     fresh: bool = True  # no service has run with it: a snapshot may still fill it
     _hotness: tuple[object, Hotness] | None = None
     _record: tuple[str, ActionRecord] | None = None
@@ -52,6 +54,11 @@ class CacheState:
         if known is None:
             known = self.indexes[cluster] = IndexState(endpoints=endpoints)
         return known
+
+    def note_count(self, model: str, keys: Sequence[int], prompt_bytes: int, prompt_tokens: int) -> None:
+        """An engine counted so many tokens in a prompt of `model` with these keys."""
+        self.bytes_per_token.observe_prompt(model, prompt_bytes, prompt_tokens)
+        self.counted.note_prompt(keys, prompt_bytes, prompt_tokens)
 
     def hotness(self, settings: KvCacheSettings) -> Hotness:
         """Message prefixes by use."""

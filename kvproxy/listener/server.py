@@ -17,7 +17,7 @@ from typing import Any
 import uvicorn
 
 from kvproxy.background_task import cancel_tasks
-from kvproxy.config.schema import ListenerTls
+from kvproxy.config.listener_schema import ListenerTls
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.listener.parser import ListenerLimits
 from kvproxy.listener.protocol import ClientProtocol

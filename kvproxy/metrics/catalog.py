@@ -9,6 +9,13 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Gauge
 
 from kvproxy import __version__
+from kvproxy.metrics.cache_groups import (
+    LOCAL_BUCKETS_S,
+    HoldingMetrics,
+    KvCacheMetrics,
+    KvEventMetrics,
+    SnapshotMetrics,
+)
 from kvproxy.metrics.collectors import CallbackGauge, Counter, Histogram
 from kvproxy.metrics.exposition import Registry
 from kvproxy.metrics.present import HitWindows
@@ -18,9 +25,7 @@ TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 E2E_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 COST_BUCKETS = (0.0, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0, 1000.0, 100_000.0)  # seconds, blocks, scores
 ITL_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
-LOCAL_BUCKETS_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05)
 LAG_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
-FAST_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.5)
 
 
 class RequestMetrics:
@@ -208,153 +213,21 @@ class ConnectionMetrics:
         )
 
 
-class KvEventMetrics:
-    """KV events: one stream per endpoint and data-parallel rank."""
+class PickerMetrics:
+    """Requests that Envoy carries (`kvproxy picker`)."""
 
     def __init__(self, r: CollectorRegistry) -> None:
-        self.batches = Counter(
-            "kvproxy_kv_event_batches", "Batches by what became of them", ["endpoint", "outcome"], registry=r
-        )  # applied, replayed, duplicate, malformed
-        self.blocks = Counter("kvproxy_kv_event_blocks", "Blocks in events", ["endpoint", "kind"], registry=r)
-        self.skipped = Counter(
-            "kvproxy_kv_events_skipped", "Events that could not be used", ["endpoint", "reason"], registry=r
-        )  # unknown_type, malformed
-        self.gaps = Counter(
-            "kvproxy_kv_event_gaps", "Breaks in the numbering", ["endpoint", "outcome"], registry=r
-        )  # filled, lost, restart
-        self.behind = Counter(
-            "kvproxy_kv_event_behind", "Times a stream brought batches faster than they were applied",
-            ["endpoint"], registry=r,
+        self.requests = Counter(
+            "kvproxy_picker_requests", "Requests Envoy asked about, by how it sends their bodies", ["mode", "result"],
+            registry=r,
+        )  # fmt: skip  # buffered, duplex, headers; picked, refused, malformed, body_timeout, error
+        self.served = Counter(
+            "kvproxy_picker_served", "Answers by where they came from, against the pick", ["result"], registry=r
+        )  # as_picked, fallback, elsewhere, unknown (no endpoint of ours), unreported, none (Envoy's own answer)
+        self.seconds = Histogram(
+            "kvproxy_picker_decision_seconds", "Whole body there to the endpoint named", buckets=LOCAL_BUCKETS_S,
+            registry=r,
         )  # fmt: skip
-        self.lag = Gauge(
-            "kvproxy_kv_event_lag_seconds", "Published to applied, last batch", ["endpoint", "rank"], registry=r
-        )
-        self.state = Gauge(
-            "kvproxy_kv_event_stream_state", "1: the stream is in this state", ["endpoint", "rank", "state"], registry=r
-        )  # connecting, exact, degraded, approximate
-
-
-class KvCacheMetrics:
-    """Which endpoints hold a prefix: what was asked, predicted, and true."""
-
-    def __init__(self, r: CollectorRegistry) -> None:
-        self.facts_seconds = Histogram(
-            "kvproxy_kvcache_facts_seconds", "Asking the indexes of the proxy itself about one prompt",
-            buckets=LOCAL_BUCKETS_S, registry=r,
-        )  # fmt: skip
-        self.lookups = Counter(
-            "kvproxy_kvcache_lookups", "Requests by what came of asking LMCache before routing", ["outcome"], registry=r
-        )  # hit, miss, lookup_timeout, error, breaker_open, busy, no_tokens
-        self.lookup_seconds = Histogram(
-            "kvproxy_kvcache_lookup_seconds", "One call of the lookup service, late answers included",
-            buckets=FAST_BUCKETS_S, registry=r,
-        )  # fmt: skip
-        self.tokenizes = Counter("kvproxy_kvcache_tokenizes", "Calls of /tokenize", ["outcome"], registry=r)
-        self.tokenize_seconds = Histogram(
-            "kvproxy_kvcache_tokenize_seconds", "One call of /tokenize", buckets=FAST_BUCKETS_S, registry=r
-        )
-        self.unknown_instances = Counter(
-            "kvproxy_kvcache_unknown_instances", "Holders that are no endpoint's instance_id", registry=r
-        )
-        self.predictions = Counter(
-            "kvproxy_kvcache_predictions", "Predicted matches by what the engine then reused",
-            ["cluster", "endpoint", "source", "result"], registry=r,
-        )  # fmt: skip  # hit, partial, miss
-        self.predicted_tokens = Counter(
-            "kvproxy_kvcache_predicted_tokens", "Matched tokens where requests went",
-            ["cluster", "endpoint", "source"], registry=r,
-        )  # fmt: skip
-        self.reused_tokens = Counter(
-            "kvproxy_kvcache_reused_tokens", "Of these, tokens the engine did reuse",
-            ["cluster", "endpoint", "source"], registry=r,
-        )  # fmt: skip
-        self.sessions_ended = Counter(
-            "kvproxy_kvcache_sessions_ended", "Sessions that their clients ended", ["result"], registry=r
-        )  # known, unknown
-        self.prediction_alarm = CallbackGauge(
-            "kvproxy_kvcache_prediction_alarm", "1: of the last 8 large predictions at least 3 were wrong",
-            ["cluster", "endpoint", "source"], registry=r,
-        )  # fmt: skip
-        self.prefix_break_tokens = Counter(
-            "kvproxy_prefix_break_tokens", "Prompt tokens computed again although the session had sent them before",
-            ["cause", "client"], registry=r,
-        )  # fmt: skip
-        self.trust = CallbackGauge(
-            "kvproxy_kvcache_trust_ratio", "How far what only this source says of an endpoint is believed, once tried",
-            ["cluster", "endpoint", "source"], registry=r,
-        )  # fmt: skip
-
-
-class HoldingMetrics:
-    """What the indexes, the engines and token memory hold, and the work to keep it."""
-
-    def __init__(self, r: CollectorRegistry) -> None:
-        self.index_blocks = Gauge(
-            "kvproxy_kvcache_index_blocks", "Blocks held in an index, over endpoints", ["index"], registry=r
-        )  # approximate, in_flight, precise, hot
-        self.index_bytes = Gauge(
-            "kvproxy_kvcache_index_bytes", "Estimated memory of an index", ["index"], registry=r
-        )  # approximate, precise, sessions, session_parts, last_served
-        self.last_served = Gauge(
-            "kvproxy_kvcache_last_served", "Sessions and responses whose last endpoint is known", ["what"], registry=r
-        )  # sessions, responses
-        self.index_utilisation = CallbackGauge(
-            "kvproxy_kvcache_index_utilisation_ratio", "Blocks believed to be at an endpoint against its capacity",
-            ["cluster", "endpoint"], registry=r,
-        )  # fmt: skip
-        self.index_capacity = CallbackGauge(
-            "kvproxy_kvcache_index_capacity_blocks", "Room in an endpoint's cache, as `told` by it and as `learned`",
-            ["cluster", "endpoint", "kind"], registry=r,
-        )  # fmt: skip
-        self.reuse_step = CallbackGauge(
-            "kvproxy_endpoint_reuse_step_tokens", "What an endpoint reuses is a multiple of this, where that is long",
-            ["cluster", "endpoint"], registry=r,
-        )  # fmt: skip
-        self.endpoint_hit_ratio = CallbackGauge(
-            "kvproxy_endpoint_cache_hit_ratio", "Share of prompt tokens reused since twelve readings of the engine ago",
-            ["cluster", "endpoint", "by"], registry=r,
-        )  # fmt: skip
-        self.engine_foreign_ratio = CallbackGauge(
-            "kvproxy_engine_foreign_tokens_ratio", "Prompt tokens the engine looked up that others sent, of all",
-            ["cluster", "endpoint"], registry=r,
-        )  # fmt: skip
-        self.engine_kv_usage = CallbackGauge(
-            "kvproxy_engine_kv_usage_ratio", "KV memory in use, by the engine's own metrics",
-            ["cluster", "endpoint"], registry=r,
-        )  # fmt: skip
-        self.engine_requests = CallbackGauge(
-            "kvproxy_engine_requests", "Requests in the engine, by its own metrics",
-            ["cluster", "endpoint", "state"], registry=r,
-        )  # fmt: skip  # running, waiting
-        self.token_memory_entries = Gauge(
-            "kvproxy_kvcache_token_memory_entries", "Prompts and beginnings in token memory", registry=r
-        )
-        self.token_memory_bytes = Gauge("kvproxy_kvcache_token_memory_bytes", "Bytes of token memory", registry=r)
-        self.recalls = CallbackGauge(
-            "kvproxy_kvcache_token_recalls", "Prompts by what token memory knew", ["result"], counts=True, registry=r
-        )  # exact, prefix, missed
-        self.actions = Counter(
-            "kvproxy_kvcache_actions", "Pins, compressions and evictions", ["action", "result"], registry=r
-        )
-        self.background = Counter(
-            "kvproxy_kvcache_background_jobs", "Work after responses", ["result"], registry=r
-        )  # done, failed, timeout, duplicate, dropped, abandoned
-
-
-class SnapshotMetrics:
-    """What is kept over a restart."""
-
-    def __init__(self, r: CollectorRegistry) -> None:
-        self.writes = Counter(
-            "kvproxy_kvcache_snapshot_writes", "Snapshots written for the next start", ["outcome"], registry=r
-        )  # written, failed
-        self.restores = Counter(
-            "kvproxy_kvcache_snapshot_restores", "Starts by what became of the snapshot", ["outcome"], registry=r
-        )  # restored, none, or why it was not used
-        self.bytes = CallbackGauge("kvproxy_kvcache_snapshot_bytes", "Size of the snapshot there is", registry=r)
-        self.age = CallbackGauge(
-            "kvproxy_kvcache_snapshot_age_seconds", "Time since the snapshot there is was taken", registry=r
-        )
 
 
 class BoundMetrics:
@@ -384,6 +257,49 @@ class BoundMetrics:
         self.bodies_held = Gauge("kvproxy_bodies_held_bytes", "Request bodies held, all together", registry=r)
         self.bodies_limit = Gauge("kvproxy_bodies_limit_bytes", "Bound of these", registry=r)
         self.breaker_state = Gauge("kvproxy_breaker_open", "1: open or half open", ["breaker"], registry=r)
+
+
+class SyncMetrics:
+    """Several processes that decide as one."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.status = Gauge(
+            "kvproxy_sync_status", "1: so it stands with the other processes", ["state"], registry=r
+        )  # joining, alone, synced, degraded
+        self.consistency = CallbackGauge(
+            "kvproxy_sync_consistency_ratio",
+            "Of the prompts that others routed in the last minute, the share that is known here", registry=r,
+        )  # fmt: skip
+        self.peers = CallbackGauge("kvproxy_sync_peers", "Other processes, as they are heard", ["state"], registry=r)
+        # alive, silent
+        self.lag = CallbackGauge(
+            "kvproxy_sync_peer_lag_seconds", "From another process to here, over its latest messages",
+            ["peer", "quantile"], registry=r,
+        )  # fmt: skip
+        self.gaps = CallbackGauge(
+            "kvproxy_sync_peer_gaps", "Times that something of another process was missing", ["peer"],
+            counts=True, registry=r,
+        )  # fmt: skip
+        self.lost = CallbackGauge(
+            "kvproxy_sync_peer_lost", "Prompts it routed that never became known here", ["peer"],
+            counts=True, registry=r,
+        )  # fmt: skip
+        self.index_blocks = CallbackGauge(
+            "kvproxy_sync_index_blocks", "Blocks in the approximate indexes of each process, as it says; peer `self`: "
+            "this one", ["peer"], registry=r,
+        )  # fmt: skip
+        self.messages = Counter(
+            "kvproxy_sync_messages", "Messages between processes", ["outcome"], registry=r
+        )  # sent, received, malformed, failed
+        self.bytes = Counter("kvproxy_sync_bytes", "Bytes of these", ["direction"], registry=r)  # in, out
+        self.dropped = CallbackGauge(
+            "kvproxy_sync_dropped",
+            "`deltas` and `messages` that found no room and were never sent",
+            ["what"],
+            counts=True,
+            registry=r,
+        )  # deltas, messages
+        self.store_up = Gauge("kvproxy_sync_store_up", "1: what replicas meet at can be reached", registry=r)
 
 
 class ProcessMetrics:
@@ -419,5 +335,7 @@ class Metrics:
         self.kvcache = KvCacheMetrics(self.registry)
         self.holdings = HoldingMetrics(self.registry)
         self.snapshot = SnapshotMetrics(self.registry)
+        self.picker = PickerMetrics(self.registry)
         self.bounds = BoundMetrics(self.registry)
+        self.sync = SyncMetrics(self.registry)
         self.process = ProcessMetrics(self.registry)

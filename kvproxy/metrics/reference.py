@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvproxy.metrics.across_workers import rule_of
 from kvproxy.metrics.catalog import Metrics
 
 _HEAD = """# Metrics
@@ -27,6 +28,11 @@ are; [what it costs](../benchmarks/reports/scrape.md).
 `kvproxy serve` adds the usual figures of the process (`process_resident_memory_bytes`, `process_cpu_seconds_total`,
 `process_open_fds` and so on).
 
+With several [workers](scale-out.md#workers) there is one page of all, and no label says which one a figure comes from.
+Counters and histograms are summed, and never fall when a worker ends. What a gauge is of several workers its type says:
+`sum`, where each has its own part; `max` or `min`, where all look at the same thing and the worse counts; `mean` of
+shares and of what each learned; `rest`, the share that is no worker's own.
+
 Labels come from closed sets or from the configuration, never from a client, so the number of series is bounded:
 endpoints times a small constant. An endpoint that leaves takes its series along.
 """
@@ -40,18 +46,23 @@ LABELS: Mapping[str, str] = {
     "cause": "why the prompt of a returning session could not be reused ([the list](prefix-hygiene.md#causes))",
     "client": "which of the known kinds of client sent it ([sessions](sessions.md)), empty: another",
     "cluster": "name of the cluster in the configuration",
+    "direction": "`in` or `out`",
     "end": "`completed`, `engine_error`, `upstream_died`, `client_disconnected` or `local_reply`",
     "endpoint": "id of the endpoint",
     "index": "`approximate`, `in_flight`, `precise`, `hot`, `sessions` (hashes of chats, at most 64 MiB a cluster), "
     "`session_parts` (digests of sessions' last prompts, at most 17 MiB) or `prefixes` (tokens of prefixes that may be "
     "pinned or evicted, at most 64 MiB)",
     "kind": "which of a few kinds; the meaning of the metric names them",
+    "mode": "how Envoy sends the request's body: `buffered`, `duplex`, or `headers` where it does not or does not wait",
     "model": "a model that an endpoint declares, a route names or an engine lists (50 of these at most); else `other`, "
     "as the first requests for a listed one are, until the engines were asked",
     "outcome": "how it ended",
+    "peer": "another process: host and worker (at most 256, silent ones for ten minutes)",
     "policy": "name of the balancing policy",
     "queue": "which bounded place: `upstream` connections, `rate_limit` buckets, `kvcache_...` jobs, `receipts`, "
-    "reservations (`picks`), requests in a `router/CLUSTER` queue, client `connections`",
+    "reservations (`picks`; Envoy's: `picker`), `picker_streams`, `picker_connections`, requests in a `router/CLUSTER` "
+    "queue, client `connections`, deltas for other processes (`sync`)",
+    "quantile": "`0.5` or `0.99`",
     "rank": "data-parallel rank of the engine",
     "reason": "why; a closed set of each metric",
     "result": "what became of it",
@@ -59,13 +70,14 @@ LABELS: Mapping[str, str] = {
     "session": "`named`, `child` (of a sub-agent or a fork) or `none`",
     "source": "`approximate`, `precise`, `lmcache_controller`, `lmcache_coordinator`, or `session`: where its session "
     "was served last",
-    "state": "`1` on the series of the current state, `0` on the others; for connections `open` or `idle`",
+    "state": "`1` on the series of the current state, `0` on the others; for connections `open` or `idle`, for "
+    "processes `alive` or `silent`",
     "stream": "`true` for streamed answers, whose first byte comes before the rest; `false` for others",
     "tenant": "name of the API key, empty without `auth`; `other` beyond 200 pairs of model and tenant",
     "tier": "`device` or `lower` (host memory, disk)",
     "status": "HTTP status",
     "version": "of kvproxy",
-    "what": "`sessions` or `responses`",
+    "what": "which of a few things; the meaning of the metric names them",
 }
 
 
@@ -118,7 +130,8 @@ def _tables() -> Iterator[str]:
         yield f"\n## {title}\n\n| Metric | Type | Labels | Meaning |\n|---|---|---|---|"
         for metric in metrics:
             labels = ", ".join(f"`{label}`" for label in metric.labels)
-            yield f"| `{metric.name}` | {metric.kind} | {labels} | {metric.meaning} |"
+            rule = f", {rule_of(metric.name, metric.kind)}" if metric.kind == "gauge" else ""
+            yield f"| `{metric.name}` | {metric.kind}{rule} | {labels} | {metric.meaning} |"
 
 
 def _labels() -> Iterator[str]:

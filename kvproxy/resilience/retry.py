@@ -89,6 +89,7 @@ class RetryBudget:
         self._window: deque[_Slot] = deque()
         self._requests = 0
         self._retries = 0
+        self.began = self.made = 0  # requests and retries so far, for those that share the budget
 
     def count_request(self, now: float) -> None:
         """A request began (its first attempt, not its retries)."""
@@ -98,6 +99,7 @@ class RetryBudget:
         else:
             self._slot(now).requests += 1
         self._requests += 1
+        self.began += 1
 
     def withdraw_retry(self, now: float) -> bool:
         """Take one retry out of the budget; False when it is spent."""
@@ -106,7 +108,16 @@ class RetryBudget:
             return False
         slot.retries += 1
         self._retries += 1
+        self.made += 1
         return True
+
+    def count_others(self, requests: int, retries: int, now: float) -> None:
+        """Another proxy with the same budget began so many requests, and made so many retries."""
+        slot = self._slot(now)
+        slot.requests += requests
+        slot.retries += retries
+        self._requests += requests
+        self._retries += retries
 
     def balance(self, now: float) -> int:
         """Retries that would be allowed now; shown in status."""

@@ -12,6 +12,8 @@ import math
 
 #: What came is remembered for about so long, and a backlog that is gone as well; one that builds up is believed sooner.
 _FALL_S, _RISE_S = 60.0, 10.0
+#: What came is forgotten in steps of this length.
+_STEP_S = 0.1
 #: The backlog is looked at once in so many seconds.
 SAMPLE_S = 1.0
 #: Of an endpoint: less than this is none, where nothing is in flight.
@@ -31,10 +33,14 @@ class Demand:
 
     def placed(self, own_s: float, now: float) -> bool:
         """A request came whose prefill takes so long; whether the backlog is to be looked at again."""
-        kept = math.exp((self._at - now) / _FALL_S) if now > self._at else 1.0
-        self._work = self._work * kept + own_s / _FALL_S
-        self._squares = self._squares * kept + own_s * own_s / _FALL_S
-        self._at = max(now, self._at)
+        if now > self._at + _STEP_S:  # not for every request
+            kept = math.exp((self._at - now) / _FALL_S)
+            self._work *= kept
+            self._squares *= kept
+            self._at = now
+        rate = own_s / _FALL_S
+        self._work += rate
+        self._squares += rate * own_s
         return now - self._sampled_at >= SAMPLE_S
 
     def sample(self, backlog_s: float, now: float) -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvproxy.routing.load import NO_WORK, EndpointLoad, Features, Reservation, sum_of
+from kvproxy.routing.load import EndpointLoad, Reservation
+from kvproxy.routing.work import NO_WORK, Features, sum_of
 
 #: Counts may differ by this share of the engine's: some requests end between a reading and the end of their answer.
 TOLERANCE = 0.2
@@ -73,6 +74,8 @@ class EndedWork:
         if learn is not None and seconds > 0.0:
             for _ in range(weight):
                 learn(work, seconds / prefills, now, scraped=True)
+                if self._load.watch is not None:
+                    self._load.watch.sampled(work, seconds / prefills, scraped=True)
 
     def _begin(self, reading: Reading) -> None:
         self._before = reading

@@ -11,23 +11,19 @@ passed (`advance`); what it teaches about speeds the engine's own counters have 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Protocol
 
 import msgspec
 
+from kvproxy.routing.elsewhere import Elsewhere, LoadRow
 from kvproxy.routing.room import HEAD_TOKENS, EngineState, LiveBlocks, Room, room_of
-
-#: (requests, sum u, sum u*(c+u/2), sum l) for u uncached tokens after c cached ones, l of these on lower tiers:
-#: what prefill time is linear in.
-Features = tuple[float, float, float, float]
+from kvproxy.routing.work import HEAD_REQUESTS, NO_WORK, Features, difference, head_of, seconds_of, sum_of
+from kvproxy.types import LowerTokens
 
 #: First tokens closer together than this left the engine in one step.
 GROUP_GAP_S = 0.002
-
-#: The engine works at once on no more requests than this, however short they are (HEAD_TOKENS).
-HEAD_REQUESTS = 256
 
 #: A running step is never believed to be further along than this share of its estimate.
 MAX_PROGRESS = 0.95
@@ -39,35 +35,26 @@ OVERDUE, OVERDUE_S = 2.0, 0.05
 #: A request that ends moves the mean stay by this share of the difference.
 _STAY_GAIN = 0.05
 
-NO_WORK: Features = (0.0, 0.0, 0.0, 0.0)
-
-
-def features_of(uncached_tokens: float, cached_tokens: float, lower_tokens: float = 0.0) -> Features:
-    """Prefill work of one request; `lower_tokens` of the cached ones come from host or disk tiers."""
-    return (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), lower_tokens)
-
-
-def prefill_s(uncached_tokens: float, cached_tokens: float, lower_tokens: float, seconds: Features) -> float:
-    """Time of one request's prefill: `seconds_of(features_of(...), seconds)`, written out for every pick."""
-    request_s, token_s, attention_s, lower_s = seconds
-    own = request_s + uncached_tokens * (token_s + attention_s * (cached_tokens + 0.5 * uncached_tokens))
-    return own + lower_s * lower_tokens
-
-
-def seconds_of(work: Features, seconds: Features) -> float:
-    """Time of `work` when each unit of it takes `seconds`."""
-    return work[0] * seconds[0] + work[1] * seconds[1] + work[2] * seconds[2] + work[3] * seconds[3]
-
-
-def sum_of(a: Features, b: Features) -> Features:
-    """Both works together."""
-    return (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3])
-
 
 class OnSample(Protocol):
-    """Receives one closed sample: the work, the busy seconds it took, and now. `scraped`: by the engine's counters."""
+    """Receives one closed sample: the work, the busy seconds it took, now, and what of the work was brought up from
+    `lower` tiers. `scraped`: by the engine's counters."""
 
-    def __call__(self, work: Features, busy_s: float, now: float, *, scraped: bool = False) -> None: ...
+    def __call__(
+        self, work: Features, busy_s: float, now: float, *, lower: LowerTokens = (), scraped: bool = False
+    ) -> None: ...
+
+
+class LoadWatch(Protocol):
+    """Hears of one ledger's changes and samples; what it does must be short."""
+
+    def load_changed(self) -> None:
+        """The ledger says something else than before."""
+        ...
+
+    def sampled(self, work: Features, busy_s: float, *, scraped: bool) -> None:
+        """A sample was closed."""
+        ...
 
 
 class Reservation(msgspec.Struct, eq=False):
@@ -76,7 +63,8 @@ class Reservation(msgspec.Struct, eq=False):
     uncached_tokens: int
     cached_tokens: int
     started_at: float
-    lower_tokens: int = 0  # of the cached ones, on host or disk tiers
+    onboarding_s: float = 0.0  # pooled, to bring up those of the cached ones that are on lower tiers
+    lower: LowerTokens = ()  # which these are
     hidden: bool = False  # its first token cannot be seen
     live: tuple[LiveBlocks, Sequence[int]] | None = None  # its prompt's blocks, and the ledger they are counted in
     first_token_at: float | None = None
@@ -87,7 +75,7 @@ class Reservation(msgspec.Struct, eq=False):
     def features(self) -> Features:
         """This request's prefill work: features_of its tokens."""
         uncached = self.uncached_tokens
-        return (1.0, uncached, uncached * (self.cached_tokens + uncached * 0.5), self.lower_tokens)
+        return (1.0, uncached, uncached * (self.cached_tokens + uncached * 0.5), self.onboarding_s)
 
 
 class Backlog(msgspec.Struct, frozen=True):
@@ -122,17 +110,22 @@ class EndpointLoad:
     __slots__ = (
         "_anchor",
         "_begun",
+        "_busy_at",
         "_done",
         "_head",
         "_head_s",
         "_last",
         "_live",
+        "_lower",
         "_pending",
+        "_prefilled",
         "_presumed",
         "_priced_at",
+        "_shown_at",
         "_stay_s",
         "_work",
         "_work_s",
+        "elsewhere",
         "engine",
         "held_s",
         "hidden_requests",
@@ -141,6 +134,7 @@ class EndpointLoad:
         "pending_tokens",
         "resident_tokens",
         "room",
+        "watch",
     )
 
     def __init__(self, *, on_sample: OnSample | None = None) -> None:
@@ -153,6 +147,7 @@ class EndpointLoad:
         self._head: Features | None = NO_WORK  # of the oldest pending requests; None: to be summed again
         self.hidden_requests = 0  # pending ones whose first token will not be seen
         self._done = NO_WORK  # of first tokens in the open sample
+        self._lower: LowerTokens = ()  # brought up for these, tier by tier as they came
         self._presumed = NO_WORK  # of hidden ones since the last first token; joins the sample with the next one
         self._anchor = 0.0  # when the open sample's work began
         self._last = 0.0  # the latest first token, or when work began
@@ -167,11 +162,28 @@ class EndpointLoad:
         self.engine: EngineState | None = None  # of the latest scrape, however long ago that is
         self.room: Room | None = None  # as of the latest scrape; None before the first
         self._stay_s = 0.0  # of a request, until its end; 0: none ended yet
+        self._busy_at = 0.0  # when work began to be pending
+        self._shown_at = 0.0  # the latest first token, or the latest request that left before its own
+        self._prefilled = NO_WORK  # sum of the work that showed its first token, while there is a watch
+        self.watch: LoadWatch | None = None
+        #: Others' load on the same endpoint, counted in what is said of it; None: there are no others.
+        self.elsewhere: Elsewhere | None = None
+
+    @property
+    def own_in_flight(self) -> int:
+        """Requests in flight that were counted in here."""
+        return self.in_flight if self.elsewhere is None else self.in_flight - self.elsewhere.in_flight
+
+    @property
+    def own_pending_tokens(self) -> int:
+        """Uncached prompt tokens without a first token, of the same."""
+        return self.pending_tokens if self.elsewhere is None else sum(one.uncached_tokens for one in self._pending)
 
     @property
     def pending_requests(self) -> int:
         """Requests without a first token."""
-        return len(self._pending)
+        own = len(self._pending)
+        return own if self.elsewhere is None else own + round(self.elsewhere.pending[0])
 
     @property
     def live_blocks(self) -> int | None:
@@ -197,6 +209,13 @@ class EndpointLoad:
         """Prefill work of the requests without a first token."""
         return self._work
 
+    def row(self, now: float) -> LoadRow:
+        """What others are told of it."""
+        others, pending = self.elsewhere, self._work if self._pending else NO_WORK
+        resident = self.resident_tokens if others is None else self.resident_tokens - others.resident_tokens
+        busy_s, shown_s = now - self._busy_at, now - self._shown_at
+        return LoadRow(self.own_in_flight, resident, pending, busy_s, shown_s, self._prefilled)
+
     def head(self) -> Features:
         """Of the pending work, what the engine is at once at work on."""
         head = self._head
@@ -210,12 +229,13 @@ class EndpointLoad:
         cached_tokens: int,
         now: float,
         *,
-        lower_tokens: int = 0,
+        onboarding_s: float = 0.0,
+        lower: LowerTokens = (),
         hidden: bool = False,
         blocks: Sequence[int] = (),
     ) -> Reservation:
         """Count a request in, in the same step as the pick. `hidden`: its first token will not be seen."""
-        reservation = Reservation(uncached_tokens, cached_tokens, now, lower_tokens, hidden)
+        reservation = Reservation(uncached_tokens, cached_tokens, now, onboarding_s, lower, hidden)
         if self._live is not None:
             self._live.add(blocks)
             reservation.live = self._live, blocks
@@ -223,18 +243,23 @@ class EndpointLoad:
         self.pending_tokens += uncached_tokens
         self.resident_tokens += uncached_tokens + cached_tokens
         self.hidden_requests += hidden
-        work = (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), lower_tokens)
+        work = (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), onboarding_s)
         pending, head = self._pending, self._head
         if pending:
             self._work = sum_of(self._work, work)
             if head is not None and head[1] < HEAD_TOKENS and head[0] < HEAD_REQUESTS:  # it has all that is pending
                 self._head = sum_of(head, work)
         else:
-            self._anchor = self._last = self._begun = now
+            self._anchor = self._last = self._begun = self._busy_at = now
             self._done = self._presumed = NO_WORK
+            self._lower = ()
             self._work = self._head = work  # not a sum: ends the drift of adding and subtracting floats
+            if self.elsewhere is not None:
+                self.elsewhere.take_prefilled()  # before this sample began
         pending[reservation] = work
         self._priced_at = None
+        if self.watch is not None:
+            self.watch.load_changed()
         return reservation
 
     def first_token(self, reservation: Reservation, now: float) -> None:
@@ -251,7 +276,9 @@ class EndpointLoad:
             self._close_sample(self._last, now)
         self._done = sum_of(sum_of(self._done, self._presumed), work)
         self._presumed = NO_WORK
-        self._last = self._begun = now
+        if reservation.lower:
+            self._lower += reservation.lower
+        self._last = self._begun = self._shown_at = now
         if not self._pending:
             self._close_sample(now, now)
 
@@ -270,6 +297,8 @@ class EndpointLoad:
             live, blocks = reservation.live
             live.remove(blocks)
         self.resident_tokens -= reservation.uncached_tokens + reservation.cached_tokens
+        if self.watch is not None:
+            self.watch.load_changed()
 
     def wait_s(self, seconds: Features, slowness: float, now: float) -> float:
         """Until the engine would begin with a request placed now: pending work less what is done of the running step,
@@ -280,6 +309,8 @@ class EndpointLoad:
         requests whose time has passed are left out, and stay in the ledger.
         """
         held_s = slowness * self.held_s
+        if self.elsewhere is not None:
+            return held_s + self.backlog(seconds, slowness, now).wait_s(seconds, slowness)
         if not self._pending:
             return held_s
         if self.hidden_requests:
@@ -315,6 +346,18 @@ class EndpointLoad:
 
     def backlog(self, seconds: Features | None, slowness: float, now: float) -> Backlog:
         """What is pending, without the hidden requests that are over by these speeds; with None without speeds all."""
+        own, elsewhere = self.own_backlog(seconds, slowness, now), self.elsewhere
+        if elsewhere is None or not elsewhere.pending[0]:
+            return own
+        busy_at = elsewhere.busy_at if own is IDLE else min(self._busy_at, elsewhere.busy_at)
+        begun = max(busy_at, self._shown_at, elsewhere.shown_at)
+        if own is not IDLE and own.elapsed_s < now - self._busy_at:  # hidden requests before it are over
+            begun = max(begun, now - own.elapsed_s)
+        work, head = sum_of(own.work, elsewhere.pending), elsewhere.head_of_both(own.head)
+        return Backlog(work, head, now - begun, self._room_s(now))
+
+    def own_backlog(self, seconds: Features | None, slowness: float, now: float) -> Backlog:
+        """The same of the requests that were counted in here."""
         pending = self._pending
         if not pending:
             return IDLE
@@ -324,7 +367,7 @@ class EndpointLoad:
                 due_at = begun + slowness * seconds_of(own, seconds)
                 if not reservation.hidden or now < due_at:
                     break
-                begun, work, overdue = due_at, _difference(work, own), overdue + 1
+                begun, work, overdue = due_at, difference(work, own), overdue + 1
             if overdue == len(pending):
                 return IDLE
         head = head_of(islice(pending.values(), overdue, None)) if overdue else self.head()
@@ -345,7 +388,10 @@ class EndpointLoad:
         """Takes a request out whose first token was not seen, and with it the open sample."""
         if self._settle(reservation) is not None:
             self._done = self._presumed = NO_WORK
-            self._anchor = self._last = self._begun = now
+            self._lower = ()
+            self._anchor = self._last = self._begun = self._shown_at = now
+            if self.elsewhere is not None:
+                self.elsewhere.take_prefilled()
 
     def _presume_before(self, shown: Reservation) -> None:
         """What was placed before a request that shows its first token, or ends, was prefilled before it."""
@@ -370,26 +416,18 @@ class EndpointLoad:
                 (self._work,) = self._pending.values()
                 self._head = self._work
             else:
-                self._work = _difference(self._work, work)
+                self._work = difference(self._work, work)
+            if self.watch is not None:
+                self._prefilled = sum_of(self._prefilled, work)
+                self.watch.load_changed()
         return work
 
     def _close_sample(self, ended_at: float, now: float) -> None:
         """What waited for memory or a slot says nothing of how fast prefill is."""
+        work = self._done if self.elsewhere is None else sum_of(self._done, self.elsewhere.take_prefilled())
         if self.on_sample is not None and ended_at > self._anchor and not self._room_s(now):
-            self.on_sample(self._done, ended_at - self._anchor, now)
+            self.on_sample(work, ended_at - self._anchor, now, lower=self._lower)
+            if self.watch is not None:
+                self.watch.sampled(work, ended_at - self._anchor, scraped=False)
         self._anchor = ended_at
-        self._done = NO_WORK
-
-
-def head_of(works: Iterable[Features]) -> Features:
-    """What the engine is at once at work on, of pending work with the oldest first."""
-    requests = tokens = attention = lower = 0.0
-    for a, b, c, d in works:
-        requests, tokens, attention, lower = requests + a, tokens + b, attention + c, lower + d
-        if tokens >= HEAD_TOKENS or requests >= HEAD_REQUESTS:
-            break
-    return (requests, tokens, attention, lower)
-
-
-def _difference(a: Features, b: Features) -> Features:
-    return (a[0] - b[0], a[1] - b[1], a[2] - b[2], a[3] - b[3])
+        self._done, self._lower = NO_WORK, ()

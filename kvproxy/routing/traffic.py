@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from kvproxy.routing.load import Features
 from kvproxy.routing.policy import Candidate
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.routing.work import Features
 from kvproxy.types import EndpointId
 
 #: After a window without requests those that come are counted over this much more than the time they came in.
@@ -65,12 +65,12 @@ class Utilisation:
         self._work = self._work_before = 0.0  # endpoint-shares, in this window and in the one before it
         self._arrived = self._arrived_before = 0.0  # the same of requests
 
-    def add(self, work_s: float, endpoints: int, now: float) -> None:
-        """`work_s` seconds of prefill are routed to one of `endpoints`."""
+    def add(self, work_s: float, endpoints: int, now: float, *, requests: int = 1) -> None:
+        """`work_s` seconds of prefill, of so many requests, are routed to one of `endpoints`."""
         if self._started_at is None or now - self._started_at >= self._window_s:
             self._started_at, self._work, self._work_before, self._arrived, self._arrived_before = self._at(now)
         self._work += work_s / endpoints
-        self._arrived += 1.0 / endpoints
+        self._arrived += requests / endpoints
 
     def estimate_rates(self, now: float) -> tuple[float, float]:
         """rho, the share of the pool's time that is prefill, at most the ceiling; and requests a second for each
@@ -154,11 +154,11 @@ class ArrivalStats:
         self._listed, self._entries = endpoints, estimated
         self._oldest_at = min([past.at for past in estimated])
 
-    def record_arrival(self, endpoint: EndpointId) -> None:
-        """A request goes there, now, that would have cost much more elsewhere; nothing to count before an `update`."""
+    def record_arrival(self, endpoint: EndpointId, *, requests: int = 1) -> None:
+        """Requests go there, now, that would have cost much more elsewhere; nothing to count before an `update`."""
         past = self._by_endpoint.get(endpoint)
         if past is not None:
-            past.bound_per_s += 1.0 / self._memory_s
+            past.bound_per_s += requests / self._memory_s
 
     def forget(self, endpoint: EndpointId) -> None:
         """The endpoint left the pool."""

@@ -148,6 +148,7 @@ class Generation:
         self.chain: ASGIApp = build_chain(specs, self._not_found, context=context, types=types)
         self.kvcaches: list[KvCache] = context.kvcaches
         self._on_serving = context.on_serving
+        self.budgets, self.limits = context.budgets, context.limits
         #: In the order they are entered; some may be running already, in the generation before.
         self.parts: list[AbstractAsyncContextManager[object]] = [*self.clusters.values(), *context.lifetimes]
 

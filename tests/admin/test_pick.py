@@ -13,9 +13,9 @@ from starlette.applications import Starlette
 
 from kvproxy.admin.pick import PickRoutes
 from kvproxy.admin.replies import RequestRefused, on_refused
-from kvproxy.admin.reservations import Reservations
 from kvproxy.app import Proxy
 from kvproxy.json_scan import MAX_DECODED_BYTES
+from kvproxy.picker.reservations import Reservations
 from kvproxy.types import EndpointId
 from tests.admin.support import admin_of, problems_of, proxy_of
 

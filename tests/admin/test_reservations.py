@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvproxy.admin.reservations import PickReservation, Reservations
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.picker.reservations import PickReservation, Reservations
 from kvproxy.routing.policy import PickRequest
 from tests.admin.support import proxy_of
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.routing.load import features_of
+from kvproxy.routing.work import features_of
 from kvproxy.types import EndpointId
 from tests.admin.support import admin_of, audited, problems_of, proxy_of
 

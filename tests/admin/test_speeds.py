@@ -8,8 +8,8 @@ import pytest
 
 from kvproxy.admin.findings import NOTABLE_REQUESTS, find_unlearned
 from kvproxy.commands.status import render_page
-from kvproxy.routing.load import features_of
 from kvproxy.routing.policy import PickRequest
+from kvproxy.routing.work import features_of
 from kvproxy.types import EndpointId
 from tests.admin.support import admin_of, proxy_of
 

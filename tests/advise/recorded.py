@@ -17,8 +17,8 @@ from kvproxy.replay.compare import PolicySpec, play_policy
 from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.settings import Pace, ReplayFleet
 from kvproxy.replay.trace import Trace, TraceSession, Turn
-from kvproxy.routing.load import NO_WORK, Features, features_of, sum_of
 from kvproxy.routing.policy import Overlap
+from kvproxy.routing.work import NO_WORK, Features, features_of, sum_of
 from kvproxy.types import EndpointId
 
 #: When recorded traffic began, seconds since 1970.

@@ -9,9 +9,9 @@ import pytest
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
 from kvproxy.routing.kv_aware import KvAware
-from kvproxy.routing.load import features_of
 from kvproxy.routing.policy import Overlap, OverlapFacts, Policy
 from kvproxy.routing.simple import LeastTtft
+from kvproxy.routing.work import features_of
 from kvproxy.types import EndpointId
 from tests.cluster.conftest import Bench, MakeCluster, configs
 

@@ -20,9 +20,9 @@ from kvproxy.config.cluster_schema import (
     PolicyName,
 )
 from kvproxy.routing.kv_aware import KvAware
-from kvproxy.routing.load import features_of
 from kvproxy.routing.policy import OverlapFacts
 from kvproxy.routing.published import Dynamo
+from kvproxy.routing.work import features_of
 from kvproxy.types import EndpointId
 from tests.cluster.conftest import Bench, MakeCluster, configs
 from tests.support.until import until

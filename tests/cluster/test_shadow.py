@@ -11,8 +11,9 @@ import pytest
 from kvproxy.cluster import shadow
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.shadow import MAX_ERRORS, Shadow
-from kvproxy.routing.load import IDLE, EndpointLoad, Features
+from kvproxy.routing.load import IDLE, EndpointLoad
 from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy
+from kvproxy.routing.work import Features
 from kvproxy.types import EndpointId
 from tests.cluster.conftest import Bench, MakeCluster
 from tests.support.clock import FakeClock
@@ -41,9 +42,7 @@ class Faulty(Policy):
             raise ZeroDivisionError("broken policy")
         return Choice(self.index, "broken")
 
-    def observe_sample(
-        self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
-    ) -> None:
+    def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float, **_: object) -> None:
         raise ZeroDivisionError("broken learner")
 
     def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:

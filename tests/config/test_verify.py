@@ -12,6 +12,7 @@ from kvproxy.config.paths import dotted_path
 from kvproxy.config.schema import Config
 from kvproxy.config.verify import find_faults
 
+KUBERNETES = "discovery: {kubernetes: "
 E = "endpoints: ['http://127.0.0.1:8000']\n"
 ROUTER = "filters: [inference_request, router: {{{}}}]\n"
 CHAIN = "filters: [{}, inference_request, router]\n"
@@ -60,6 +61,14 @@ def test_a_good_configuration_has_no_problem() -> None:
         ("listen: {host: ''}\n", "error: listen.host: must not be empty"),
         ("listen: {tls: {certificate: /nowhere/c, private_key: /nowhere}}\n",
          "error: listen.tls.certificate: no such file: '/nowhere/c'"),
+        # Envoy's listener
+        ("picker: {host: ''}\n", "error: picker.host: must not be empty"),
+        ("picker: {port: 8889}\n", "error: picker.port: the picker has the admin listener's port"),
+        ("picker: {tls: {certificate: /nowhere/c, private_key: /nowhere}}\n",
+         "error: picker.tls.certificate: no such file: '/nowhere/c'"),
+        ("picker: {}\nclusters: {x: {endpoints: ['http://engine:8000']}}\nroutes: [{cluster: x}]\n",
+         "warning: clusters.x.endpoints[0].url: Envoy knows endpoints by address"),
+        ("picker: {ports: 1}\n", "error: picker.ports: unknown key"),
         # the router's public paths
         (ROUTER.format("paths: all"), "warning: filters[1].router.paths: every path of every"),
         (ROUTER.format("paths: [/]"), "warning: filters[1].router.paths: every path of every"),
@@ -85,6 +94,15 @@ def test_a_good_configuration_has_no_problem() -> None:
         ("routes: [{model: m}, {model: m}]\n", "error: routes[1]: never reached"),
         # discovery
         ("discovery: {file: {path: /nowhere}}\n", "warning: discovery.file.path: the file does not exist yet"),
+        (f"{KUBERNETES}{{namespace: x}}}}\n", "error: discovery.kubernetes: needs `service`, `selector`, or both"),
+        (f"{KUBERNETES}{{service: x, api: {{url: 'ftp://x'}}}}}}\n", "error: discovery.kubernetes.api.url: the scheme"),
+        (f"{KUBERNETES}{{service: x, api: {{url: 'https://x', ca_file: /no}}}}}}\n",
+         "error: discovery.kubernetes.api.ca_file: no such file"),
+        (f"{KUBERNETES}{{service: x, api: {{url: 'http://x:1', token_file: /no}}}}}}\n",
+         "warning: discovery.kubernetes.api.token_file: sent in clear text over http"),
+        (f"{KUBERNETES}{{service: x, api: {{token_file: /no}}}}}}\n",
+         "warning: discovery.kubernetes.api: without `url` the pod's own service account is used"),
+        ("discovery: {etcd: {urls: [x], prefix: /e/}}\n", "error: discovery.etcd.urls[0]: must start with http"),
         # engine priority
         (
             "policy: round_robin\nengine_priority: auto\n",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from kvproxy.config.load import load_config
 from tests.docs.blocks import ROOT, Block, blocks
 
 #: Of another program: what tests/deploy looks at.
-FOREIGN = {"scrape_configs", "env"}
+FOREIGN = {"scrape_configs", "env", "apiVersion", "rules"}
 
 
 def own() -> list[Block]:
@@ -39,9 +40,11 @@ def test_configurations_load(block: Block, tmp_path: Path) -> None:
 
 
 def test_blocks_of_other_programs_are_known() -> None:
-    """Nothing is passed over by mistake: Prometheus' own configuration, and a container's environment."""
-    foreign = [block.page for block in blocks("yaml") if block not in own()]
-    assert foreign == ["docs/deployment.md", "docs/engines.md"]
+    """Nothing is passed over by mistake: Prometheus' and its adapter's own configuration, a container's environment,
+    and objects of Kubernetes."""
+    foreign = Counter(block.page for block in blocks("yaml") if block not in own())
+    pages = {"docs/autoscaling.md": 2, "docs/deployment.md": 1, "docs/engines.md": 1, "docs/kubernetes.md": 5}
+    assert foreign == pages
 
 
 def test_the_shipped_configuration_loads() -> None:

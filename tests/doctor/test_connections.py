@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.config.schema import ListenerTls
+from kvproxy.config.listener_schema import ListenerTls
 from kvproxy.doctor.checks.reachability import ConnectionCheck
 from kvproxy.doctor.report import Finding, Severity
 from kvproxy.doctor.tools import explain_failure, try_connect, utc_seconds

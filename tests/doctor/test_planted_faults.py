@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from kvproxy.config.schema import ListenerTls
+from kvproxy.config.listener_schema import ListenerTls
 from kvproxy.doctor.report import Severity, print_table
 from kvproxy.simulator.lmcache_chunks import WorkerSettings
 from kvproxy.simulator.lmcache_controller import ControllerSettings

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.config.schema import ListenerTls
+from kvproxy.config.listener_schema import ListenerTls
 from kvproxy.listener.parser import MAX_FRAMING_BYTES, ListenerLimits
 from kvproxy.listener.protocol import MAX_UNWANTED_BYTES, MOST_BYTES
 from kvproxy.listener.server import Server, serve

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.config.schema import ListenerTls
+from kvproxy.config.listener_schema import ListenerTls
 from kvproxy.listener.server import Server, serve
 from tests.listener.client import connect, echo, opened
 from tests.support.certificates import make_certificate

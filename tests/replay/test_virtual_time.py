@@ -15,7 +15,7 @@ from kvproxy.replay.router import LiveRequest, SimEndpoint, VirtualRouter
 from kvproxy.replay.settings import IndexMode, Pace, ReplayFleet
 from kvproxy.replay.trace import Trace, parse_trace
 from kvproxy.replay.view import IndexView, endpoint_id
-from kvproxy.routing.load import prefill_s
+from kvproxy.routing.work import prefill_s
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.timing import EngineTiming
 from tests.replay.traces import chat_trace, lines, shared_prefix_trace

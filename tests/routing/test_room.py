@@ -6,8 +6,9 @@ import math
 
 import pytest
 
-from kvproxy.routing.load import EndpointLoad, Features, Reservation
+from kvproxy.routing.load import EndpointLoad, Reservation
 from kvproxy.routing.room import MAX_AGE_S, EngineState, Room, room_of
+from kvproxy.routing.work import Features
 from tests.routing.test_load import Samples
 
 SECONDS: Features = (0.01, 1e-3, 0.0, 0.0)

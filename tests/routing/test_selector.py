@@ -11,10 +11,10 @@ from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
 from kvproxy.config.verify import FORECASTING
 from kvproxy.routing import selector
 from kvproxy.routing.kv_aware import LARGE
-from kvproxy.routing.load import features_of
 from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
 from kvproxy.routing.registry import POLICIES, make_policy
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.routing.work import features_of
 from kvproxy.types import EndpointId
 from tests.routing.fleet import ask, fleet, occupy, place
 

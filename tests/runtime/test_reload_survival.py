@@ -21,8 +21,8 @@ from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.status import leases
 from kvproxy.listener.server import serve
 from kvproxy.routing.kv_aware import KvAware
-from kvproxy.routing.load import features_of
 from kvproxy.routing.policy import PickRequest
+from kvproxy.routing.work import features_of
 from kvproxy.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.types import EndpointId
 from tests.admin.support import admin_of, audited

@@ -26,6 +26,7 @@ class FakeKubernetes:
         self.tokens: list[str] = []
         self.token = ""  # required, where there is one
         self.refuse: tuple[int, str] | None = None
+        self.forbid = frozenset[str]()  # verbs
         self.raw_list: bytes | None = None
         self.raw_watch: bytes | None = None
         self.hang = False
@@ -98,14 +99,21 @@ class FakeKubernetes:
         query["namespace"] = scope["path"].split("/namespaces/")[1].split("/")[0]
         (self.watches if "watch" in query else self.lists).append(query)
         if self.hang:
-            await asyncio.Event().wait()
-        refused = self.refuse or ((401, "Unauthorized") if self.token and token != self.token else None)
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            return
+        refused = self._why_refused(resource, query, token)
         if refused is not None:
             await _answer(send, refused[0], _status(*refused))
         elif "watch" in query:
             await self._watch(resource, query, receive, send)
         else:
             await _answer(send, 200, self.raw_list or self._list(resource, query))
+
+    def _why_refused(self, resource: str, query: dict[str, str], token: str) -> tuple[int, str] | None:
+        if ("watch" if "watch" in query else "list") in self.forbid:
+            return 403, f"{resource} is forbidden"
+        return self.refuse or ((401, "Unauthorized") if self.token and token != self.token else None)
 
     def _list(self, resource: str, query: dict[str, str]) -> bytes:
         found = [one for one in self._objects[resource].values() if _selected(one, query)]

@@ -25,6 +25,9 @@ from kvproxy.types import Clock, Sleep
 
 _SLICES = "/apis/discovery.k8s.io/v1/endpointslices"
 _PODS = "/api/v1/pods"
+#: After a change was told, the next waits for so many times as long as that took: thousands of pods that change all the
+#: time take a tenth of the event loop.
+_REST = 9.0
 
 
 class KubernetesDiscovery:
@@ -55,20 +58,28 @@ class KubernetesDiscovery:
 
     async def follow(self, tell: Callable[[Sequence[EndpointSettings] | None, str], None]) -> None:
         """As of WatchedDiscovery."""
-        changed = asyncio.Event()
+        changed, loop = asyncio.Event(), asyncio.get_running_loop()
         mirrors = await self._mirrors()
+        noted: list[str] = []
+
+        def note() -> None:
+            noted[:] = [mirror.trouble for mirror in mirrors if mirror.trouble] or noted
+            changed.set()
+
         async with asyncio.TaskGroup() as group:
             for mirror in mirrors:
-                group.create_task(mirror.follow(changed.set), name="kubernetes watch")
+                group.create_task(mirror.follow(note), name="kubernetes watch")
             while True:
                 await changed.wait()
                 changed.clear()
-                trouble = next((mirror.trouble for mirror in mirrors if mirror.trouble), "")
+                began = loop.time()
+                for trouble in noted[:1]:  # also one that is over already
+                    tell(None, trouble)
+                noted.clear()
                 if all(mirror.listed for mirror in mirrors):
                     endpoints, fault = self._found()
-                    tell(endpoints, trouble or fault)
-                else:
-                    tell(None, trouble)
+                    tell(endpoints, next((mirror.trouble for mirror in mirrors if mirror.trouble), fault))
+                await asyncio.sleep(_REST * (loop.time() - began))  # what changes meanwhile is told together
 
     async def _mirrors(self) -> list[Mirror[Any]]:
         """Of what the settings need."""

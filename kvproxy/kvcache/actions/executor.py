@@ -7,6 +7,7 @@ import random
 from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import (
@@ -35,6 +36,18 @@ audit = logging.getLogger("kvproxy.audit")
 RETRIED = (ClientTimeout, ClientUnavailable, InstanceBusy, TooManyWaiting)
 
 
+class Claims(Protocol):
+    """Where several proxies act on the same engines: which of them does what."""
+
+    async def claim(self, what: str, ttl_s: float) -> bool:
+        """Whether this one is to do it. No other one is told so within `ttl_s`, in which it must be done."""
+        ...
+
+    def acted(self, action: Action) -> None:
+        """It was done, and had its effect."""
+        ...
+
+
 class ActionExecutor:
     """One at a time per instance, each with a breaker of its kind. What keeps having no effect at an instance switches
     itself off there, and says so."""
@@ -57,6 +70,7 @@ class ActionExecutor:
         self._results = metrics.holdings.actions
         self._clock = clock
         self._rng = rng
+        self.claims: Claims | None = None  # None: no other proxy acts
         self._without_effect: Counter[tuple[str, str]] = Counter()  # in a row, by kind and instance
 
     def is_disabled(self, action: Action) -> bool:
@@ -81,15 +95,24 @@ class ActionExecutor:
     async def _run(self, action: Action, strategy: Strategy) -> bool:
         if self.is_disabled(action):
             return False
+        if self.claims is not None and not await self._claim(self.claims, action):
+            self._results.labels(action.kind, "elsewhere").inc()
+            return False
         started = self._clock()
         result, amount = await self._attempt(action)
         self._results.labels(action.kind, result).inc()
         self._record(action, result, amount, self._clock() - started)
         if result in ("done", "dry_run"):
             strategy.done(action, self._clock())
+            if self.claims is not None:
+                self.claims.acted(action)
         if result in ("done", "no_effect"):
             self._judge(action, had_effect=result == "done")
         return result in ("done", "dry_run")
+
+    async def _claim(self, claims: Claims, action: Action) -> bool:
+        prefix = "*" if action.prefix is None else action.prefix.name
+        return await claims.claim(f"{action.kind} {action.instance_id} {prefix}", self._settings.background.job_timeout)
 
     async def _attempt(self, action: Action) -> tuple[str, int | None]:
         """How it went (a metric label), and the amount the service named."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import psutil
@@ -135,6 +135,10 @@ class KnownPrefix:
         return f"{self.key:016x}"
 
 
+#: Told of a use: keys of the prefixes, model, cache salt, instance and session.
+UseWatch = Callable[[Sequence[int], str, str, str, int], None]
+
+
 class Hotness:
     """Bounded in prefixes, in uses remembered for each, and in bytes of tokens; the longest unused goes first."""
 
@@ -148,6 +152,7 @@ class Hotness:
         #: Least recently used first. No BoundedMapping: tokens of a prefix come and go while it is held.
         self._prefixes: OrderedDict[int, KnownPrefix] = OrderedDict()
         self._tokens = 0
+        self.watch: UseWatch | None = None
 
     def __len__(self) -> int:
         return len(self._prefixes)
@@ -163,13 +168,21 @@ class Hotness:
         """A prompt of `session` with these message prefixes (shortest first, the whole prompt last) was served at
         `instance`."""
         edges = keys if len(keys) <= 2 * EDGE_PREFIXES else [*keys[:EDGE_PREFIXES], *keys[-EDGE_PREFIXES:]]
+        if self.watch is not None:
+            self.watch(edges, model, cache_salt, instance, session)
+        return self.adopt_use(edges, model=model, cache_salt=cache_salt, instance=instance, now=now, session=session)
+
+    def adopt_use(
+        self, edges: Sequence[int], *, model: str, cache_salt: str, instance: str, now: float, session: int = 0
+    ) -> list[KnownPrefix]:
+        """As `use`, by another proxy's word."""
         used = []
         for key in edges:
             prefix = self._prefixes.get(key)
             if prefix is None:
                 uses: deque[float] = deque(maxlen=self._max_records)
                 prefix = self._prefixes[key] = KnownPrefix(
-                    key, model, cache_salt, uses, whole=keys[-1], session=session
+                    key, model, cache_salt, uses, whole=edges[-1], session=session
                 )
             elif prefix.session != session:
                 prefix.session = 0
@@ -195,6 +208,10 @@ class Hotness:
                 self._set_tokens(prefix, prefix.tokens[: common_tokens(prefix.tokens, tokens)])
                 prefix.shared = True
         self._trim()
+
+    def find_prefix(self, key: int) -> KnownPrefix | None:
+        """The prefix of this key, if it is known."""
+        return self._prefixes.get(key)
 
     def count_recent_uses(self, prefix: KnownPrefix, now: float) -> int:
         """Uses within the window."""

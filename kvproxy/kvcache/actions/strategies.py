@@ -140,9 +140,9 @@ class Pin:
             if hot and self._due(lease, now) and not self._lapsed(lease, now):
                 if self.counted:
                     lease.pinned_at = now
-                else:
+                elif lease.prefix.tokens:  # else another proxy pinned it, and renews it
                     actions.append(Action(ActionKind.PIN, instance, lease.prefix, "renewal"))
-            elif self.counted and not hot and self._due(lease, now):
+            elif self.counted and not hot and self._due(lease, now) and lease.prefix.tokens:
                 lease.pinned_at = now  # undone once, also where the service of an earlier configuration still runs
                 actions.append(Action(ActionKind.UNPIN, instance, lease.prefix, "cold"))
             elif not self.counted and self._lapsed(lease, now):

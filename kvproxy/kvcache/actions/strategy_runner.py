@@ -14,7 +14,7 @@ from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.actions.executor import ActionExecutor
 from kvproxy.kvcache.actions.job_queue import Job, JobQueue
 from kvproxy.kvcache.actions.signals import Hotness, KnownPrefix
-from kvproxy.kvcache.actions.strategies import ActionRecord, Compress, Evict, Pin, PressureOf, Served, Strategy
+from kvproxy.kvcache.actions.strategies import Action, ActionRecord, Compress, Evict, Pin, PressureOf, Served, Strategy
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.kvcache.overlap.lookup import LookupClient
@@ -89,6 +89,20 @@ class StrategyRunner:
         self.pin.counted = ActionKind.UNPIN in self._lookups.provider.supports
         for action in self.pin.tick(self._clock()):
             self.executor.submit(action, self.pin)
+
+    def adopt_action(self, action: Action, now: float) -> None:
+        """Another proxy did this, at this time."""
+        kinds = {
+            ActionKind.PIN: self.pin,
+            ActionKind.UNPIN: self.pin,
+            ActionKind.COMPRESS: self.compress,
+            ActionKind.DECOMPRESS: self.compress,
+            ActionKind.EVICT: self.evict,
+            ActionKind.CLEAR: self.evict,
+        }
+        strategy = kinds[action.kind]
+        if strategy is not None:
+            strategy.done(action, now)
 
     def without_compressed(self, facts: RequestFacts, holders: Sequence[HolderOverlap]) -> list[HolderOverlap]:
         """The holders without those of prefixes that are compressed there; these are being decompressed from now on."""

@@ -36,7 +36,8 @@ class PredictionFeedback:
         lookups: LookupClient,
         clock: Clock,
     ) -> None:
-        self._bytes_per_token, self._counted = state.bytes_per_token, state.counted
+        self._state = state
+        self._bytes_per_token = state.bytes_per_token
         self._lookups = lookups
         self._clock = clock
         self._empty = EmptyLookups(clock=clock)
@@ -60,10 +61,11 @@ class PredictionFeedback:
         if entry is not None:
             indexes.settle_entry(entry, prefilled=prefilled, lost=lost)
         elif endpoint is not None and prefilled:  # it was routed by another than this proxy
-            indexes.approximate.insert(endpoint, facts.cursor)
+            indexes.enter_prompt(endpoint, facts.cursor)
         if result.prompt_tokens is not None and prefilled and facts.request.continues is None:
-            self._bytes_per_token.observe_prompt(facts.model, facts.prompt_bytes, result.prompt_tokens)
-            self._counted.note_prompt(facts.keys, facts.prompt_bytes, result.prompt_tokens)
+            if self._state.on_counted is not None:
+                self._state.on_counted(facts.model, facts.keys, facts.prompt_bytes, result.prompt_tokens)
+            self._state.note_count(facts.model, facts.keys, facts.prompt_bytes, result.prompt_tokens)
         if prefilled and endpoint is not None and facts.names is not NO_NAMES and not facts.request.session_ends:
             said = result.prompt_tokens
             indexes.last_served.note_served(
@@ -92,7 +94,7 @@ class PredictionFeedback:
         predicted = held = 0
         if overlap is not None:
             expected_tokens = facts.overlaps.prompt_tokens
-            predicted = min(overlap.device_tokens + overlap.lower_tokens, expected_tokens)
+            predicted = min(overlap.tokens, expected_tokens)
             held = min(overlap.held_tokens, expected_tokens) or predicted
             if tokens and expected_tokens:
                 held = held * tokens // expected_tokens

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
+from typing import Protocol
 
 from kvproxy.bounded import BoundedMapping
 from kvproxy.clients.engine_metrics import EngineKind
@@ -69,6 +70,22 @@ class FollowedEvents:
         self.on_cleared: Callable[[EndpointId], None] = lambda endpoint: None
 
 
+class IndexWatch(Protocol):
+    """Hears of what requests teach one cluster's indexes, in the order in which they learn it."""
+
+    def routed(self, entry: SpeculativeEntry) -> None: ...
+
+    def reused(self, entry: SpeculativeEntry, blocks: int) -> None: ...
+
+    def contradicted(self, endpoint: EndpointId, cursor: PrefixCursor[Run], blocks: int) -> None: ...
+
+    def settled(self, entry: SpeculativeEntry, *, prefilled: bool, lost: bool) -> None: ...
+
+    def entered(self, endpoint: EndpointId, cursor: PrefixCursor[Run]) -> None: ...
+
+    def process_started(self, endpoint: EndpointId, started_at: float) -> None: ...
+
+
 class IndexState:
     """What routing and responses taught about one cluster: it outlives a reload."""
 
@@ -84,6 +101,7 @@ class IndexState:
         self.sessions = SessionHashes()
         self.drops_header = True  # the engines leave a billing header out of prompts; not so where all are SGLang
         self.last_served = LastServed()
+        self.watch: IndexWatch | None = None
 
 
 class LocalIndexes:
@@ -103,16 +121,14 @@ class LocalIndexes:
         follows_events: bool = True,
         lookups: bool = True,
     ) -> None:
-        self._state = state
+        self.state = state
         self.approximate, self.capacities, self.hot = state.approximate, state.capacities, state.hot
         self.trust, self.lookup_trust, self.missed = state.trust, state.lookup_trust, state.missed
         self.started_at, self.sessions, self.steps = state.started_at, state.sessions, state.steps
         self.last_served = state.last_served
-        self._follows_events = follows_events
+        self.follows_events = follows_events
         self._lookups = lookups
         self._keyed = follows_events or lookups  # token memory and strategies know prompts by their messages' keys
-        #: A request goes to an endpoint: it counts as holding the prompt until the entry is settled.
-        self.route = partial(self.approximate.route, in_flight=follows_events)
         followed = FollowedEvents() if followed is None else followed
         self.followed = followed
         self.precise, self.loras = followed.precise, followed.loras
@@ -129,7 +145,7 @@ class LocalIndexes:
         short one there are keys only where something goes by them. Blocks and keys are not to be changed.
         """
         seed, prompt, kind = self._seed(model, request.cache_salt), request.prompt, request.kind
-        drops_header, short = self._state.drops_header, prompt.size_bytes <= SHORT_BYTES and not self._keyed
+        drops_header, short = self.state.drops_header, prompt.size_bytes <= SHORT_BYTES and not self._keyed
         if kind in RULED and not short:
             return self.sessions.identified(kind, prompt, seed, drops_header=drops_header)
         prompt = prompt_identity(kind, prompt, drops_header=drops_header)
@@ -144,7 +160,7 @@ class LocalIndexes:
 
     def note_kinds(self, kinds: Collection[EngineKind]) -> None:
         """What its engines are, of those that say it: they agree on most of what names a prompt, not on all."""
-        self._state.drops_header = set(kinds) != {EngineKind.SGLANG}
+        self.state.drops_header = set(kinds) != {EngineKind.SGLANG}
 
     def name_request(self, request: InferenceRequest, model: str, tenant: str) -> RequestNames:
         """What its session goes by, and the response that it goes on from."""
@@ -173,7 +189,7 @@ class LocalIndexes:
         """
         in_flight: Mapping[EndpointId, int] = NOTHING
         announced, exact = None, self.exact
-        if tokens is not None and self._follows_events:
+        if tokens is not None and self.follows_events:
             announced = self._announced(tokens, hashed, model, cache_salt)
             if self.missed.doubted:
                 exact = frozenset(exact).difference(self.missed.doubted)
@@ -206,9 +222,24 @@ class LocalIndexes:
 
         return self.precise.match_prompt(blocks)
 
+    def route(self, endpoint: EndpointId, cursor: PrefixCursor[Run]) -> SpeculativeEntry:
+        """A request goes to the endpoint: it counts as holding the prompt until the entry is settled."""
+        entry = self.approximate.route(endpoint, cursor, in_flight=self.follows_events)
+        if (watch := self.state.watch) is not None:
+            watch.routed(entry)
+        return entry
+
+    def enter_prompt(self, endpoint: EndpointId, cursor: PrefixCursor[Run]) -> None:
+        """The endpoint served a prompt that another than this proxy had routed there."""
+        self.approximate.insert(endpoint, cursor)
+        if (watch := self.state.watch) is not None:
+            watch.entered(endpoint, cursor)
+
     def settle_entry(self, entry: SpeculativeEntry, *, prefilled: bool, lost: bool = False) -> None:
         """The request is over; `prefilled` says whether the engine got as far as a first byte. Once an entry. An engine
         that `lost` what it held still has what it just prefilled."""
+        if (watch := self.state.watch) is not None:
+            watch.settled(entry, prefilled=prefilled, lost=lost)
         (self.approximate.confirm if prefilled else self.approximate.rollback)(entry)
         if lost:
             self.approximate.insert(entry.endpoint, entry.cursor)
@@ -225,6 +256,8 @@ class LocalIndexes:
             if not cached_tokens:
                 return False
             cached_blocks = max(cached_blocks, len(entry.hashes) - entry.new_blocks)
+        if (watch := self.state.watch) is not None:
+            watch.reused(entry, cached_blocks)
         return self.capacities.observe_reuse(entry, cached_blocks)
 
     def correct_prediction(
@@ -248,7 +281,7 @@ class LocalIndexes:
             self.steps.observe_reuse(
                 endpoint, held_tokens=held_tokens, cached_tokens=cached_tokens, prefix=_beginning(cursor.hashes)
             )
-        if self._follows_events:
+        if self.follows_events:
             _test(self.trust, endpoint, _EVENTS, overlap, cached_tokens)
             if known_tokens and endpoint in self.exact:
                 self._test_events(endpoint, overlap, min(cached_tokens, known_tokens))
@@ -256,6 +289,8 @@ class LocalIndexes:
             _test(self.lookup_trust, endpoint, LOOKUPS, overlap, cached_tokens)
         contradicted = overlap is not None and is_contradicted(predicted_tokens, cached_tokens)
         if contradicted:
+            if (watch := self.state.watch) is not None:
+                watch.contradicted(endpoint, cursor, cached_blocks)
             self.approximate.contradict(endpoint, cursor, cached_blocks)
         return contradicted
 
@@ -277,6 +312,8 @@ class LocalIndexes:
         if before is not None:
             self.reset_endpoint(endpoint)
         self.started_at[endpoint] = started_at
+        if (watch := self.state.watch) is not None:
+            watch.process_started(endpoint, started_at)
         return before is not None
 
     def forget_endpoint(self, endpoint: EndpointId) -> None:

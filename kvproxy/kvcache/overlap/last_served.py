@@ -4,7 +4,7 @@ begins with a history that only its engine has. Pure; the time is an argument.""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -38,6 +38,10 @@ class Served(msgspec.Struct, frozen=True, gc=False):
     tokens: int  # with those of the answer
     keys: array[int]  # of its prompt's first and last message prefixes
     root: array[int]  # text blocks that its prompt begins with, if another may go on from it
+
+
+#: Told the session (0: none), the response (0: none), and what is known of them since; None: the session is over.
+ServedWatch = Callable[[int, int, Served | None], None]
 
 
 class RequestNames(msgspec.Struct, frozen=True):
@@ -74,6 +78,7 @@ class LastServed:
         self._lost: dict[EndpointId, int] = {}  # the number of its last loss, the latest last
         self._forgotten = 0  # the highest number that was dropped from there: what is older stands nowhere
         self._bytes = 0
+        self.watch: ServedWatch | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -122,14 +127,29 @@ class LastServed:
         tokens = prompt_tokens + answer_tokens
         root = root if len(root) <= _MAX_ROOT else root[:_MAX_ROOT]
         served = Served(endpoint, self._losses, now, prompt_tokens, tokens, array("Q", edges), root)
-        if names.session:
-            self._put(self._sessions, names.session, served)
-        if response_id:
-            self._put(self._responses, _digest(response_id, names.seed), served)
+        response = _digest(response_id, names.seed) if response_id else 0
+        if self.watch is not None:
+            self.watch(names.session, response, served)
+        self._enter(names.session, response, served)
+
+    def adopt(self, session: int, response: int, served: Served) -> None:
+        """Another proxy noted this; no cache was lost since, as far as is known here."""
+        self._enter(session, response, msgspec.structs.replace(served, losses=self._losses))
 
     def end_session(self, session: int) -> Served | None:
         """Nothing more comes of the session: what it was last is forgotten, and returned."""
+        if self.watch is not None and session in self._sessions:
+            self.watch(session, 0, None)
+        return self.forget(session)
+
+    def forget(self, session: int) -> Served | None:
+        """As `end`, by another proxy's word."""
         return self._drop(self._sessions, session)
+
+    def entries(self) -> Iterator[tuple[int, int, Served]]:
+        """Sessions, then responses, each with what is known; the longest unused first. Not to be changed meanwhile."""
+        yield from ((session, 0, served) for session, served in self._sessions.items())
+        yield from ((0, response, served) for response, served in self._responses.items())
 
     def forget_cache(self, endpoint: EndpointId) -> None:
         """The endpoint left, or lost what it held."""
@@ -138,6 +158,12 @@ class LastServed:
         self._lost[endpoint] = self._losses
         if len(self._lost) > _MAX_LOST:
             self._forgotten = self._lost.pop(next(iter(self._lost)))
+
+    def _enter(self, session: int, response: int, served: Served) -> None:
+        if session:
+            self._put(self._sessions, session, served)
+        if response:
+            self._put(self._responses, response, served)
 
     def _stands(self, served: Served, now: float) -> bool:
         lost = self._lost.get(served.endpoint, self._forgotten)

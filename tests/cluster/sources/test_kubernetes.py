@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
+from kvproxy.clients.kubernetes import KubernetesAccess
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.sources.kubernetes import KubernetesDiscovery
 from kvproxy.config.discovery_schema import KubernetesDiscoverySettings
+from kvproxy.config.listener_schema import ListenerTls
 from kvproxy.errors import ClientError, DiscoveryError
 from tests.cluster.sources.conftest import Follow
+from tests.support.certificates import make_certificate
 from tests.support.clock import FakeClock
 from tests.support.fake_kubernetes import PODS, SLICES, FakeKubernetes, member, pod, slice_of
 from tests.support.loopback import serve
@@ -338,7 +341,8 @@ async def test_the_token_is_read_again_when_it_is_replaced(follow: Follow, api: 
         await until(lambda: one.failing == 1)
         assert "takes no such token (401: Unauthorized)" in one.cluster.discovery_complaints["kubernetes"]
         assert "one" not in one.cluster.discovery_complaints["kubernetes"].split()
-        token.write_text("two\n")
+        (tmp_path / "next").write_text("two\n")
+        (tmp_path / "next").replace(token)
         await until(lambda: one.failing == 0)
     assert {"one", "two"} == set(fake.tokens)
 
@@ -382,8 +386,8 @@ async def test_absurd_events_are_said_and_the_list_is_read_again(
     async with follow(**service(where)) as one:
         await until(lambda: fake.watching)
         fake.send(line)
+        await until(lambda: complaint in caplog.text)
         await until(lambda: len(fake.watches) == 2 and one.failing == 0)
-        assert complaint in caplog.text
         assert one.conditions == {"a": "up"}
 
 
@@ -411,21 +415,21 @@ async def test_a_watch_brings_no_more_than_a_list_may(
         assert len(one.conditions) <= 3
 
 
-async def test_outside_of_a_cluster_it_says_what_is_missing() -> None:
+async def test_outside_of_a_cluster_it_says_what_is_missing(tmp_path: Path) -> None:
     """Neither the address nor the namespace is guessed."""
     settings = KubernetesDiscoverySettings(service="vllm", namespace="models")
     with pytest.raises(DiscoveryError, match=r"KUBERNETES_SERVICE_HOST is not set.*`api.url`"):
         await KubernetesDiscovery(settings, env={}, clock=FakeClock(), rng=random.Random(1)).endpoints()
     with pytest.raises(DiscoveryError, match="set `namespace`"):
         await discovery({"url": "http://127.0.0.1:1"}, namespace="").endpoints()
-    with pytest.raises(DiscoveryError, match="credentials for the Kubernetes API cannot be read"):
-        await discovery({"url": "http://127.0.0.1:1", "token_file": "/nowhere"}).endpoints()
+    (tmp_path / "empty").write_text("\n")
+    for token in ("/nowhere", str(tmp_path / "empty")):
+        with pytest.raises(DiscoveryError, match="credentials for the Kubernetes API cannot be read"):
+            await discovery({"url": "http://127.0.0.1:1", "token_file": token}).endpoints()
 
 
 def test_in_a_cluster_everything_is_there(tmp_path: Path) -> None:
     """Address from the environment, IPv6 in brackets; token and authority from the service account."""
-    from kvproxy.clients.kubernetes import KubernetesAccess
-
     env = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "6443"}
     access = KubernetesAccess.in_cluster(env, folder=tmp_path)
     assert access == KubernetesAccess("https://[fd00::1]:6443", f"{tmp_path}/token", f"{tmp_path}/ca.crt")
@@ -445,3 +449,46 @@ async def test_a_thousand_pods_hold_nothing_up(api: Api) -> None:
     await until(lambda: answers and answers[-1] == 1050)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_an_api_over_tls(tmp_path: Path) -> None:
+    """The pod's way: verified with the authority that the service account has, and with no other."""
+    fake = FakeKubernetes()
+    fake.token = "t"
+    fake.put(SLICES, slice_of("s1", member("a", "10.0.0.1")))
+    made = make_certificate(tmp_path, "127.0.0.1")
+    (tmp_path / "token").write_text("t")
+    made.certificate.rename(tmp_path / "ca.crt")
+    tls = ListenerTls(certificate=str(tmp_path / "ca.crt"), private_key=str(made.private_key))
+    async with serve(fake, tls=tls) as url:
+        env = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": url.rpartition(":")[2]}
+        access = KubernetesAccess.in_cluster(env, folder=tmp_path)
+        assert access.url == url
+        where = {"url": url, "token_file": access.token_file, "ca_file": access.ca_file}
+        assert [one.id for one in await discovery(where).endpoints()] == ["a"]
+        with pytest.raises(ClientError, match="ConnectError"):
+            await discovery({"url": url, "token_file": access.token_file}).endpoints()
+    assert set(fake.tokens) == {"t"}
+
+
+async def test_a_server_that_never_answers(follow: Follow, api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is waited for within a bound, and asked again."""
+    fake, where = api
+    monkeypatch.setattr("kvproxy.clients.kubernetes._LIST_TIMEOUT_S", 0.05)
+    fake.hang = True
+    async with follow(**service(where)) as one:
+        assert "no answer within 0.05 s" in one.cluster.discovery_complaints["kubernetes"]
+        fake.hang = False
+        fake.put(SLICES, slice_of("s1", member("a", "10.0.0.1")))
+        await until(lambda: one.conditions == {"a": "up"})
+
+
+async def test_a_watch_that_falls_silent_is_begun_anew(
+    follow: Follow, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its other end may have vanished; that is no trouble."""
+    fake, where = api
+    monkeypatch.setattr("kvproxy.clients.kubernetes._IDLE_S", 0.05)
+    async with follow(**service(where)) as one:
+        await until(lambda: len(fake.watches) >= 3 and one.failing == 0)
+        assert len(fake.lists) == 1

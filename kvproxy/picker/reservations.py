@@ -58,14 +58,22 @@ class Ended:
 class Reservations:
     """Bounded; ids cannot be guessed. A lease that ran out is no failure, and nothing is learned of it."""
 
-    def __init__(self, *, metrics: Metrics, clock: Clock, later: Later = _later, limit: int = MAX_RESERVATIONS) -> None:
+    def __init__(
+        self,
+        *,
+        metrics: Metrics,
+        clock: Clock,
+        later: Later = _later,
+        limit: int = MAX_RESERVATIONS,
+        queue: str = QUEUE,
+    ) -> None:
         self._clock = clock
         self._later = later
         self._limit = limit
         self._held: dict[str, PickReservation] = {}
         self._results = metrics.request.pick_reservations
-        metrics.bounds.queue_depth.labels(QUEUE).set_function(lambda: len(self._held))
-        metrics.bounds.queue_limit.labels(QUEUE).set(limit)
+        metrics.bounds.queue_depth.labels(queue).set_function(lambda: len(self._held))
+        metrics.bounds.queue_limit.labels(queue).set(limit)
 
     def __len__(self) -> int:
         return len(self._held)

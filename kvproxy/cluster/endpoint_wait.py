@@ -32,7 +32,7 @@ class _Place:
         self.called.set()
 
 
-class HeldRequests(Generic[AnswerT]):
+class EndpointWait(Generic[AnswerT]):
     """In order of arrival. `limit` and `max_wait_s` are read when a request comes."""
 
     def __init__(self, limit: int, max_wait_s: float, *, clock: Clock) -> None:

@@ -1,0 +1,129 @@
+"""HTTP/2 out of bytes and into them (RFC 9113): frames within bounds, header blocks whole and decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+
+from hpack import Decoder, HPACKError
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+FRAME_BYTES = 16_384  # the largest that we take, and the default of what we may send
+LARGEST = 2**31 - 1  # of stream numbers and windows
+_MAX_HEADER_BYTES = 64 * 1024
+
+DATA, HEADERS, PRIORITY, RESET, SETTINGS, PUSH, PING, GOAWAY, WINDOW, CONTINUATION = range(10)
+ACK = END_STREAM = 0x1
+END_HEADERS, PADDED, PRIORITISED = 0x4, 0x8, 0x20
+
+
+class Code(IntEnum):
+    """Error codes of RFC 9113, 7."""
+
+    NO_ERROR = 0
+    PROTOCOL_ERROR = 1
+    FLOW_CONTROL_ERROR = 3
+    FRAME_SIZE_ERROR = 6
+    REFUSED_STREAM = 7
+    CANCEL = 8
+    COMPRESSION_ERROR = 9
+    ENHANCE_YOUR_CALM = 11
+
+
+class ConnectionFault(Exception):
+    """The peer broke the protocol: the whole connection ends."""
+
+    def __init__(self, code: Code, what: str) -> None:
+        super().__init__(what)
+        self.code = code
+
+
+Fields = Mapping[bytes, bytes]
+
+
+def encode_frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """One frame."""
+    return b"%b%c%c%b%b" % (len(payload).to_bytes(3, "big"), kind, flags, stream.to_bytes(4, "big"), payload)
+
+
+def encode_fields(fields: Mapping[bytes, bytes]) -> bytes:
+    """A header block without a dynamic table; names and values are shorter than 127 bytes."""
+    return b"".join([b"\0%c%b%c%b" % (len(name), name, len(value), value) for name, value in fields.items()])
+
+
+class FrameReader:
+    """Cuts frames out of what one peer sends. `on_frame(kind, flags, stream, payload)` gets those without headers, as
+    they are; `on_headers(stream, fields, ended)` each whole header block. Raises ConnectionFault."""
+
+    def __init__(
+        self, on_frame: Callable[[int, int, int, bytes], None], on_headers: Callable[[int, Fields, bool], None]
+    ) -> None:
+        self._on_frame, self._on_headers = on_frame, on_headers
+        self._decoder = Decoder(max_header_list_size=_MAX_HEADER_BYTES)
+        self._rest = b""
+        self._begun = False
+        self._block: tuple[int, int, bytes] | None = None  # stream, flags and what is there of a header block
+
+    def feed(self, data: bytes) -> None:
+        """What came."""
+        data = self._rest + data if self._rest else data
+        self._rest = data[self._read(data) :]
+
+    def _read(self, data: bytes) -> int:
+        """How many bytes of `data` were whole frames."""
+        position, size = 0, len(data)
+        if not self._begun:
+            if not PREFACE.startswith(data[: len(PREFACE)]):
+                raise ConnectionFault(Code.PROTOCOL_ERROR, "the peer does not speak HTTP/2")
+            if size < len(PREFACE):
+                return 0
+            self._begun, position = True, len(PREFACE)
+        while size - position >= 9:
+            length = int.from_bytes(data[position : position + 3], "big")
+            if length > FRAME_BYTES:
+                raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a frame is too long")
+            end = position + 9 + length
+            if end > size:
+                break
+            name = int.from_bytes(data[position + 5 : position + 9], "big") & LARGEST
+            self._take(data[position + 3], data[position + 4], name, data[position + 9 : end])
+            position = end
+        return position
+
+    def _take(self, kind: int, flags: int, name: int, payload: bytes) -> None:
+        if self._block is not None and kind != CONTINUATION:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "a header block was interrupted")
+        if kind == HEADERS:
+            payload = unpad_frame(flags, payload)
+            self._add_to_block(name, flags, payload[5:] if flags & PRIORITISED else payload)
+        elif kind == CONTINUATION:
+            if self._block is None or self._block[0] != name:
+                raise ConnectionFault(Code.PROTOCOL_ERROR, "a continuation of nothing")
+            self._add_to_block(name, self._block[1] | flags & END_HEADERS, payload)
+        elif kind == PUSH:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "a client pushes nothing")
+        else:
+            self._on_frame(kind, flags, name, payload)
+
+    def _add_to_block(self, name: int, flags: int, payload: bytes) -> None:
+        block = payload if self._block is None else self._block[2] + payload
+        if len(block) > _MAX_HEADER_BYTES:
+            raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "a header block is too long")
+        if not flags & END_HEADERS:
+            self._block = (name, flags, block)
+            return
+        self._block = None
+        try:
+            fields = self._decoder.decode(block, raw=True)
+        except HPACKError as error:
+            raise ConnectionFault(Code.COMPRESSION_ERROR, f"a header block is broken: {error}") from None
+        self._on_headers(name, {field[0]: field[1] for field in fields}, bool(flags & END_STREAM))
+
+
+def unpad_frame(flags: int, payload: bytes) -> bytes:
+    """The payload without its padding."""
+    if not flags & PADDED:
+        return payload
+    if not payload or payload[0] >= len(payload):
+        raise ConnectionFault(Code.PROTOCOL_ERROR, "more padding than frame")
+    return payload[1 : len(payload) - payload[0]]

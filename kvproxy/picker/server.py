@@ -1,0 +1,119 @@
+"""The picker as a server: Envoy's external processing and the health services on one listener."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import Protocol, Self
+
+from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
+from google.protobuf.message import DecodeError
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+
+from kvproxy.config.listener_schema import PickerSettings
+from kvproxy.picker.carried import Placer
+from kvproxy.picker.conversation import Conversations
+from kvproxy.picker.grpc import GrpcServer, Method, Replies, Status
+from kvproxy.picker.placing import PickerTarget
+from kvproxy.request.body import HeldBodies
+
+_EXT_PROC: str = ext_proc.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
+PROCESS = f"/{_EXT_PROC}/Process"
+CHECK = "/grpc.health.v1.Health/Check"
+#: A body arrives in one message with what Envoy says besides.
+_MESSAGE_BYTES = 1024 * 1024
+#: Envoy has a connection or two for each of its workers.
+_MAX_CONNECTIONS = 1024
+
+
+class ServedTarget(PickerTarget, Protocol):
+    """The running proxy, as far as the server needs it."""
+
+    @property
+    def bodies(self) -> HeldBodies: ...
+    @property
+    def draining(self) -> bool: ...
+
+
+class PickerServer:
+    """Answers Envoy for the length of the block; then requests it carries have the drain time to end."""
+
+    def __init__(self, target: ServedTarget, settings: PickerSettings) -> None:
+        self._target = target
+        config, metrics = target.config, target.metrics
+        placer = Placer(target, lease_s=settings.lease, fallbacks=settings.fallbacks)
+        self._conversations = Conversations(placer, held=target.bodies, metrics=metrics)
+        methods: dict[str, Method] = {PROCESS: self._conversations.begin, CHECK: self._check}
+        self._server = GrpcServer(
+            methods,
+            host=settings.host,
+            port=settings.port,
+            tls=settings.tls,
+            held=target.bodies,
+            most_bytes=config.limits.body + _MESSAGE_BYTES,
+            max_streams=config.limits.connections,
+            max_connections=_MAX_CONNECTIONS,
+            drain_s=config.shutdown.drain,
+        )
+        self._running = AsyncExitStack()
+        for name, limit in (("picker_connections", _MAX_CONNECTIONS), ("picker_streams", config.limits.connections)):
+            metrics.bounds.queue_limit.labels(name).set(limit)
+        metrics.bounds.queue_depth.labels("picker_connections").set_function(lambda: len(self._server.connections))
+        metrics.bounds.queue_depth.labels("picker_streams").set_function(lambda: self._server.streams)
+
+    @property
+    def port(self) -> int:
+        """The bound port."""
+        return self._server.port
+
+    @property
+    def streams(self) -> int:
+        """Requests that Envoy carries now."""
+        return self._server.streams
+
+    async def __aenter__(self) -> Self:
+        await self._running.enter_async_context(self._conversations.tasks)
+        await self._running.enter_async_context(self._server)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._running.aclose()
+
+    def _check(self, replies: Replies) -> HealthCheck:
+        return HealthCheck(self._target, replies)
+
+
+class HealthCheck:
+    """One `Check`: alive always; ready until the drain begins, while a cluster has an endpoint that takes requests."""
+
+    def __init__(self, target: ServedTarget, replies: Replies) -> None:
+        self._target, self._replies = target, replies
+
+    def message(self, raw: bytes) -> None:
+        """As of Call."""
+        try:
+            service = HealthCheckRequest.FromString(raw).service
+        except DecodeError:
+            self._replies.end(Status.INVALID_ARGUMENT, "not a HealthCheckRequest")
+            return
+        if service == "liveness":
+            serving = True
+        elif service in ("", "readiness", _EXT_PROC):
+            serving = self._is_ready()
+        else:
+            self._replies.end(Status.NOT_FOUND, "no such service")
+            return
+        status = HealthCheckResponse.SERVING if serving else HealthCheckResponse.NOT_SERVING
+        self._replies.send(HealthCheckResponse(status=status).SerializeToString())
+        self._replies.end()
+
+    def half_closed(self) -> None:
+        """As of Call."""
+        self._replies.end(Status.INVALID_ARGUMENT, "no HealthCheckRequest came")
+
+    def gone(self) -> None:
+        """As of Call: there is nothing to give back."""
+
+    def _is_ready(self) -> bool:
+        target = self._target
+        now = target.clock()
+        return not target.draining and any(cluster.may_serve("", now) for cluster in target.clusters.values())

@@ -1,0 +1,53 @@
+"""Prefill work in the features that its time is linear in, and what it takes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvproxy.routing.room import HEAD_TOKENS
+
+#: (requests, sum u, sum u*(c+u/2), sum o) for u uncached tokens after c cached ones, o pooled seconds to bring up those
+#: of these on lower tiers: what prefill time is linear in.
+Features = tuple[float, float, float, float]
+
+NO_WORK: Features = (0.0, 0.0, 0.0, 0.0)
+
+#: The engine works at once on no more requests than this, however short they are (HEAD_TOKENS).
+HEAD_REQUESTS = 256
+
+
+def features_of(uncached_tokens: float, cached_tokens: float, onboarding_s: float = 0.0) -> Features:
+    """Prefill work of one request, whose cached tokens are brought up from lower tiers in `onboarding_s`."""
+    return (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), onboarding_s)
+
+
+def prefill_s(uncached_tokens: float, cached_tokens: float, onboarding_s: float, seconds: Features) -> float:
+    """Time of one request's prefill: `seconds_of(features_of(...), seconds)`, written out for every pick."""
+    request_s, token_s, attention_s, _ = seconds
+    own = request_s + uncached_tokens * (token_s + attention_s * (cached_tokens + 0.5 * uncached_tokens))
+    return own + onboarding_s
+
+
+def seconds_of(work: Features, seconds: Features) -> float:
+    """Time of `work` when each unit of it takes `seconds`."""
+    return work[0] * seconds[0] + work[1] * seconds[1] + work[2] * seconds[2] + work[3] * seconds[3]
+
+
+def sum_of(a: Features, b: Features) -> Features:
+    """Both works together."""
+    return (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3])
+
+
+def head_of(works: Iterable[Features]) -> Features:
+    """What the engine is at once at work on, of pending work with the oldest first."""
+    requests = tokens = attention = lower = 0.0
+    for a, b, c, d in works:
+        requests, tokens, attention, lower = requests + a, tokens + b, attention + c, lower + d
+        if tokens >= HEAD_TOKENS or requests >= HEAD_REQUESTS:
+            break
+    return (requests, tokens, attention, lower)
+
+
+def difference(a: Features, b: Features) -> Features:
+    """The first without the second."""
+    return (a[0] - b[0], a[1] - b[1], a[2] - b[2], a[3] - b[3])

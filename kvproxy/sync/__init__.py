@@ -1,0 +1,1 @@
+"""How several proxies decide as one."""

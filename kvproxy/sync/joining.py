@@ -1,0 +1,107 @@
+"""How a new proxy comes to know what the others do: it asks one of those that answer, and another if that one dies.
+Pure; the time is an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from xxhash import xxh3_64_intdigest
+
+from kvproxy.sync.deltas import Delta
+from kvproxy.sync.peer import Peer
+from kvproxy.sync.wire import Message, Origin, Piece, Want
+
+#: How long to wait for the first answer, for the next piece of what was asked for, and until it is in its place.
+ANSWER_S, PIECE_S, APPLY_S = 0.5, 2.0, 30.0
+#: A snapshot of a peer is not taken beyond this.
+MAX_SNAPSHOT_BYTES = 64 * 1024 * 1024
+
+#: Given the peer, its snapshot and the rest as deltas; it has joined when that is done.
+ReceiveSnapshot = Callable[[Peer, bytes, Sequence[Delta]], None]
+
+
+class Joining:
+    """`on_end` is called when it is over, however it went."""
+
+    def __init__(
+        self,
+        origin: Origin,
+        *,
+        send_to: Callable[[Origin, Message], None],
+        receive: ReceiveSnapshot | None,
+        on_end: Callable[[float], None],
+    ) -> None:
+        self.running = False
+        self._origin = origin
+        self._send_to = send_to
+        self._receive = receive
+        self._on_end = on_end
+        self._until = 0.0
+        self._candidates: set[Origin] = set()
+        self._asked: set[Origin] = set()
+        self._peer: Origin | None = None  # asked for everything
+        self._number = self._size = 0  # of the piece that comes next, and of those before it
+        self._data: list[bytes] = []
+        self._deltas: list[Delta] = []
+
+    def begin(self, now: float) -> None:
+        """It is new."""
+        self._reset(now)
+        self.running = True
+
+    def heard_of(self, peer: Origin, now: float) -> None:
+        """One that could be asked."""
+        if peer not in self._asked:
+            self._candidates.add(peer)
+            if self._peer is None:
+                self._until = min(self._until, now + 0.1 * ANSWER_S)  # others may answer as well
+
+    def look(self, now: float) -> None:
+        """Now and then: whether it was waited for long enough."""
+        if self.running and now >= self._until:
+            self._ask_another(now)
+
+    def take_piece(self, peer: Peer, piece: Piece, now: float) -> None:
+        """A part of what was asked for."""
+        if not self.running or peer.origin != self._peer:
+            return
+        self._size += len(piece.data)
+        if piece.number != self._number or self._size > MAX_SNAPSHOT_BYTES:
+            self._ask_another(now)
+            return
+        self._number += 1
+        self._until = now + (PIECE_S if piece.more else APPLY_S)
+        self._data.append(piece.data)
+        self._deltas += piece.deltas
+        if not piece.more and self._receive is not None:
+            self._receive(peer, b"".join(self._data), self._deltas)
+        elif not piece.more:
+            self.end(now)
+
+    def end(self, now: float) -> None:
+        """What a peer knew is known here, or cannot be."""
+        if self.running:
+            self._reset(now)
+            self.running = False
+            self._on_end(now)
+
+    def _ask_another(self, now: float) -> None:
+        if not self._candidates:
+            self.end(now)
+            return
+        me = self._origin
+        self._peer = max(self._candidates, key=lambda one: xxh3_64_intdigest(f"{me} {one}".encode()))
+        self._candidates.discard(self._peer)
+        self._asked.add(self._peer)
+        self._forget_pieces()
+        self._until = now + PIECE_S
+        self._send_to(self._peer, Want(me))
+
+    def _reset(self, now: float) -> None:
+        self._until, self._peer = now + ANSWER_S, None
+        self._candidates, self._asked = set(), set()
+        self._forget_pieces()
+
+    def _forget_pieces(self) -> None:
+        self._number = self._size = 0
+        self._data, self._deltas = [], []

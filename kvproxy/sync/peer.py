@@ -1,0 +1,200 @@
+"""One peer as it is heard: its batches put in order, what is missing of them, how late and how complete it is."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from kvproxy.sync.heard import Heard
+from kvproxy.sync.wire import Batch, Beat, Origin, Standing
+
+#: Batches that wait for an earlier one.
+MAX_HELD = 512
+#: What is missing is asked for again after so long, and after so many times in short.
+ASK_AGAIN_S, ASKS = 0.1, 3
+#: What completeness is counted over.
+WINDOW_S = 60.0
+
+_LAGS = 512
+_OFFSET_S = 30.0
+
+
+class Peer:
+    """`ask` wants batches from a number on, or (0) how it stands. Times are of the receiver's clock."""
+
+    def __init__(self, origin: Origin, heard: Heard, *, ask: Callable[[int], None], now: float) -> None:
+        self.origin = origin
+        self.heard = heard
+        self.alive = True
+        self.heard_at = now
+        self.gaps = self.duplicates = self.lost = self.mismatches = 0  # lost: prompts never heard of
+        self.blocks = 0  # in its approximate indexes, as it says
+        self.joining = False
+        self.beat_sent_s: float | None = None  # its clock, at its latest beat
+        self.lag = Lag()
+        self._ask = ask
+        self._next: int | None = None  # the batch that comes next; None: it is not known what was before
+        self._held: dict[int, Batch] = {}
+        self._asked_at: float | None = None
+        self._asks = 0
+        self._unsure = False  # it was believed dead: it has to say how it stands
+        self._standing: list[Standing] = []
+        self._marks: deque[tuple[float, int, int]] = deque(maxlen=256)  # when, prompts told, lost so far
+
+    @property
+    def waits(self) -> int:
+        """Batches that wait for an earlier one."""
+        return len(self._held)
+
+    @property
+    def in_order(self) -> bool:
+        """Nothing is known to be missing."""
+        return self._asked_at is None and self._next is not None
+
+    def begin(self) -> None:
+        """It is new: its first batch is number 1."""
+        self._next = 1
+
+    def take(self, batch: Batch, now: float) -> None:
+        """A batch, whenever it comes: loads count at once, deltas in their order and once."""
+        self.lag.observe(batch.sent_s, now)
+        self.heard.load(batch.loads, batch.seq, now)
+        if self._next is None and batch.seq == 1:
+            self._next = 1
+        if self._next is not None and batch.seq < self._next:
+            self.duplicates += 1
+        elif self._next == batch.seq:
+            self._apply(batch, now)
+            self._go_on(now)
+        else:
+            if len(self._held) < MAX_HELD:
+                self._held[batch.seq] = batch
+            self._miss(now)
+
+    def beat(self, beat: Beat, now: float) -> None:
+        """How far it is: the end of what it said may have been lost."""
+        self.blocks, self.joining, self.beat_sent_s = beat.blocks, beat.joining, beat.sent_s
+        self.lag.observe(beat.sent_s, now)
+        if self._next is None and not beat.seq:
+            self._next = 1
+        if self._next is None or beat.seq >= self._next:
+            self._miss(now)
+            return
+        if self.in_order and beat.seq == self._next - 1:
+            if (beat.told, beat.digest) != (self.heard.told, self.heard.digest):
+                self.mismatches += 1
+                self.heard.told, self.heard.digest = beat.told, beat.digest
+            self._marks.append((now, beat.told, self.lost))
+
+    def stand(self, standing: Standing, now: float) -> None:
+        """Its own word of how it stands: what was missing before, and cannot be sent again, is not waited for."""
+        if self._standing and self._standing[0].seq != standing.seq:
+            self._standing.clear()
+        self._standing.append(standing)
+        if standing.more:
+            return
+        parts, self._standing = self._standing, []
+        self._unsure = False
+        whole = msgspec.structs.replace(
+            standing,
+            open=[one for part in parts for one in part.open],
+            loads=[one for part in parts for one in part.loads],
+        )
+        if self._next is None and standing.oldest == 1:
+            self._next = 1
+        if self._next is not None and standing.oldest <= self._next <= standing.seq:
+            self.heard.resume(whole, now)
+            self._asks = 0
+            self._request(now)  # the batches, which can be sent again
+        elif self._next is None or self._next <= standing.seq + 1:
+            self._jump(whole, now)
+
+    def _jump(self, standing: Standing, now: float) -> None:
+        lost = self.heard.stand(standing, now)
+        self.lost += lost if self._next is not None else 0
+        self._next = standing.seq + 1
+        self._asked_at, self._asks = None, 0
+        self._held = {seq: batch for seq, batch in self._held.items() if seq > standing.seq}
+        self._go_on(now)
+
+    def look(self, now: float) -> None:
+        """Now and then: what is still missing is asked for again."""
+        if self._asked_at is not None and self.alive and now - self._asked_at >= ASK_AGAIN_S:
+            self._request(now)
+
+    def revive(self, now: float) -> None:
+        """It was believed dead: its loads are wanted again, after what was missed."""
+        self.alive = True
+        self._asks = 0
+        self._unsure = True
+        self._request(now)
+
+    def die(self, now: float) -> None:
+        """It was not heard of for too long."""
+        self.alive = False
+        self._asked_at = None
+        self._held.clear()
+        self.heard.leave(now)
+
+    def completeness(self, now: float) -> tuple[int, int]:
+        """Prompts it told of in the last minute, and those of them never heard of."""
+        while len(self._marks) > 1 and now - self._marks[1][0] > WINDOW_S:
+            self._marks.popleft()
+        if not self._marks:
+            return 0, 0
+        (_, told, lost), (_, latest, lost_by_now) = self._marks[0], self._marks[-1]
+        return latest - told, lost_by_now - lost
+
+    def _apply(self, batch: Batch, now: float) -> None:
+        self.heard.apply(batch.deltas, now)
+        self._next = batch.seq + 1
+
+    def _go_on(self, now: float) -> None:
+        while self._next is not None and (batch := self._held.pop(self._next, None)) is not None:
+            self._apply(batch, now)
+        if self._held:
+            self._miss(now)
+        elif self._next is not None and not self._unsure:
+            self._asked_at, self._asks = None, 0
+
+    def _miss(self, now: float) -> None:
+        if self._asked_at is None:
+            self.gaps += self._next is not None
+            self._request(now)
+
+    def _request(self, now: float) -> None:
+        self._asked_at = now
+        self._asks += 1
+        in_short = self._unsure or self._asks > ASKS or len(self._held) >= MAX_HELD
+        self._ask(0 if in_short or self._next is None else self._next)
+
+
+class Lag:
+    """How long after it was sent what comes is here, without a common clock: beyond the fastest of late, and half the
+    fastest way there and back."""
+
+    def __init__(self) -> None:
+        self.seconds: deque[float] = deque(maxlen=_LAGS)
+        self.round_trip_s = 0.0  # the least seen; 0: none yet
+        self._least = self._least_before = float("inf")  # difference of the clocks and the way, now and before
+        self._since = 0.0
+
+    def observe(self, sent_s: float, now: float) -> None:
+        """Something came that was sent then, by the sender's clock."""
+        difference = now - sent_s
+        if now - self._since > _OFFSET_S:
+            self._least_before, self._least, self._since = self._least, difference, now
+        self._least = min(self._least, difference)
+        self.seconds.append(difference - min(self._least, self._least_before) + 0.5 * self.round_trip_s)
+
+    def went_around(self, seconds: float) -> None:
+        """There and back took so long."""
+        if seconds >= 0.0:
+            self.round_trip_s = min(self.round_trip_s, seconds) if self.round_trip_s else seconds
+
+    def quantile(self, share: float) -> float:
+        """Of the latest messages; 0 before the first."""
+        ordered = sorted(self.seconds)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

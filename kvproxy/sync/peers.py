@@ -1,0 +1,250 @@
+"""Who else there is: lives that begin, end and fall silent, what each is asked and told, and how a new one joins. Pure:
+messages in, messages out, the time is an argument."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from enum import StrEnum
+from functools import partial
+
+from kvproxy.bounded import BoundedMapping
+from kvproxy.sync import wire
+from kvproxy.sync.heard import Heard
+from kvproxy.sync.joining import Joining, ReceiveSnapshot
+from kvproxy.sync.journal import Journal, SentBatches, in_parts
+from kvproxy.sync.peer import Peer
+from kvproxy.sync.wire import Batch, Message, Origin
+from kvproxy.sync.world import World
+
+#: A peer that was not heard of for so many heartbeats is dead.
+MISSED = 3
+#: Silent ones are forgotten after so long, and more than so many are not listened to.
+FORGET_S, MAX_PEERS = 600.0, 256
+#: What a new one keeps for later while it joins.
+MAX_BUFFERED = 4096
+
+
+class SyncStatus(StrEnum):
+    """How it stands with the others."""
+
+    JOINING = "joining"
+    ALONE = "alone"  # no peer is heard
+    SYNCED = "synced"
+    DEGRADED = "degraded"  # something of a peer is missing, or what carries it is away
+
+
+class Peers:
+    """`send` is given bytes for one peer, or for all. `serve` is called with one that wants to know everything,
+    `receive_snapshot` with what came of asking for that."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        world: Callable[[], World],
+        *,
+        send: Callable[[bytes, Origin | None], None],
+        beat_s: float,
+        serve: Callable[[Origin], None] = lambda peer: None,
+        receive_snapshot: ReceiveSnapshot | None = None,
+        other: Callable[[Message], None] = lambda message: None,
+        blocks: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.origin = journal.origin
+        self.known: dict[tuple[str, int], Peer] = {}
+        self._journal = journal
+        self._world = world
+        self._send = send
+        self._beat_s = beat_s
+        self._serve, self._other, self._blocks = serve, other, blocks
+        self._ended: BoundedMapping[Origin, None] = BoundedMapping(1024)  # lives that are over
+        self._sent = SentBatches()
+        #: How it comes to know what the others do.
+        self.newcomer = Joining(self.origin, send_to=self.send_to, receive=receive_snapshot, on_end=self._take_buffered)
+        self._buffer: deque[Batch | wire.Standing] = deque()
+
+    @property
+    def living(self) -> list[Peer]:
+        """Those that are heard."""
+        return [peer for peer in self.known.values() if peer.alive]
+
+    @property
+    def status(self) -> SyncStatus:
+        """Where nothing is known of what carries the messages."""
+        if self.newcomer.running:
+            return SyncStatus.JOINING
+        living = self.living
+        if not living:
+            return SyncStatus.ALONE
+        return SyncStatus.SYNCED if all(peer.in_order for peer in living) else SyncStatus.DEGRADED
+
+    def consistency_ratio(self, now: float) -> float:
+        """Of the prompts that living peers told of in the last minute, the share that is known here."""
+        found = [peer.completeness(now) for peer in self.living]
+        told = sum(one for one, _ in found)
+        return 1.0 if not told else max(0.0, 1.0 - sum(lost for _, lost in found) / told)
+
+    def join(self, now: float) -> None:
+        """Say that a life begins, and ask one of those that answer for everything."""
+        self.newcomer.begin(now)
+        self._tell(wire.Hello(self.origin))
+
+    def leave(self) -> None:
+        """Say that it ends."""
+        self._tell(wire.Bye(self.origin))
+
+    def publish(self, now: float) -> int:
+        """Hand out what the journal has; messages sent."""
+        count = 0
+        for batch in self._journal.take_batches(now):
+            payload = wire.encode(batch)
+            self._sent.keep(batch.seq, payload)
+            self._send(payload, None)
+            count += 1
+        return count
+
+    def beat(self, now: float) -> None:
+        """Every `beat_s`: say how it stands, and see who fell silent."""
+        journal = self._journal
+        journal.look()
+        for peer in list(self.known.values()):
+            silent_s = now - peer.heard_at
+            if peer.alive and silent_s > MISSED * self._beat_s:
+                peer.die(now)
+            elif silent_s > FORGET_S:
+                del self.known[peer.origin.place]
+        living = self.living
+        echoes = [
+            wire.Echo(one.origin, one.beat_sent_s, now - one.heard_at) for one in living if one.beat_sent_s is not None
+        ]
+        told, digest, blocks = journal.told, journal.digest, self._blocks()
+        self._tell(wire.Beat(self.origin, journal.seq, now, told, digest, self.newcomer.running, blocks, echoes))
+
+    def look(self, now: float) -> None:
+        """Several times a heartbeat: ask again for what is missing, and see to the end of joining."""
+        for peer in self.living:
+            peer.look(now)
+        self.newcomer.look(now)
+
+    def receive(self, message: Message, now: float) -> None:
+        """A message of a peer."""
+        if message.origin.place == self.origin.place:
+            return
+        if isinstance(message, wire.Bye):
+            self._end(message.origin, now)
+            return
+        peer = self._peer(message.origin, now, begins=isinstance(message, wire.Hello))
+        if peer is None:
+            return
+        peer.heard_at = now
+        if not peer.alive:
+            peer.revive(now)
+        match message:
+            case wire.Batch() | wire.Standing():
+                self._take(peer, message, now)
+            case wire.Beat():
+                self._heard_beat(peer, message, now)
+            case wire.Hello():
+                self._welcome(peer, now)
+            case wire.Ask():
+                self._answer(peer, message.first, now)
+            case wire.Want():
+                self._serve(peer.origin)
+            case wire.Piece():
+                self.newcomer.take_piece(peer, message, now)
+            case _:
+                self._other(message)
+
+    def send_to(self, peer: Origin, message: Message) -> None:
+        """To one peer."""
+        self._send(wire.encode(message), peer)
+
+    def _tell(self, message: Message) -> None:
+        self._send(wire.encode(message), None)
+
+    def _peer(self, origin: Origin, now: float, *, begins: bool) -> Peer | None:
+        """The peer, a new one if need be; None: of a life that is over."""
+        known = self.known.get(origin.place)
+        if known is not None and known.origin == origin:
+            return known
+        if origin in self._ended:
+            return None
+        if known is not None:
+            if not begins and origin.epoch < known.origin.epoch:
+                return None
+            self._end(known.origin, now)
+        if len(self.known) >= MAX_PEERS:
+            return None
+        heard = Heard(origin, self._world, self._journal)
+        peer = Peer(origin, heard, ask=partial(self._ask, origin), now=now)
+        if begins:
+            peer.begin()
+        self.known[origin.place] = peer
+        return peer
+
+    def _end(self, origin: Origin, now: float) -> None:
+        self._ended[origin] = None
+        known = self.known.get(origin.place)
+        if known is not None and known.origin == origin:
+            known.die(now)
+            del self.known[origin.place]
+
+    def _ask(self, peer: Origin, first: int) -> None:
+        self.send_to(peer, wire.Ask(self.origin, first))
+
+    def _take(self, peer: Peer, message: Batch | wire.Standing, now: float) -> None:
+        if not self.newcomer.running:
+            peer.take(message, now) if isinstance(message, wire.Batch) else peer.stand(message, now)
+            return
+        peer.heard.load(message.loads, message.seq, now)
+        self._buffer.append(message)
+        if len(self._buffer) > MAX_BUFFERED:
+            self._buffer.popleft()
+
+    def _heard_beat(self, peer: Peer, beat: wire.Beat, now: float) -> None:
+        for echo in beat.echoes:
+            if echo.peer == self.origin:
+                peer.lag.went_around(now - echo.sent_s - echo.held_s)
+        if not self.newcomer.running:
+            peer.beat(beat, now)
+        elif not beat.joining:
+            self.newcomer.heard_of(peer.origin, now)
+
+    def _welcome(self, peer: Peer, now: float) -> None:
+        """It is new: told at once how it stands here."""
+        journal = self._journal
+        told, digest, blocks = journal.told, journal.digest, self._blocks()
+        self.send_to(
+            peer.origin, wire.Beat(self.origin, journal.seq, now, told, digest, self.newcomer.running, blocks, [])
+        )  # fmt: skip
+        self._stand(peer.origin, now)
+
+    def _answer(self, peer: Peer, first: int, now: float) -> None:
+        missing = self._sent.since(first) if first else None
+        if missing is None:
+            self._stand(peer.origin, now)
+        else:
+            for payload in missing:
+                self._send(payload, peer.origin)
+
+    def _stand(self, to: Origin, now: float) -> None:
+        self.publish(now)
+        journal = self._journal
+        oldest = self._sent.oldest or journal.seq + 1
+        said = partial(wire.Standing, self.origin, journal.seq, oldest, journal.told, journal.digest)
+        loads, under_way = journal.rows(now), list(journal.open.values())
+        parts = in_parts(under_way)
+        while len(loads) > 300:
+            self.send_to(to, said([], loads[:300], True))
+            del loads[:300]
+        for part in parts[:-1]:
+            self.send_to(to, said(part, [], True))
+        self.send_to(to, said([] if not parts else parts[-1], loads, False))
+
+    def _take_buffered(self, now: float) -> None:
+        """What came while it joined counts now."""
+        buffered, self._buffer = self._buffer, deque()
+        for message in buffered:
+            peer = self.known.get(message.origin.place)
+            if peer is not None and peer.origin == message.origin:
+                self._take(peer, message, now)

@@ -1,0 +1,145 @@
+"""What proxies say to each other: the messages, as msgpack."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvproxy.prefix.approximate.snapshot import fingerprint
+from kvproxy.sync.deltas import Delta, EndpointLoads, Routed
+
+#: Of what is said here; proxies of other versions, or that hash prompts otherwise, talk on another topic.
+VERSION = 1
+
+#: A message may not be larger, whatever carries it.
+MAX_BYTES = 60_000
+#: Of a longer prompt only the first blocks (2 MiB of text) are told: the most that fits into a batch beside others.
+MAX_BLOCKS = 6_000
+#: Deltas of one message: applying takes some 15 us each, and must not hold the event loop.
+MAX_DELTAS = 400
+
+
+class Origin(msgspec.Struct, array_like=True, frozen=True, order=True, gc=False):
+    """One proxy process. Another `epoch` under the same host and worker is another life of it."""
+
+    host: str
+    worker: int
+    epoch: int
+
+    def __str__(self) -> str:
+        return f"{self.host}/{self.worker}"
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """What the next life of it has in common."""
+        return self.host, self.worker
+
+
+class _Message(msgspec.Struct, array_like=True, frozen=True):
+    origin: Origin
+
+
+class Batch(_Message, tag=1, frozen=True):
+    """Deltas in order; `seq` grows by one from batch to batch. `sent_s` is the sender's monotonic clock."""
+
+    seq: int
+    sent_s: float
+    deltas: list[Delta]
+    loads: list[EndpointLoads]
+
+
+class Echo(msgspec.Struct, array_like=True, frozen=True):
+    """When a peer's latest beat was sent, by its clock, and how long ago it came."""
+
+    peer: Origin
+    sent_s: float
+    held_s: float
+
+
+class Beat(_Message, tag=2, frozen=True):
+    """A heartbeat: what was said so far, and how the sender is. `told`: prompts in its batches, `digest` their sum."""
+
+    seq: int
+    sent_s: float
+    told: int
+    digest: int
+    joining: bool
+    blocks: int  # in its approximate indexes
+    echoes: list[Echo]
+
+
+class Hello(_Message, tag=3, frozen=True):
+    """A new life begins: all others tell it how it stands."""
+
+
+class Bye(_Message, tag=4, frozen=True):
+    """It ends."""
+
+
+class Ask(_Message, tag=5, frozen=True):
+    """To one: its batches from this one on are missing; 0: all that it has is wanted in short."""
+
+    first: int
+
+
+class Standing(_Message, tag=6, frozen=True):
+    """To one: all loads and open requests after batch `seq`. More than fit into one message come in several, of which
+    only the last has `more` false, and the open ones of the others go before."""
+
+    seq: int
+    oldest: int  # batch that can be sent again
+    told: int
+    digest: int
+    open: list[Routed]
+    loads: list[EndpointLoads]
+    more: bool
+
+
+class Want(_Message, tag=7, frozen=True):
+    """To one: everything it knows, please."""
+
+
+class Piece(_Message, tag=8, frozen=True):
+    """To one: a part of that: bytes of a snapshot in order, then deltas; the last has `more` false."""
+
+    number: int
+    data: bytes
+    deltas: list[Delta]
+    more: bool
+
+
+class ClaimAsked(_Message, tag=9, frozen=True):
+    """To one: may the sender do this, alone, for so long?"""
+
+    what: str
+    ttl_s: float
+
+
+class ClaimAnswered(_Message, tag=10, frozen=True):
+    """To one."""
+
+    what: str
+    granted: bool
+
+
+Message = Batch | Beat | Hello | Bye | Ask | Standing | Want | Piece | ClaimAsked | ClaimAnswered
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """As bytes."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """Raises msgspec.DecodeError for anything else."""
+    if len(data) > 2 * MAX_BYTES:
+        raise msgspec.DecodeError("too large")
+    message: Message = _decoder.decode(data)
+    return message
+
+
+def topic(name: str) -> str:
+    """Where proxies of one fleet that understand each other meet."""
+    return f"kvproxy.{name}.{VERSION}.{fingerprint():016x}"

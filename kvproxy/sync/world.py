@@ -1,0 +1,131 @@
+"""What of a proxy its peers have a share in: the few places where it is read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.filters.buckets import BucketTable
+from kvproxy.kvcache.actions.strategy_runner import StrategyRunner
+from kvproxy.kvcache.metrics_scraper import MetricsScraper
+from kvproxy.kvcache.overlap.indexes import LocalIndexes
+from kvproxy.kvcache.service import KvCache
+from kvproxy.kvcache.state import CacheState
+from kvproxy.resilience.retry import RetryBudget
+from kvproxy.routing.load import EndpointLoad
+from kvproxy.routing.policy import Policy
+from kvproxy.routing.work import Features
+from kvproxy.sync.deltas import EngineRead
+from kvproxy.types import EndpointId
+
+
+class ClusterPart(Protocol):
+    """One cluster."""
+
+    @property
+    def indexes(self) -> LocalIndexes | None: ...
+
+    @property
+    def policy(self) -> Policy: ...
+
+    def loads(self) -> Iterable[tuple[EndpointId, EndpointLoad]]:
+        """The ledgers of the endpoints there are."""
+        ...
+
+    def load(self, endpoint: EndpointId) -> EndpointLoad | None:
+        """The ledger of this one; None: there is no such endpoint."""
+        ...
+
+    def load_told(self, endpoint: EndpointId, in_flight_before: int) -> None:
+        """Another proxy told of its load there."""
+        ...
+
+    def observe_sample(
+        self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool
+    ) -> None: ...
+
+    def placed_elsewhere(
+        self, endpoint: EndpointId, routed_s: float, requests: int, bound: int, now: float
+    ) -> None: ...
+
+    def drained(self) -> Mapping[EndpointId, bool]:
+        """Whether an operator drains it, by endpoint."""
+        ...
+
+    def drain(self, endpoint: EndpointId, *, draining: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All of it, as one configuration has it."""
+
+    clusters: Mapping[str, ClusterPart]
+    state: CacheState | None = None
+    actions: StrategyRunner | None = None
+    scraper: MetricsScraper | None = None
+    limits: Sequence[BucketTable] = ()
+    budgets: Sequence[RetryBudget] = ()
+
+    @classmethod
+    def of(
+        cls,
+        clusters: Mapping[str, Cluster],
+        kvcache: KvCache | None,
+        *,
+        limits: Sequence[BucketTable] = (),
+        budgets: Sequence[RetryBudget] = (),
+    ) -> World:
+        """Of a running proxy."""
+        parts = {name: RunningCluster(cluster, kvcache) for name, cluster in clusters.items()}
+        if kvcache is None:
+            return cls(parts, limits=limits, budgets=budgets)
+        return cls(parts, kvcache.state, kvcache.actions, kvcache.scraper, limits, budgets)
+
+    def hear_engine(self, delta: EngineRead) -> None:
+        """Another proxy read an engine."""
+        if self.scraper is not None:
+            self.scraper.hear(delta.cluster, delta.engine, delta.metrics)
+
+
+@dataclass(slots=True)
+class RunningCluster:
+    """As of ClusterPart."""
+
+    cluster: Cluster
+    kvcache: KvCache | None
+
+    @property
+    def indexes(self) -> LocalIndexes | None:
+        return None if self.kvcache is None else self.kvcache.overlap.indexes.get(self.cluster.name)
+
+    @property
+    def policy(self) -> Policy:
+        return self.cluster.policy
+
+    def loads(self) -> Iterable[tuple[EndpointId, EndpointLoad]]:
+        return ((endpoint.id, endpoint.load) for endpoint in self.cluster.endpoints)
+
+    def load(self, endpoint: EndpointId) -> EndpointLoad | None:
+        found = self.cluster.find_endpoint(endpoint)
+        return None if found is None else found.load
+
+    def load_told(self, endpoint: EndpointId, in_flight_before: int) -> None:
+        found = self.cluster.find_endpoint(endpoint)
+        if found is not None:
+            found.load_told(in_flight_before)
+            self.cluster.on_load_decrease()
+
+    def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool) -> None:
+        self.cluster.policies.observe_sample(endpoint, work, busy_s, now, scraped=scraped)
+
+    def placed_elsewhere(self, endpoint: EndpointId, routed_s: float, requests: int, bound: int, now: float) -> None:
+        count = len(self.cluster.endpoints)
+        self.cluster.policies.placed_elsewhere(endpoint, routed_s, requests, bound, count, now)
+
+    def drained(self) -> Mapping[EndpointId, bool]:
+        return {endpoint.id: endpoint.draining for endpoint in self.cluster.endpoints}
+
+    def drain(self, endpoint: EndpointId, *, draining: bool) -> None:
+        self.cluster.drain_endpoint(endpoint, draining=draining)

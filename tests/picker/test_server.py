@@ -1,0 +1,117 @@
+"""The listener: health services, TLS, refused calls, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorStub
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from kvproxy.app import Proxy
+from kvproxy.config.load import load_config
+from kvproxy.picker.server import PROCESS, PickerServer
+from tests.picker.support import A, Envoy, destination, running_picker
+from tests.support.certificates import make_certificate
+from tests.support.until import until
+
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+
+
+async def health(channel: grpc.aio.Channel, service: str) -> str:
+    """What it says of itself."""
+    answer = await HealthStub(channel).Check(HealthCheckRequest(service=service), timeout=30)
+    return HealthCheckResponse.ServingStatus.Name(answer.status)
+
+
+async def test_it_is_alive_and_ready_until_it_drains() -> None:
+    """Each service of its own, and the one that Envoy asks for."""
+    async with running_picker() as picker:
+        for service in ("", "liveness", "readiness", SERVICE):
+            assert await health(picker.channel, service) == "SERVING"
+        picker.proxy.draining = True
+        for service, expected in (("liveness", "SERVING"), ("readiness", "NOT_SERVING"), (SERVICE, "NOT_SERVING")):
+            assert await health(picker.channel, service) == expected
+        with pytest.raises(grpc.aio.AioRpcError, match="no such service"):
+            await health(picker.channel, "else")
+
+
+async def test_it_is_not_ready_without_an_endpoint() -> None:
+    """Nothing could be picked."""
+    async with running_picker(endpoints={"a": f"http://{A}"}) as picker:
+        picker.proxy.clusters["default"].drain_endpoint(picker.proxy.clusters["default"].endpoints[0].id)
+        assert await health(picker.channel, "readiness") == "NOT_SERVING"
+
+
+@pytest.mark.parametrize("path", ["/grpc.health.v1.Health/Watch", "/else.Service/Method"])
+async def test_what_is_not_served_is_said(path: str) -> None:
+    """As gRPC says it."""
+    async with running_picker() as picker:
+        call = picker.channel.unary_unary(path)(b"", timeout=30)
+        assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize(("raw", "what"), [(b"\xff\xff", "INVALID_ARGUMENT"), (b"x" * 2_000_000, "RESOURCE_EXHAUSTED")])
+async def test_messages_that_are_none_end_the_call(raw: bytes, what: str) -> None:
+    """Not decodable, or longer than any body."""
+    async with running_picker(limits={"body": "64KiB"}) as picker:
+        call = picker.channel.stream_stream(PROCESS)(timeout=30)
+        with contextlib.suppress(asyncio.InvalidStateError):  # it may have ended before all was written
+            await call.write(raw)
+        assert (await call.code()).name == what
+        await until(lambda: picker.proxy.bodies.held_bytes == 0)
+
+
+async def test_compressed_messages_are_refused() -> None:
+    """Envoy sends none, and a small one could become large."""
+    async with running_picker() as picker:
+        stub = ExternalProcessorStub(picker.channel)
+        envoy = Envoy(stub.Process(compression=grpc.Compression.Gzip), headers={"x": "y" * 5000})
+        await envoy.say_headers()
+        assert (await envoy.status())[0] == "UNIMPLEMENTED"
+
+
+async def test_it_serves_over_tls(tmp_path: Path) -> None:
+    """With the certificate of its configuration."""
+    made = make_certificate(tmp_path, "localhost")
+    tls = {"certificate": str(made.certificate), "private_key": str(made.private_key)}
+    async with running_picker(picker={"tls": tls}) as picker:
+        trusted = grpc.ssl_channel_credentials(made.certificate.read_bytes())
+        async with grpc.aio.secure_channel(f"localhost:{picker.server.port}", trusted) as channel:
+            assert await health(channel, "liveness") == "SERVING"
+            assert destination(await Envoy(ExternalProcessorStub(channel).Process()).pick())
+
+
+async def test_its_end_waits_for_what_envoy_carries() -> None:
+    """And no longer than the drain time."""
+    raw: dict[str, Any] = {"endpoints": {"a": f"http://{A}"}, "health": {"active": False}, "picker": {"port": 0},
+                           "shutdown": {"drain": "60s"}}  # fmt: skip
+    config = load_config(raw)
+    assert config.picker is not None
+    async with Proxy(config) as proxy:
+        server = PickerServer(proxy, config.picker)
+        await server.__aenter__()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            envoy = Envoy(ExternalProcessorStub(channel).Process())
+            await envoy.pick()
+            ending = asyncio.create_task(server.__aexit__())
+            await envoy.answer(ended=True)
+            assert not ending.done()
+            assert await envoy.finish() == ("OK", "")
+            async with asyncio.timeout(30):
+                await ending
+    assert proxy.clusters["default"].endpoints[0].load.in_flight == 0
+
+
+async def test_a_reload_is_followed() -> None:
+    """Endpoints, routes and the cache of the new configuration, on the same streams."""
+    async with running_picker() as picker:
+        await picker.ask().pick()
+        raw: dict[str, Any] = {"endpoints": {"z": "http://127.0.0.1:12"}, "health": {"active": False}}
+        await picker.proxy.reload(load_config(raw))
+        assert destination(await picker.ask().pick()) == ["127.0.0.1:12"]

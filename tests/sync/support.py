@@ -1,0 +1,185 @@
+"""Proxies that exchange deltas over a bus the test moves by hand: messages are lost, doubled and late as it says."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+
+from kvproxy.kvcache.overlap.indexes import IndexState, LocalIndexes
+from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
+from kvproxy.routing.kv_aware import KvAware
+from kvproxy.routing.load import EndpointLoad, Reservation
+from kvproxy.routing.work import Features
+from kvproxy.sync import wire
+from kvproxy.sync.journal import Journal
+from kvproxy.sync.peers import Peers
+from kvproxy.sync.wire import Origin
+from kvproxy.sync.world import World
+from kvproxy.types import EndpointId
+
+A, B = EndpointId("a"), EndpointId("b")
+BEAT_S = 0.5
+
+
+class Cluster:
+    """As of ClusterPart, without a proxy around it."""
+
+    def __init__(self, endpoints: Iterable[EndpointId] = (A, B)) -> None:
+        self.indexes: LocalIndexes | None = LocalIndexes(IndexState(endpoints=2), follows_events=False)
+        self.policy = KvAware(rng=Random(0))
+        self.ledgers = {endpoint: EndpointLoad() for endpoint in endpoints}
+        self.samples: list[tuple[EndpointId, Features, float]] = []
+        self.draining: dict[EndpointId, bool] = {}
+
+    def loads(self) -> Iterable[tuple[EndpointId, EndpointLoad]]:
+        return self.ledgers.items()
+
+    def load(self, endpoint: EndpointId) -> EndpointLoad | None:
+        return self.ledgers.get(endpoint)
+
+    def load_told(self, endpoint: EndpointId, in_flight_before: int) -> None:
+        pass
+
+    def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool) -> None:
+        self.samples.append((endpoint, work, busy_s))
+
+    def placed_elsewhere(self, endpoint: EndpointId, routed_s: float, requests: int, bound: int, now: float) -> None:
+        self.policy.placed_elsewhere(endpoint, routed_s, requests, bound, len(self.ledgers), now)
+
+    def drained(self) -> Mapping[EndpointId, bool]:
+        return self.draining
+
+    def drain(self, endpoint: EndpointId, *, draining: bool) -> None:
+        self.draining[endpoint] = draining
+
+
+def chain(*blocks: int) -> array[int]:
+    """Hashes of a prompt: each names all before it."""
+    found, name = array("Q"), 17
+    for block in blocks:
+        name = hash((name, block)) & ((1 << 64) - 1)
+        found.append(name)
+    return found
+
+
+@dataclass
+class Request:
+    """One under way."""
+
+    endpoint: EndpointId
+    entry: SpeculativeEntry
+    reservation: Reservation
+
+
+class Node:
+    """One proxy. `skew_s`: how far its clock is ahead of the bus's."""
+
+    def __init__(self, bus: Bus, name: str, *, epoch: int = 1, skew_s: float = 0.0, worker: int = 0) -> None:
+        self.bus, self.skew_s = bus, skew_s
+        self.cluster = Cluster()
+        self.world = World({"c": self.cluster})
+        self.origin = Origin(name, worker, epoch)
+        self.journal = Journal(self.origin, on_news=lambda: None)
+        self.served: list[Origin] = []
+        self.snapshots: list[bytes] = []
+        self.peers = Peers(
+            self.journal, lambda: self.world, send=self._send, beat_s=BEAT_S, serve=self.served.append
+        )  # fmt: skip
+        self.journal.follow(self.world)
+        bus.nodes.append(self)
+
+    @property
+    def now(self) -> float:
+        return self.bus.now + self.skew_s
+
+    def _send(self, payload: bytes, to: Origin | None) -> None:
+        self.bus.send(self, payload, to)
+
+    def begin(self, endpoint: EndpointId, *blocks: int, tokens: int = 100) -> Request:
+        """A request goes there."""
+        indexes = self.cluster.indexes
+        assert indexes is not None
+        entry = indexes.route(endpoint, indexes.approximate.locate(chain(*blocks)))
+        reservation = self.cluster.ledgers[endpoint].reserve(tokens, 0, self.now)
+        return Request(endpoint, entry, reservation)
+
+    def end(self, request: Request, *, prefilled: bool = True) -> None:
+        """It is over."""
+        load, indexes = self.cluster.ledgers[request.endpoint], self.cluster.indexes
+        assert indexes is not None
+        if prefilled:
+            load.first_token(request.reservation, self.now)
+        load.release(request.reservation, self.now)
+        indexes.settle_entry(request.entry, prefilled=prefilled)
+
+    def flush(self) -> None:
+        """What happened is told."""
+        self.peers.publish(self.now)
+
+    def beat(self) -> None:
+        """A heartbeat."""
+        self.flush()
+        self.peers.beat(self.now)
+        self.peers.look(self.now)
+
+    def held(self, *blocks: int) -> dict[EndpointId, int]:
+        """Leading blocks by endpoint."""
+        assert self.cluster.indexes is not None
+        index = self.cluster.indexes.approximate
+        return index.lookup(index.locate(chain(*blocks)))
+
+    def in_flight(self) -> dict[EndpointId, int]:
+        return {endpoint: load.in_flight for endpoint, load in self.cluster.ledgers.items()}
+
+
+@dataclass
+class Sent:
+    """A message on its way to one node."""
+
+    to: Node
+    payload: bytes
+
+
+@dataclass
+class Bus:
+    """`fate` says what becomes of each message to each node: how many copies arrive (1 unless a test says so)."""
+
+    now: float = 100.0
+    nodes: list[Node] = field(default_factory=list)
+    waiting: list[Sent] = field(default_factory=list)
+    fate: Callable[[Sent], int] = lambda sent: 1
+
+    def send(self, sender: Node, payload: bytes, to: Origin | None) -> None:
+        for node in self.nodes:
+            if node is not sender and (to is None or node.origin == to):
+                sent = Sent(node, payload)
+                self.waiting += [sent] * self.fate(sent)
+
+    def deliver(self, *, shuffle: Random | None = None) -> None:
+        """Everything under way arrives, with what is sent meanwhile."""
+        while self.waiting:
+            waiting, self.waiting = self.waiting, []
+            if shuffle is not None:
+                shuffle.shuffle(waiting)
+            for sent in waiting:
+                if sent.to in self.nodes:
+                    sent.to.peers.receive(wire.decode(sent.payload), sent.to.now)
+
+    def heal(self, rounds: int = 8) -> None:
+        """Nothing is lost any more, and some heartbeats pass."""
+        self.fate = lambda sent: 1
+        for _ in range(rounds):
+            self.now += BEAT_S
+            for node in self.nodes:
+                node.beat()
+            self.deliver()
+
+
+def pair(*, skew_s: float = 0.0) -> tuple[Bus, Node, Node]:
+    """Two that know each other."""
+    bus = Bus()
+    one, two = Node(bus, "one"), Node(bus, "two", skew_s=skew_s)
+    bus.heal(2)
+    return bus, one, two

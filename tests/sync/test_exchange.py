@@ -1,0 +1,340 @@
+"""What one proxy decides the others know: in order, once, and again after losses."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvproxy.sync import wire
+from kvproxy.sync.peers import SyncStatus
+from tests.sync.support import BEAT_S, A, B, Bus, Node, Request, Sent, pair
+
+
+def test_what_is_routed_in_one_is_held_in_all() -> None:
+    """From the next batch on, the prompt is found and its load is counted, until the request is over."""
+    bus, one, two = pair()
+    request = one.begin(A, 1, 2, 3, tokens=500)
+    one.flush()
+    bus.deliver()
+    assert two.held(1, 2, 3, 4) == {A: 3}
+    assert two.in_flight() == {A: 1, B: 0}
+    assert two.cluster.ledgers[A].pending_tokens == 500
+    assert two.cluster.ledgers[A].wait_s((0.0, 0.001, 0.0, 0.0), 1.0, two.now) > 0.0
+    one.end(request)
+    one.flush()
+    bus.deliver()
+    assert two.held(1, 2, 3) == {A: 3}
+    assert two.in_flight() == {A: 0, B: 0}
+    assert two.cluster.ledgers[A].pending_tokens == 0
+
+
+def test_a_failed_request_leaves_nothing() -> None:
+    """What was rolled back here is rolled back there."""
+    bus, one, two = pair()
+    request = one.begin(A, 1, 2)
+    one.flush()
+    bus.deliver()
+    assert two.held(1, 2) == {A: 2}
+    one.end(request, prefilled=False)
+    one.flush()
+    bus.deliver()
+    assert two.held(1, 2) == {}
+
+
+def test_own_load_and_that_of_others_add_up() -> None:
+    """Each counts its own and what it was told; what it tells is its own alone."""
+    bus, one, two = pair()
+    one.begin(A, 1)
+    two.begin(A, 2)
+    one.begin(A, 3)
+    for node in (one, two, one, two):
+        node.flush()
+        bus.deliver()
+    assert one.in_flight() == two.in_flight() == {A: 3, B: 0}
+    assert one.cluster.ledgers[A].own_in_flight == 2
+    assert two.cluster.ledgers[A].own_in_flight == 1
+
+
+def test_a_denied_prefix_is_forgotten_everywhere() -> None:
+    """The engine reused less than was believed: the rest is held nowhere any more."""
+    bus, one, two = pair()
+    indexes = one.cluster.indexes
+    assert indexes is not None
+    first = one.begin(A, 1, 2, 3, 4)
+    one.end(first)
+    request = one.begin(A, 1, 2, 9)
+    one.flush()
+    bus.deliver()
+    assert two.held(1, 2, 3, 4) == {A: 4}
+    indexes.state.watch.contradicted(A, request.entry.cursor, 1)  # type: ignore[union-attr]
+    indexes.approximate.contradict(A, request.entry.cursor, 1)
+    one.end(request)
+    one.flush()
+    bus.deliver()
+    assert two.held(1, 2, 3, 4) == one.held(1, 2, 3, 4) == {A: 2}
+
+
+def test_a_lost_batch_is_asked_for_and_comes_in_its_place() -> None:
+    """The next one shows that it is missing; deltas wait for it, loads do not."""
+    bus, one, two = pair()
+    request = one.begin(A, 1, 2)
+    bus.fate = lambda sent: 0
+    one.flush()
+    bus.fate = lambda sent: 1
+    one.end(request)
+    other = one.begin(B, 5)
+    one.flush()
+    [batch] = bus.waiting
+    bus.waiting = []
+    two.peers.receive(wire.decode(batch.payload), two.now)
+    assert two.in_flight() == {A: 0, B: 1}
+    assert two.held(5) == {}
+    assert two.peers.status is SyncStatus.DEGRADED
+    bus.deliver()
+    assert two.held(1, 2) == {A: 2}
+    assert two.held(5) == {B: 1}
+    assert two.peers.status is SyncStatus.SYNCED
+    assert two.peers.consistency_ratio(two.now) == 1.0
+    one.end(other)
+
+
+def test_a_lost_end_is_noticed_by_the_next_heartbeat() -> None:
+    """Nothing follows that would show the gap but the heartbeat."""
+    bus, one, two = pair()
+    request = one.begin(A, 1)
+    one.flush()
+    bus.deliver()
+    one.end(request)
+    bus.fate = lambda sent: 0
+    one.flush()
+    assert two.in_flight()[A] == 1
+    bus.heal(1)
+    assert two.in_flight()[A] == 0
+
+
+def test_what_is_too_old_to_be_sent_again_is_counted_as_lost() -> None:
+    """It is told how things stand instead, and the consistency says what is missing."""
+    bus, one, two = pair()
+    bus.fate = lambda sent: 0
+    ended = one.begin(A, 1, 2)
+    one.flush()
+    one.end(ended)
+    under_way = one.begin(B, 7, 8)
+    one.flush()
+    one.peers._sent._kept.clear()
+    bus.heal(2)
+    assert two.held(1, 2) == {}
+    assert two.held(7, 8) == {B: 2}
+    assert two.in_flight() == {A: 0, B: 1}
+    assert two.peers.consistency_ratio(two.now) == 0.5
+    one.end(under_way)
+    bus.heal(1)
+    assert two.in_flight() == {A: 0, B: 0}
+    assert two.peers.status is SyncStatus.SYNCED
+
+
+def test_a_silent_peer_takes_its_load_along_and_brings_it_back() -> None:
+    """After three missed heartbeats it is dead; what it had under way counts as never sent."""
+    bus, one, two = pair()
+    ended = one.begin(A, 4)
+    one.end(ended)
+    one.begin(A, 1, 2)
+    one.flush()
+    bus.deliver()
+    bus.fate = lambda sent: 0
+    for _ in range(4):
+        bus.now += BEAT_S
+        two.beat()
+    assert two.in_flight()[A] == 0
+    assert two.held(1, 2) == {}
+    assert two.held(4) == {A: 1}
+    assert two.peers.status is SyncStatus.ALONE
+    bus.heal(2)
+    assert two.in_flight()[A] == 1
+    assert two.held(1, 2) == {A: 2}
+    assert two.peers.status is SyncStatus.SYNCED
+
+
+def test_another_life_of_a_peer_replaces_it() -> None:
+    """Its load is gone at once, and late words of the life before change nothing."""
+    bus, one, two = pair()
+    one.begin(A, 1)
+    one.flush()
+    [late] = bus.waiting
+    bus.deliver()
+    assert two.in_flight()[A] == 1
+    bus.nodes.remove(one)
+    again = Node(bus, "one", epoch=2)
+    again.peers.join(again.now)
+    bus.deliver()
+    assert two.in_flight()[A] == 0
+    two.peers.receive(wire.decode(late.payload), two.now)
+    assert two.in_flight()[A] == 0
+    assert [peer.origin.epoch for peer in two.peers.known.values()] == [2]
+
+
+def test_a_peer_that_ends_says_so() -> None:
+    """Nothing is waited for."""
+    bus, one, two = pair()
+    one.begin(A, 1)
+    one.flush()
+    one.peers.leave()
+    bus.deliver()
+    assert two.in_flight()[A] == 0
+    assert not two.peers.known
+
+
+def test_an_endpoint_that_is_not_known_here_is_left_out() -> None:
+    """Discovery may be later here, or it was removed: nothing of it enters the index."""
+    bus, one, two = pair()
+    del two.cluster.ledgers[B]
+    one.begin(B, 1, 2)
+    one.flush()
+    bus.deliver()
+    assert two.held(1, 2) == {}
+    [peer] = two.peers.living
+    assert peer.heard.unknown == 2  # the prompt and the load
+
+
+def test_two_that_start_at_once_do_not_wait_for_each_other() -> None:
+    """Neither has anything to tell the other: both serve after a moment."""
+    bus = Bus()
+    one, two = Node(bus, "one"), Node(bus, "two")
+    for node in (one, two):
+        node.peers.join(node.now)
+    request = one.begin(A, 1)
+    one.flush()
+    bus.deliver()
+    assert one.peers.status is two.peers.status is SyncStatus.JOINING
+    bus.now += 1.0
+    for node in (one, two):
+        node.beat()
+    bus.deliver()
+    assert not one.served
+    assert not two.served
+    assert one.peers.status is two.peers.status is SyncStatus.SYNCED
+    assert two.held(1) == {A: 1}
+    one.end(request)
+
+
+def test_a_new_one_asks_one_peer_for_everything_and_keeps_the_rest_for_later() -> None:
+    """Loads count at once; deltas wait until it knows what was before them."""
+    bus, one, two = pair()
+    three = Node(bus, "three")
+    three.peers.join(three.now)
+    bus.deliver()
+    bus.now += 0.1
+    three.peers.look(three.now)
+    bus.deliver()
+    assert one.served + two.served == [three.origin]
+    one.begin(A, 1, 2)
+    one.flush()
+    bus.deliver()
+    assert three.in_flight()[A] == 1
+    assert three.held(1, 2) == {}
+    server = one if one.served else two
+    server.peers.send_to(three.origin, wire.Piece(server.origin, 0, b"", [], False))
+    bus.deliver()
+    assert three.held(1, 2) == {A: 2}
+    assert three.peers.status is SyncStatus.SYNCED
+
+
+def test_a_peer_that_dies_while_it_tells_everything_is_replaced_by_another() -> None:
+    """And where there is no other, the new one goes on without."""
+    bus, one, two = pair()
+    three = Node(bus, "three")
+    three.peers.join(three.now)
+    bus.deliver()
+    bus.now += 0.1
+    three.peers.look(three.now)
+    bus.deliver()
+    bus.now += 3.0
+    three.peers.look(three.now)
+    bus.deliver()
+    assert {*one.served, *two.served} == {three.origin}
+    assert one.served
+    assert two.served
+    bus.now += 3.0
+    three.peers.look(three.now)
+    assert not three.peers.newcomer.running
+
+
+def test_clocks_need_not_agree() -> None:
+    """An hour of skew changes neither what is believed nor the lag that is measured."""
+    bus, one, two = pair(skew_s=3600.0)
+    for number in range(20):
+        one.begin(A, number, tokens=1000)
+        one.flush()
+        bus.now += 0.002
+        bus.deliver()
+    [peer] = two.peers.living
+    assert 0.0 <= peer.lag.quantile(0.99) < 0.01
+    load = two.cluster.ledgers[A]
+    assert load.elsewhere is not None
+    assert two.now - 1.0 < load.elsewhere.busy_at <= two.now
+
+
+def test_samples_are_those_of_all_requests_on_the_engine() -> None:
+    """A sample that others' work is in counts that work, and all learn from it."""
+    bus, one, two = pair()
+    mine, theirs = one.begin(A, 1, tokens=1000), two.begin(A, 2, tokens=3000)
+    heard: list[tuple[float, float]] = []
+    one.cluster.ledgers[A].on_sample = lambda work, busy_s, now, *, scraped=False: heard.append((work[1], busy_s))
+    for node in (one, two):
+        node.flush()
+    bus.deliver()
+    bus.now += 1.0
+    two.end(theirs)
+    two.flush()
+    bus.deliver()
+    bus.now += 1.0
+    one.end(mine)
+    assert heard == [(4000.0, 2.0)]
+    one.flush()
+    bus.deliver()
+    assert [(endpoint, work[1]) for endpoint, work, _ in two.cluster.samples] == [(A, 4000.0)]
+
+
+class Fates:
+    """Loss, doubling and disorder by chance."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+
+    def __call__(self, sent: Sent) -> int:
+        return self.random.choice((0, 1, 1, 1, 2))
+
+
+@given(st.integers(0, 2**32), st.lists(st.sampled_from(["begin", "end", "fail", "flush", "deliver", "beat"])))
+def test_any_loss_disorder_and_doubling_ends_in_one_state(seed: int, steps: list[str]) -> None:
+    """Once messages arrive again, all count the same load and hold the same prompts, whatever happened."""
+    bus, random = Bus(), Random(seed)
+    nodes = [Node(bus, name, skew_s=random.uniform(-1e6, 1e6)) for name in ("one", "two", "three")]
+    under_way: list[tuple[Node, Request]] = []
+    bus.fate = Fates(seed)
+    number = 0
+    for step in steps:
+        node = random.choice(nodes)
+        if step == "begin":
+            number += 1
+            under_way.append((node, node.begin(random.choice((A, B)), number % 5, number)))
+        elif step in ("end", "fail") and under_way:
+            owner, request = under_way.pop(random.randrange(len(under_way)))
+            owner.end(request, prefilled=step == "end")
+        elif step == "flush":
+            node.flush()
+        elif step == "deliver":
+            bus.deliver(shuffle=random)
+        elif step == "beat":
+            bus.now += BEAT_S
+            node.beat()
+    bus.heal()
+    assert len({str(node.in_flight()) for node in nodes}) == 1
+    expected = sum(1 for _ in under_way)
+    assert all(sum(node.in_flight().values()) == expected for node in nodes)
+    for first in range(number + 1):
+        assert len({str(sorted(node.held(first % 5, first).items())) for node in nodes}) == 1
+    assert all(node.peers.status is SyncStatus.SYNCED for node in nodes)
+    assert all(peer.mismatches == 0 for node in nodes for peer in node.peers.living)
