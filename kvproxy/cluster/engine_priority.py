@@ -67,6 +67,8 @@ class EndpointPriority:
         self.mode = settings.engine_priority or cluster.engine_priority
         self.order = settings.engine_priority_order or cluster.engine_priority_order
         self.off = self.mode is EnginePriorityMode.OFF  # nothing is sent and nothing is looked for
+        if self.off:
+            self._trial.drop_pair()
 
     @property
     def state(self) -> PriorityState:
@@ -188,7 +190,7 @@ class ClusterPriority:
         speeds = self._speeds()
         own, slowness = 0.0, 1.0
         if speeds is not None:
-            own, slowness = own_s(facts, endpoint, speeds.seconds), speeds.slowness(endpoint, now)
+            own, slowness = own_s(facts, endpoint, speeds), speeds.slowness(endpoint, now)
         class_s = level * LEVEL_S
         if tenant:
             class_s -= self._turns.behind_s(tenant, endpoints, now)

@@ -20,6 +20,7 @@ import msgspec
 from kvproxy.routing.elsewhere import Elsewhere, LoadRow
 from kvproxy.routing.room import HEAD_TOKENS, EngineState, LiveBlocks, Room, room_of
 from kvproxy.routing.work import HEAD_REQUESTS, NO_WORK, Features, difference, head_of, seconds_of, sum_of
+from kvproxy.types import LowerTokens
 
 #: First tokens closer together than this left the engine in one step.
 GROUP_GAP_S = 0.002
@@ -36,9 +37,12 @@ _STAY_GAIN = 0.05
 
 
 class OnSample(Protocol):
-    """Receives one closed sample: the work, the busy seconds it took, and now. `scraped`: by the engine's counters."""
+    """Receives one closed sample: the work, the busy seconds it took, now, and what of the work was brought up from
+    `lower` tiers. `scraped`: by the engine's counters."""
 
-    def __call__(self, work: Features, busy_s: float, now: float, *, scraped: bool = False) -> None: ...
+    def __call__(
+        self, work: Features, busy_s: float, now: float, *, lower: LowerTokens = (), scraped: bool = False
+    ) -> None: ...
 
 
 class LoadWatch(Protocol):
@@ -59,18 +63,13 @@ class Reservation(msgspec.Struct, eq=False):
     uncached_tokens: int
     cached_tokens: int
     started_at: float
-    lower_tokens: int = 0  # of the cached ones, on host or disk tiers
+    features: Features  # its prefill work
+    lower: LowerTokens = ()  # of the cached ones, which are on lower tiers
     hidden: bool = False  # its first token cannot be seen
     live: tuple[LiveBlocks, Sequence[int]] | None = None  # its prompt's blocks, and the ledger they are counted in
     first_token_at: float | None = None
     sequences: float = 0.0  # in flight there when its first token came; at its end the mean of then and now
     released: bool = False
-
-    @property
-    def features(self) -> Features:
-        """This request's prefill work: features_of its tokens."""
-        uncached = self.uncached_tokens
-        return (1.0, uncached, uncached * (self.cached_tokens + uncached * 0.5), self.lower_tokens)
 
 
 class Backlog(msgspec.Struct, frozen=True):
@@ -111,6 +110,7 @@ class EndpointLoad:
         "_head_s",
         "_last",
         "_live",
+        "_lower",
         "_pending",
         "_prefilled",
         "_presumed",
@@ -141,6 +141,7 @@ class EndpointLoad:
         self._head: Features | None = NO_WORK  # of the oldest pending requests; None: to be summed again
         self.hidden_requests = 0  # pending ones whose first token will not be seen
         self._done = NO_WORK  # of first tokens in the open sample
+        self._lower: LowerTokens = ()  # brought up for these, tier by tier as they came
         self._presumed = NO_WORK  # of hidden ones since the last first token; joins the sample with the next one
         self._anchor = 0.0  # when the open sample's work began
         self._last = 0.0  # the latest first token, or when work began
@@ -222,12 +223,14 @@ class EndpointLoad:
         cached_tokens: int,
         now: float,
         *,
-        lower_tokens: int = 0,
+        onboarding_s: float = 0.0,
+        lower: LowerTokens = (),
         hidden: bool = False,
         blocks: Sequence[int] = (),
     ) -> Reservation:
         """Count a request in, in the same step as the pick. `hidden`: its first token will not be seen."""
-        reservation = Reservation(uncached_tokens, cached_tokens, now, lower_tokens, hidden)
+        work = (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), onboarding_s)
+        reservation = Reservation(uncached_tokens, cached_tokens, now, work, lower, hidden)
         if self._live is not None:
             self._live.add(blocks)
             reservation.live = self._live, blocks
@@ -235,7 +238,6 @@ class EndpointLoad:
         self.pending_tokens += uncached_tokens
         self.resident_tokens += uncached_tokens + cached_tokens
         self.hidden_requests += hidden
-        work = (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), lower_tokens)
         pending, head = self._pending, self._head
         if not pending and self.elsewhere is not None:
             self._close_sample(self._last, now)  # which was left open: others' first tokens are heard of late
@@ -246,6 +248,7 @@ class EndpointLoad:
         else:
             self._anchor = self._last = self._begun = self._busy_at = now
             self._done = self._presumed = NO_WORK
+            self._lower = ()
             self._work = self._head = work  # not a sum: ends the drift of adding and subtracting floats
             if self.elsewhere is not None:
                 self._anchor = self._last = self.elsewhere.begin_sample(self._shown_at, now)
@@ -257,7 +260,8 @@ class EndpointLoad:
 
     def first_token(self, reservation: Reservation, now: float) -> None:
         """The engine finished this request's prefill; of a hidden one only that it did so at some time is known."""
-        self._presume_before(reservation)
+        if self.hidden_requests:
+            self._presume_before(reservation)
         if reservation.hidden:
             self._void(reservation, now)
             return
@@ -269,6 +273,8 @@ class EndpointLoad:
             self._close_sample(self._last, now)
         self._done = sum_of(sum_of(self._done, self._presumed), work)
         self._presumed = NO_WORK
+        if reservation.lower:
+            self._lower += reservation.lower
         self._last = self._begun = self._shown_at = now
         if not self._pending and self.elsewhere is None:
             self._close_sample(now, now)
@@ -282,7 +288,8 @@ class EndpointLoad:
             stay_s = now - reservation.started_at
             reservation.sequences = 0.5 * (reservation.sequences + self.in_flight)
             self._stay_s = self._stay_s + _STAY_GAIN * (stay_s - self._stay_s) if self._stay_s else stay_s
-        self._void(reservation, now)
+        if reservation in self._pending:
+            self._void(reservation, now)
         self.in_flight -= 1
         if reservation.live is not None:
             live, blocks = reservation.live
@@ -379,6 +386,7 @@ class EndpointLoad:
         """Takes a request out whose first token was not seen, and with it the open sample."""
         if self._settle(reservation) is not None:
             self._done = self._presumed = NO_WORK
+            self._lower = ()
             self._anchor = self._last = self._begun = self._shown_at = now
             if self.elsewhere is not None:
                 self.elsewhere.take_prefilled(now)
@@ -418,8 +426,8 @@ class EndpointLoad:
         if self.elsewhere is not None and ended_at > self._anchor:
             work = sum_of(work, self.elsewhere.take_prefilled(ended_at + GROUP_GAP_S))
         if self.on_sample is not None and ended_at > self._anchor and not self._room_s(now):
-            self.on_sample(work, ended_at - self._anchor, now)
+            self.on_sample(work, ended_at - self._anchor, now, lower=self._lower)
             if self.watch is not None:
                 self.watch.sampled(work, ended_at - self._anchor, scraped=False)
         self._anchor = ended_at
-        self._done = NO_WORK
+        self._done, self._lower = NO_WORK, ()

@@ -18,6 +18,8 @@ from kvproxy.app import Proxy
 from kvproxy.config.load import load_config
 from kvproxy.listener.server import Server
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.sync.datagrams import Siblings
+from kvproxy.sync.peers import SyncStatus
 from kvproxy.workers.admin import WorkersAdmin
 from kvproxy.workers.assignment import Assignment
 from kvproxy.workers.control import ControlApp
@@ -25,6 +27,7 @@ from kvproxy.workers.process import WorkerProcess
 from kvproxy.workers.share import take_share
 from kvproxy.workers.supervisor import Served, Supervisor
 from kvproxy.workers.workers import Workers
+from tests.support.until import until
 
 
 @dataclass
@@ -48,10 +51,18 @@ class Together:
         lines = (await self.admin.get("/metrics")).text.splitlines()
         return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{series} ")), 0.0)
 
+    async def synced(self) -> None:
+        """Until each knows the others."""
+        await until(lambda: all(one.sync is not None and one.sync.status is SyncStatus.SYNCED for one in self.proxies))
+
     def end(self, index: int) -> None:
         """As when this worker's process is gone."""
         slot = self.workers.supervisor.slots[index]
         slot.process = None
+        slot.control = socket.socket(socket.AF_UNIX)  # in the same process the one there was ends with its worker
+        slot.path = slot.path.with_name(f"{slot.path.name}-again")
+        slot.control.bind(str(slot.path))
+        slot.control.listen()
         for call in self.workers.supervisor.on_ended:
             call(index)
 
@@ -64,6 +75,7 @@ async def together(endpoints: dict[str, str], *, count: int = 2, **config: Any) 
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         supervisor = Supervisor(served, count=count, public=(), folder=folder)
+        stack.callback(supervisor._close)
         workers = await stack.enter_async_context(Workers(supervisor, metrics=metrics))
         proxies = [await stack.enter_async_context(begin_worker(supervisor, index)) for index in range(count)]
         admin = WorkersAdmin(workers, clock=time.monotonic)
@@ -81,7 +93,8 @@ async def begin_worker(supervisor: Supervisor, index: int) -> AsyncIterator[Prox
     assignment = Assignment(
         index, len(supervisor.slots), served.config, served.changes, (), own.fileno(), slot.path.parent, bytes(16)
     )
-    async with Proxy(take_share(served.config, index, assignment.count)) as proxy:
+    siblings = Siblings(slot.path.parent, index, assignment.count)
+    async with Proxy(take_share(served.config, index, assignment.count), siblings=siblings) as proxy:
         control = ControlApp(proxy, assignment)
         await control.repeat_changes(assignment.changes)
         async with Server(control, sockets=[own], drain_s=1.0):
