@@ -72,24 +72,26 @@ async def test_a_cache_that_is_cleared(server: Vllm, saw: Saw, events: bool) -> 
         third = await ask(proxy.client, body)
         saw(f"events {events}: {second.cached_tokens} reused, then {third.predicted} predicted, {third.cached_tokens}")
         assert third.cached_tokens == 0
-        told = (LossReason.CLEARED, LossReason.FORGOT) if events else (LossReason.FORGOT,)
-        await until(lambda: loss(service) in told, within_s=20)
+        if events:
+            await until(lambda: loss(service) in (LossReason.CLEARED, LossReason.FORGOT), within_s=20)
         assert (await ask(proxy.client, body)).cached_tokens == second.cached_tokens
 
 
-async def test_what_else_an_engine_forgot_is_not_predicted(server: Vllm, saw: Saw) -> None:
-    """Without events one answer tells of all that was held there: only the first chat is predicted wrongly."""
+async def test_a_cache_that_is_cleared_without_events(server: Vllm, saw: Saw) -> None:
+    """Eight chats that find nothing of what was there just now are a lost cache; of the others nothing is predicted."""
     async with proxy_of(server, events=False) as (proxy, service):
-        bodies = [chat(TINY.name, text(600, seed=f"forgot {number}"), max_tokens=4) for number in range(3)]
+        bodies = [chat(TINY.name, text(300, seed=f"forgot {number}"), max_tokens=1) for number in range(12)]
         for body in bodies * 2:
             await ask(proxy.client, body)
+        assert loss(service) is None
         await tell(server, "/reset_prefix_cache")
         after = [await ask(proxy.client, body) for body in bodies]
-        saw(f"predicted {[one.predicted for one in after]}, reused {[one.cached_tokens for one in after]}")
+        predicted = [one.predicted for one in after]
+        saw(f"predicted {predicted}, reused {[one.cached_tokens for one in after]}")
         assert loss(service) is LossReason.FORGOT
-        assert all(one.cached_tokens < 64 for one in after)
-        assert after[0].predicted > 1000
-        assert all(one.predicted < 128 for one in after[1:])
+        assert all(one.cached_tokens < 2 * 32 for one in after)
+        assert all(tokens > 300 for tokens in predicted[:8])
+        assert all(tokens < 100 for tokens in predicted[8:])
 
 
 async def test_a_pause(server: Vllm) -> None:
