@@ -1,8 +1,9 @@
 """What of a running service is worth keeping over a restart, as bytes and back, taken and put back in small steps.
 
-Kept are the approximate index, when each engine's process began, learned speeds and prompt lengths. Left out are the
-precise index (engines replay their events), token memory (token ids are the prompt), and heat (a few hundred requests
-teach it again). As bytes: head, contents (msgpack), the indexes' hashes, checksum of all before it.
+Kept are the approximate index, when each engine's process began, learned speeds, steps and prompt lengths, and where
+sessions and stored responses were served. Left out are the precise index (engines replay their events), token memory
+(token ids are the prompt), and heat (a few hundred requests teach it again). As bytes: head, contents (msgpack), the
+indexes' hashes, checksum of all before it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgspec
 from xxhash import xxh3_64
 
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.kvcache.overlap.last_served import TablesKept
 from kvproxy.kvcache.state import CacheState
 from kvproxy.prefix.approximate.snapshot import IndexColumns, Restoration, dump, fingerprint
 from kvproxy.routing.speeds import SpeedState
@@ -69,6 +71,8 @@ class ClusterKept(msgspec.Struct, array_like=True, frozen=True):
     endpoints: list[EndpointKept]
     index: IndexColumns
     speeds: SpeedState | None
+    steps: dict[str, tuple[int, int]] = {}  # in which engines reuse: learned, told
+    served: TablesKept = TablesKept()
 
 
 class Kept(msgspec.Struct, array_like=True, frozen=True):
@@ -134,6 +138,8 @@ def _divided(kept: Kept, hashes: memoryview) -> list[memoryview]:
 
 log = logging.getLogger("kvproxy.kvcache")
 
+#: Share of the file for where sessions and responses were served, over all clusters: one in so many bytes.
+_SERVED_SHARE = 8
 _HEAD_BYTES = 64  # head and checksum of the file
 #: A wall clock may be set back by so much while the proxy is away.
 _CLOCK_S = 60.0
@@ -162,7 +168,11 @@ class Contents:
     def take(self, max_bytes: int) -> Generator[None, None, list[bytes]]:
         """A file's pieces, all but the checksum. The service goes on between the steps."""
         taken_at = self._wall_clock()
-        kept = [self._cluster(name, cluster) for name, cluster in self._clusters.items()]
+        kept = []
+        for name, cluster in self._clusters.items():
+            max_served = max_bytes // _SERVED_SHARE // len(self._clusters)
+            served = yield from self._state.indexes[name].last_served.dump(self._clock(), max_bytes=max_served)
+            kept.append(self._cluster(name, cluster, served))
         whole = Kept(taken_at, fingerprint(), dict(self._state.bytes_per_token.learned), kept)
         left = max_bytes - _HEAD_BYTES - len(msgspec.msgpack.encode(whole))
         hashes: list[bytes] = []
@@ -194,14 +204,15 @@ class Contents:
         blocks = sum(self._state.indexes[one.name].approximate.entries for one in known)
         return Returned(blocks, stay, count - stay, max(0.0, away_s))
 
-    def _cluster(self, name: str, cluster: Cluster) -> ClusterKept:
-        started_at = self._state.indexes[name].started_at
+    def _cluster(self, name: str, cluster: Cluster, served: TablesKept) -> ClusterKept:
+        index = self._state.indexes[name]
+        started_at = index.started_at
         rows = [
             EndpointKept(str(one.id), str(one.origin), started_at.get(one.id), str(one.engine.id), one.rank)
             for one in cluster.endpoints
         ]
         speeds = None if cluster.speeds is None else cluster.speeds.state(self._clock())
-        return ClusterKept(name, rows, _NOTHING, speeds)
+        return ClusterKept(name, rows, _NOTHING, speeds, index.steps.state(), served)
 
     def _restorations(self, snapshot: Snapshot) -> Mapping[str, Restoration]:
         try:
@@ -216,13 +227,18 @@ class Contents:
         self, kept: ClusterKept, restoration: Restoration, same: Mapping[str, EndpointKept], taken_at: float
     ) -> Iterator[None]:
         index, cluster = self._state.indexes[kept.name], self._clusters[kept.name]
+        away_s = max(0.0, self._wall_clock() - taken_at)
         if kept.speeds is not None and cluster.speeds is not None:
-            away_s = max(0.0, self._wall_clock() - taken_at)
             try:
                 cluster.speeds.resume(kept.speeds, self._clock(), keep=same, away_s=away_s)
             except ValueError as error:
                 log.info("[kvcache] learned speeds of cluster %s are not taken over: %s", kept.name, error)
+        index.steps.resume(kept.steps, keep=same)
         yield from restoration.restore_into(index.approximate, keep=same)
+        try:
+            yield from index.last_served.restore(kept.served, self._clock() - away_s, keep=same)
+        except msgspec.DecodeError as error:
+            log.info("[kvcache] sessions of cluster %s are not all taken over: %s", kept.name, error)
         for name, one in same.items():
             # An engine whose start is not known is another process if it began after the snapshot.
             index.started_at[EndpointId(name)] = taken_at if one.started_at is None else one.started_at
