@@ -10,6 +10,7 @@ import pytest
 
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
 from kvproxy.kvcache.overlap.last_served import MAX_AGE_S, NO_NAMES, LastServed, RequestNames
+from kvproxy.kvcache.snapshot.contents import dump_served, restore_served
 from kvproxy.request.parse import parse_body
 from kvproxy.request.session import Caller, Session
 from kvproxy.routing.kv_aware import KvAware
@@ -254,11 +255,11 @@ def test_what_is_kept_of_the_tables_is_bounded() -> None:
         )
     tables.forget_cache(B)
     now = 100 + MAX_AGE_S
-    whole, part = (_all_of(tables.dump(now, max_bytes=size)) for size in (1 << 20, 1 << 13))
+    whole, part = (_all_of(dump_served(tables, now, max_bytes=size)) for size in (1 << 20, 1 << 13))
     assert sum(map(len, part.sessions)) <= 1 << 12
     assert 0 < len(part.sessions) < len(whole.sessions) == 8
     again = LastServed(max_entries=40)
-    _all_of(again.restore(whole, now, keep={"a"}))
+    _all_of(restore_served(again, whole, now, keep={"a"}))
     assert again.sessions == 40
     assert again.find_history(RequestNames(session=999), now) is not None
     assert again.find_history(RequestNames(session=901), now) is None  # beyond the bound of its table

@@ -4,12 +4,11 @@ begins with a history that only its engine has. Pure; the time is an argument.""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from kvproxy.prefix.hashing import little_endian
 from kvproxy.types import EndpointId, InferenceRequest
 
 #: Sessions remembered, and as many responses; the longest unused go first.
@@ -28,9 +27,6 @@ NO_BLOCKS = array("Q")
 #: Message prefixes noted of a prompt, from each of its ends.
 _EDGES = 4
 
-#: Entries of a table are put down, and taken up again, so many in a step.
-_STEP = 128
-
 
 class Served(msgspec.Struct, frozen=True, gc=False):
     """The last request of a session, or the one that a response answered."""
@@ -46,28 +42,6 @@ class Served(msgspec.Struct, frozen=True, gc=False):
 
 #: Told the session (0: none), the response (0: none), and what is known of them since; None: the session is over.
 ServedWatch = Callable[[int, int, Served | None], None]
-
-
-class ServedKept(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The same where it outlives the process."""
-
-    name: int
-    endpoint: str
-    age_s: float
-    prompt_tokens: int
-    tokens: int
-    keys: bytes  # u64, little-endian
-    root: bytes
-
-
-class TablesKept(msgspec.Struct, array_like=True, frozen=True):
-    """The tables in pieces of `_STEP` entries (msgpack), those used last first."""
-
-    sessions: list[bytes] = []
-    responses: list[bytes] = []
-
-
-_decode_piece = msgspec.msgpack.Decoder(list[ServedKept]).decode
 
 
 class RequestNames(msgspec.Struct, frozen=True):
@@ -130,7 +104,7 @@ class LastServed:
             (self._sessions, names.parent),
         ):
             served = table.get(name)
-            if served is not None and self._stands(served, now):
+            if served is not None and self.stands(served, now):
                 return served
         return None
 
@@ -191,41 +165,8 @@ class LastServed:
         if response:
             self._put(self._responses, response, served)
 
-    def dump(self, now: float, *, max_bytes: int) -> Generator[None, None, TablesKept]:
-        """What still stands, a half of the bytes for each table at most."""
-        sessions = yield from self._dump(self._sessions, now, max_bytes // 2)
-        responses = yield from self._dump(self._responses, now, max_bytes // 2)
-        return TablesKept(sessions, responses)
-
-    def restore(self, kept: TablesKept, now: float, *, keep: Container[str]) -> Iterator[None]:
-        """Into empty tables, of the endpoints in `keep`; `now` is when `kept` was new. Raises DecodeError for a piece
-        that is none."""
-        for table, pieces in ((self._sessions, kept.sessions), (self._responses, kept.responses)):
-            for piece in reversed(pieces):
-                for one in reversed(_decode_piece(piece)):
-                    if one.endpoint in keep:
-                        self._put(table, one.name, self._served(one, now))
-                yield
-
-    def _dump(self, table: dict[int, Served], now: float, max_bytes: int) -> Generator[None, None, list[bytes]]:
-        names, pieces = list(reversed(table)), []
-        for start in range(0, len(names), _STEP):
-            found = [(name, served) for name in names[start : start + _STEP] if (served := table.get(name))]
-            rows = [_kept(name, served, now) for name, served in found if self._stands(served, now)]
-            piece = msgspec.msgpack.encode(rows)
-            max_bytes -= len(piece)
-            if max_bytes < 0:
-                break
-            pieces.append(piece)
-            yield
-        return pieces
-
-    def _served(self, kept: ServedKept, now: float) -> Served:
-        endpoint, at = EndpointId(kept.endpoint), now - kept.age_s
-        keys, root = (little_endian(array("Q", blocks)) for blocks in (kept.keys, kept.root))
-        return Served(endpoint, self._losses, at, kept.prompt_tokens, kept.tokens, keys, root)
-
-    def _stands(self, served: Served, now: float) -> bool:
+    def stands(self, served: Served, now: float) -> bool:
+        """Whether its endpoint may still hold it."""
         lost = self._lost.get(served.endpoint, self._forgotten)
         return now - served.at <= MAX_AGE_S and served.losses >= lost
 
@@ -245,11 +186,6 @@ class LastServed:
 
 def _size(served: Served) -> int:
     return _ENTRY_BYTES + 8 * (len(served.root) + len(served.keys))
-
-
-def _kept(name: int, served: Served, now: float) -> ServedKept:
-    keys, root = (little_endian(blocks).tobytes() for blocks in (served.keys, served.root))
-    return ServedKept(name, served.endpoint, now - served.at, served.prompt_tokens, served.tokens, keys, root)
 
 
 def _name(key: str | None, seed: int) -> int:

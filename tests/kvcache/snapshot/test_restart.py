@@ -17,8 +17,10 @@ import pytest
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.kvcache_schema import SnapshotSettings as SnapshotSettings
-from kvproxy.kvcache.overlap.last_served import TablesKept
-from kvproxy.kvcache.snapshot.contents import Contents, Outcome, Snapshot
+from kvproxy.kvcache.overlap.last_served import LastServed
+from kvproxy.kvcache.snapshot import contents
+from kvproxy.kvcache.snapshot.contents import Contents
+from kvproxy.kvcache.snapshot.file_format import Outcome, Snapshot, TablesKept
 from kvproxy.kvcache.snapshot.restart import WarmRestart
 from kvproxy.kvcache.snapshot.snapshot_file import SnapshotFile, Store
 from kvproxy.types import EndpointId
@@ -156,19 +158,20 @@ async def test_the_step_in_which_an_engine_reuses_comes_along(tmp_path: Path) ->
         assert steps.known == {A: 256}
 
 
+def _unreadable(tables: LastServed, now: float, *, max_bytes: int) -> Generator[None, None, TablesKept]:
+    yield
+    return TablesKept([b"\x91\x01"], [])
+
+
 async def test_sessions_that_cannot_be_read_do_not_hold_up_the_rest(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A later version may write them otherwise."""
     caplog.set_level(logging.INFO, "kvproxy.kvcache")
     async with life(tmp_path) as service:
         await service.serve(chat(TURN), A)
-
-        def dump(now: float, *, max_bytes: int) -> Generator[None, None, TablesKept]:
-            yield
-            return TablesKept([b"\x91\x01"], [])
-
-        service.kv.state.indexes["default"].last_served.dump = dump  # type: ignore[method-assign]
+        monkeypatch.setattr(contents, "dump_served", _unreadable)
+    monkeypatch.undo()
     async with life(tmp_path) as service:
         assert await matched(service) == {A}
     assert "sessions of cluster default are not all taken over" in caplog.text
