@@ -49,7 +49,7 @@ class Remembering(VirtualRouter):
             return OverlapFacts(facts.prompt_tokens)
         root = self._roots[request.session]
         found = {name: Overlap(min(one.tokens, root)) for name, one in facts.by_endpoint.items()}
-        found[last.endpoint] = Overlap(min(last.prompt_tokens, facts.prompt_tokens), 0, FactSource.SESSION)
+        found[last.endpoint] = Overlap(min(last.prompt_tokens, facts.prompt_tokens), (), FactSource.SESSION)
         return msgspec.structs.replace(facts, by_endpoint=found, hot_tokens=min(facts.hot_tokens, root))
 
     def finished(self, placement: Placement, now: float) -> None:

@@ -78,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_reload(commands)
     _add_worker(commands)
     _add_replay(commands)
+    _add_plan(commands)
     _add_demo(commands)
     _add_completion(commands, parser)
     return parser
@@ -250,6 +251,14 @@ def _add_replay(commands: _Commands[argparse.ArgumentParser]) -> None:
     replay = commands.add_parser("replay", help="routing policies side by side on a trace, in virtual time or live")
     add_arguments(replay)
     replay.set_defaults(run="replay.command:main")
+
+
+def _add_plan(commands: _Commands[argparse.ArgumentParser]) -> None:
+    from kvproxy.planner.options import add_arguments
+
+    plan = commands.add_parser("plan", help="how much KV a model keeps, what fits where, and what that is worth")
+    add_arguments(plan)
+    plan.set_defaults(run="planner.command:main")
 
 
 def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:

@@ -22,6 +22,45 @@ Sleep = Callable[[float], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 
+class Tier(StrEnum):
+    """Where KV is kept, from near to far; a metric label."""
+
+    DEVICE = "device"  # the engine's own memory
+    PINNED = "pinned"  # host memory that the device reads by itself
+    HOST = "host"
+    DISK = "disk"  # of that machine
+    SHARED = "shared"  # a store that several engines read
+
+
+#: Leading tokens of a prompt beyond those in engine memory, by the tier they are kept on, in the tiers' order.
+LowerTokens = tuple[tuple[Tier, int], ...]
+
+
+def count_lower(lower: LowerTokens) -> int:
+    """Tokens on all of these tiers."""
+    return sum([tokens for _, tokens in lower])
+
+
+def cut_lower(lower: LowerTokens, tokens: int) -> LowerTokens:
+    """The first `tokens` of them; what is farthest is taken to come last."""
+    kept = []
+    for tier, here in lower:
+        if tokens > 0:
+            kept.append((tier, min(here, tokens)))
+        tokens -= here
+    return tuple(kept)
+
+
+def skip_lower(lower: LowerTokens, tokens: int) -> LowerTokens:
+    """What is left without the first `tokens` of them."""
+    left = []
+    for tier, here in lower:
+        if here > tokens:
+            left.append((tier, here - max(0, tokens)))
+        tokens -= here
+    return tuple(left)
+
+
 #: Scope key of the request's ClientConnection, where our listener serves it.
 CONNECTION = "kvproxy.connection"
 

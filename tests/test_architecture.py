@@ -25,7 +25,10 @@ ROWS: tuple[dict[str, str], ...] = (
     {"workers": "processes behind one listening socket, under one supervisor with one admin listener"},
     {"app": "the one composition root: a configuration becomes a running proxy"},
     {"runtime": "what a configuration is built into, and what outlives a reload"},
-    {"advise": "which settings would help the traffic that was recorded"},
+    {
+        "advise": "which settings would help the traffic that was recorded",
+        "planner": "how much KV a model keeps, what fits where, and what that is worth on a trace",
+    },
     {
         "admin": "the operator's listener: status, the live page, `/pick`, reload",
         "replay": "policies on recorded requests, in virtual time",
@@ -176,7 +179,7 @@ def test_only_the_command_line_and_replay_use_the_simulator() -> None:
     users = {
         _room(module) for module, targets in _graph().items() if any(_room(target) == "simulator" for target in targets)
     }
-    assert users <= {"simulator", "cli", "commands", "replay", "advise"}
+    assert users <= {"simulator", "cli", "commands", "replay", "advise", "planner"}
 
 
 def test_files_stay_readable() -> None:

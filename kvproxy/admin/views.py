@@ -73,7 +73,7 @@ def _candidates(decision: RecentRequest) -> list[dict[str, object]]:
             "endpoint": endpoint.id,
             "cost": cost,
             "matched_tokens": facts.matched_tokens(endpoint.id),
-            "lower_tokens": 0 if held is None else held.lower_tokens,
+            "lower": {} if held is None else dict(held.lower),
             "source": None if held is None else held.source.value,
             "age_s": None if held is None else held.age_s,
         }

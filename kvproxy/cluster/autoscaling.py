@@ -40,8 +40,12 @@ class Autoscaling:
         speeds = self._cluster.speeds
         if speeds is None:
             return
-        uncached, cached, lower = reservation.uncached_tokens, reservation.cached_tokens, reservation.lower_tokens
-        if self._demand.placed(prefill_s(uncached, cached, lower, speeds.seconds), now):
+        uncached, cached, onboarding_s = (
+            reservation.uncached_tokens,
+            reservation.cached_tokens,
+            reservation.onboarding_s,
+        )
+        if self._demand.placed(prefill_s(uncached, cached, onboarding_s, speeds.seconds), now):
             self._demand.sample(self._backlog_s(speeds, now), now)
 
     def saturation(self, now: float) -> float | None:

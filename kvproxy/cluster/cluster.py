@@ -271,7 +271,7 @@ class Cluster:
         if decision.request.adapter_s is not None:
             expected_at = expected_first_token_at(decision, self.speeds, now)
             placement = self.adapters.place_request(endpoint.engine.adapters, decision.request.model, expected_at)
-        reservation = reserve(endpoint, decision.request, now)
+        reservation = reserve(endpoint, decision.request, self.speeds, now)
         self.scaling.placed(reservation, now)
         if reservation.hidden:
             self._hiding.add(endpoint)

@@ -188,7 +188,7 @@ class ClusterPriority:
         speeds = self._speeds()
         own, slowness = 0.0, 1.0
         if speeds is not None:
-            own, slowness = own_s(facts, endpoint, speeds.seconds), speeds.slowness(endpoint, now)
+            own, slowness = own_s(facts, endpoint, speeds), speeds.slowness(endpoint, now)
         class_s = level * LEVEL_S
         if tenant:
             class_s -= self._turns.behind_s(tenant, endpoints, now)

@@ -15,6 +15,7 @@ from kvproxy.routing.load import Reservation
 from kvproxy.routing.policy import NO_FACTS, PickRequest, best_of
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.types import count_lower, cut_lower
 
 
 class AttemptOutcome(StrEnum):
@@ -136,7 +137,7 @@ class Pick(msgspec.Struct, eq=False):
         self.picker.record_outcome(self.endpoint, outcome, now)
 
 
-def reserve(endpoint: Endpoint, request: PickRequest, now: float) -> Reservation:
+def reserve(endpoint: Endpoint, request: PickRequest, speeds: SpeedModel | None, now: float) -> Reservation:
     """Count the request in where it goes, by what is known to be cached there."""
     facts, hidden = request.facts, not request.streams
     if facts is NO_FACTS:
@@ -144,11 +145,15 @@ def reserve(endpoint: Endpoint, request: PickRequest, now: float) -> Reservation
     overlap = facts.by_endpoint.get(endpoint.id)
     if overlap is None:
         return endpoint.load.reserve(facts.prompt_tokens, 0, now, hidden=hidden, blocks=facts.blocks)
-    lower = overlap.lower_tokens
-    cached = min(overlap.device_tokens + lower, facts.prompt_tokens)
-    lower = min(lower, cached)
+    cached, lower, onboarding_s = overlap.device_tokens, overlap.lower, 0.0
+    if lower:
+        lower = cut_lower(lower, facts.prompt_tokens - cached)
+        cached += count_lower(lower)
+        onboarding_s = 0.0 if speeds is None else speeds.onboarding_s(endpoint.id, lower)
+    cached = min(cached, facts.prompt_tokens)
+    uncached, blocks = facts.prompt_tokens - cached, facts.blocks
     return endpoint.load.reserve(
-        facts.prompt_tokens - cached, cached, now, lower_tokens=lower, hidden=hidden, blocks=facts.blocks
+        uncached, cached, now, onboarding_s=onboarding_s, lower=lower, hidden=hidden, blocks=blocks
     )
 
 

@@ -18,7 +18,7 @@ from kvproxy.routing.registry import configured, make_policy, merge_config
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.routing.work import Features
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, LowerTokens
 
 
 class NamedPolicy:
@@ -115,13 +115,20 @@ class PolicySet:
             policy.placed(request, candidates, index, now, choice=decision.choice if policy is by else None)
 
     def observe_sample(
-        self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
+        self,
+        endpoint: EndpointId,
+        work: Features,
+        busy_s: float,
+        now: float,
+        *,
+        lower: LowerTokens = (),
+        scraped: bool = False,
     ) -> None:
         """As of Policy; each model of speeds hears of it once."""
         for policy in self._learners:
-            policy.observe_sample(endpoint, work, busy_s, now, scraped=scraped)
+            policy.observe_sample(endpoint, work, busy_s, now, lower=lower, scraped=scraped)
         if self.shadow is not None:
-            self.shadow.observe_sample(endpoint, work, busy_s, now, scraped=scraped)
+            self.shadow.observe_sample(endpoint, work, busy_s, now, lower=lower, scraped=scraped)
 
     def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
         """As of Policy."""
@@ -166,6 +173,9 @@ class PolicySet:
         self.deciding_speeds = next((policy.speeds for policy in self._deciding if policy.speeds is not None), None)
         self.speeds = self.deciding_speeds or shadow
         every = self._deciding if self.shadow is None else (*self._deciding, self.shadow.policy)
+        for policy in every:
+            if policy.speeds is not None:
+                policy.speeds.onboarding.weights = self._settings.tier_weights
         self.counts_live_blocks = any(policy.counts_live_blocks for policy in every)
 
     def _counted(self, name: PolicyName, policy: Policy) -> NamedPolicy:

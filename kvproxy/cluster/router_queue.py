@@ -151,7 +151,7 @@ class RouterQueue:
         try:
             verdict = await self._without_endpoint.wait(
                 lambda at: None if (found := decide(at)) is Refusal.NO_ENDPOINTS and not self._closed else found,
-                own_s(facts, EndpointId(""), self._speeds.seconds),
+                own_s(facts, EndpointId(""), self._speeds),
             )
             if self._closed:
                 reason = ReleaseReason.QUEUE_OFF

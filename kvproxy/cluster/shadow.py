@@ -14,7 +14,7 @@ from kvproxy.routing.policy import Policy
 from kvproxy.routing.registry import make_policy
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.work import Features
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, LowerTokens
 
 log = logging.getLogger(__name__)
 
@@ -54,11 +54,18 @@ class Shadow:
             self._errors_in_a_row = 0
 
     def observe_sample(
-        self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
+        self,
+        endpoint: EndpointId,
+        work: Features,
+        busy_s: float,
+        now: float,
+        *,
+        lower: LowerTokens = (),
+        scraped: bool = False,
     ) -> None:
         """As of Policy."""
         if not self.given_up:
-            learn = partial(self.policy.observe_sample, endpoint, work, busy_s, now, scraped=scraped)
+            learn = partial(self.policy.observe_sample, endpoint, work, busy_s, now, lower=lower, scraped=scraped)
             self._safely("learn", learn)
 
     def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 
 from kvproxy.config.discovery_schema import DiscoverySettings
 from kvproxy.config.model import Duration, Fraction, Model, Name, Secret
+from kvproxy.types import Tier
 
 
 class KvAwareSettings(Model):
@@ -343,6 +344,24 @@ class AutoscalingSettings(Model):
     """More are never wanted."""
 
 
+class TierWeights(Model):
+    """What a cached token saves of computing it, by the tier it is kept on, until bringing tokens up from there was
+    measured; in engine memory it saves all. Too low a weight costs more than too high a one."""
+
+    pinned: Fraction = 0.75
+    """Host memory that the device reads by itself."""
+    host: Fraction = 0.75
+    """Host memory."""
+    disk: Fraction = 0.25
+    """Disk of the engine's machine."""
+    shared: Fraction = 0.75
+    """A store that several engines read."""
+
+    def of(self, tier: Tier) -> float:
+        """This tier's."""
+        return 1.0 if tier is Tier.DEVICE else float(getattr(self, tier.value))
+
+
 class ClusterSettings(Model):
     """Endpoints that serve the same models."""
 
@@ -355,6 +374,8 @@ class ClusterSettings(Model):
     always be named then."""
     parameters: PolicyParameters = PolicyParameters()
     """What the policies weigh, where the defaults do not fit."""
+    tier_weights: TierWeights = TierWeights()
+    """What KV on host memory, disk or a shared store is worth at first (see docs/tiers.md)."""
     endpoints: tuple[EndpointSettings, ...] = ()
     """Static endpoints. Also written as a mapping `id: url`."""
     discovery: DiscoverySettings = DiscoverySettings()

@@ -11,6 +11,7 @@ from kvproxy.config.decode import UNKNOWN_KEY, decode_model
 from kvproxy.config.filter_schema import DEFAULT_FILTERS, FILTER_SETTINGS
 from kvproxy.config.model import Model
 from kvproxy.config.paths import Finding, Origins, Path, closest_word, is_inside, keys_of, spelling_hint
+from kvproxy.config.profiles import apply_profile
 from kvproxy.config.schema import Config, FilterSpec
 from kvproxy.config.shorthand import Canonical, to_canonical_form
 from kvproxy.config.verify import find_faults
@@ -26,6 +27,7 @@ def decode_native(
     `known`: problems found before, given back with the rest; what only follows from them is not said again.
     """
     form = to_canonical_form(dict(raw))
+    apply_profile(form)
     form.begin_with(known)
     return decode_form(form, extra_filters=extra_filters)
 

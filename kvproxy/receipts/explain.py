@@ -99,8 +99,8 @@ def _attempt(receipt: Receipt, attempt: Attempt, number: int) -> Iterator[str]:
 def _row(receipt: Receipt, attempt: Attempt, candidate: ReceiptCandidate) -> Sequence[str]:
     held = receipt.facts.get(candidate.id)
     cached = str(matched_tokens(receipt, candidate.id)) if receipt.prompt_tokens is not None else "-"
-    if held is not None and held.lower_tokens:
-        cached += f" ({held.lower_tokens} on lower tiers)"
+    if held is not None and held.lower:
+        cached += f" ({', '.join(f'{tokens} {tier.value}' for tier, tokens in held.lower)})"
     return (
         ">" if candidate.id == attempt.endpoint else "",
         candidate.id,
@@ -189,7 +189,7 @@ def _told(priority: int) -> str:
 def _prefill_s(receipt: Receipt, attempt: Attempt, candidate: ReceiptCandidate) -> float | None:
     if attempt.seconds is None or candidate.slowness is None or receipt.prompt_tokens is None:
         return None
-    return prefill_s(receipt, candidate.id, attempt.seconds, candidate.slowness)
+    return prefill_s(receipt, candidate, attempt.seconds, candidate.slowness)
 
 
 def _seconds(value: float | None) -> str:

@@ -11,7 +11,7 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.receipts.receipt import ReceiptCandidate
 from kvproxy.request.exchange import Exchange
 from kvproxy.request.observer import RequestObserver
-from kvproxy.routing.policy import NO_FACTS, OverlapFacts, PickRequest
+from kvproxy.routing.policy import NO_FACTS, OverlapFacts, PickRequest, onboarding_s_of
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.routing.work import Features
@@ -104,6 +104,9 @@ def _candidate(
 ) -> ReceiptCandidate:
     load, adapter_s = endpoint.load, request.adapter_s
     slowness = None if speeds is None else speeds.slowness(endpoint.id, now)
+    held, onboarding_s = request.facts.by_endpoint.get(endpoint.id), 0.0
+    if held is not None and held.lower and speeds is not None:
+        onboarding_s = onboarding_s_of(held, request.facts.prompt_tokens, endpoint.id, speeds)
     backlog = load.backlog(None if speeds is None else speeds.seconds, slowness or 1.0, now)
     return ReceiptCandidate(
         endpoint.id,
@@ -121,5 +124,6 @@ def _candidate(
         live_blocks=load.live_blocks,
         shared_blocks=load.leading_live_blocks(request.facts.blocks),
         room_s=backlog.room_s,
+        onboarding_s=onboarding_s,
         adapter_s=None if adapter_s is None else adapter_s.get(endpoint.id),
     )

@@ -34,7 +34,7 @@ class ReceiptCandidate(msgspec.Struct, omit_defaults=True):
     pending_requests: int = 0  # without a first token
     pending_tokens: int = 0  # uncached ones of these
     resident_tokens: int = 0
-    work: Features = NO_WORK  # pending prefill: requests, uncached tokens, attention work, lower-tier tokens
+    work: Features = NO_WORK  # pending prefill: requests, uncached tokens, attention work, seconds of onboarding
     head: Features = NO_WORK  # of it, what the engine was at work on
     elapsed_s: float = 0.0  # since its latest first token
     weight: float = 1.0
@@ -45,6 +45,7 @@ class ReceiptCandidate(msgspec.Struct, omit_defaults=True):
     live_blocks: int | None = None  # distinct prompt blocks of what is in flight, where they are counted
     shared_blocks: int = 0  # leading blocks of this prompt among them
     room_s: float = 0.0  # of `wait_s`: until there is KV memory, or a slot, for one more request
+    onboarding_s: float = 0.0  # to bring up what lower tiers there hold of this prompt
     adapter_s: float | None = None  # until its adapter is loaded there; None: it asked for none
 
 
@@ -118,20 +119,18 @@ def decode_receipt(line: bytes) -> Receipt:
 def matched_tokens(receipt: Receipt, endpoint: EndpointId) -> int:
     """Leading tokens it was believed to hold, never more than the prompt has."""
     held = receipt.facts.get(endpoint)
-    return 0 if held is None else min(held.device_tokens + held.lower_tokens, receipt.prompt_tokens or 0)
+    return 0 if held is None else min(held.tokens, receipt.prompt_tokens or 0)
 
 
-def own_work(receipt: Receipt, endpoint: EndpointId) -> Features:
+def own_work(receipt: Receipt, candidate: ReceiptCandidate) -> Features:
     """The prefill this request would add there."""
-    matched = matched_tokens(receipt, endpoint)
-    held = receipt.facts.get(endpoint)
-    lower = 0 if held is None else min(held.lower_tokens, matched)
-    return features_of((receipt.prompt_tokens or 0) - matched, matched, lower)
+    matched = matched_tokens(receipt, candidate.id)
+    return features_of((receipt.prompt_tokens or 0) - matched, matched, candidate.onboarding_s)
 
 
 def first_token_s(receipt: Receipt, candidate: ReceiptCandidate, seconds: Features, slowness: float) -> float:
     """From the decision to the first token there, at these speeds."""
-    return wait_s(candidate, seconds, slowness) + prefill_s(receipt, candidate.id, seconds, slowness)
+    return wait_s(candidate, seconds, slowness) + prefill_s(receipt, candidate, seconds, slowness)
 
 
 def wait_s(candidate: ReceiptCandidate, seconds: Features, slowness: float) -> float:
@@ -141,9 +140,9 @@ def wait_s(candidate: ReceiptCandidate, seconds: Features, slowness: float) -> f
     return Backlog(candidate.work, candidate.head, candidate.elapsed_s, candidate.room_s).wait_s(seconds, slowness)
 
 
-def prefill_s(receipt: Receipt, endpoint: EndpointId, seconds: Features, slowness: float) -> float:
+def prefill_s(receipt: Receipt, candidate: ReceiptCandidate, seconds: Features, slowness: float) -> float:
     """The request's own prefill there."""
-    return slowness * seconds_of(own_work(receipt, endpoint), seconds)
+    return slowness * seconds_of(own_work(receipt, candidate), seconds)
 
 
 #: Bytes of a hash: among ten million of them at one depth, fewer than fifty look like another.

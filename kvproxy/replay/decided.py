@@ -132,7 +132,7 @@ def _feedback_sample(receipt: Receipt, attempt: Attempt, chosen: ReceiptCandidat
     """The engine was busy with what was pending, and with this request, from its latest first token to this one's."""
     shown = receipt.stream and receipt.ttft_s is not None and receipt.prompt_tokens is not None
     first_token_s = receipt.duration_s if receipt.ttft_s is None else receipt.ttft_s
-    own = own_work(receipt, chosen.id)
+    own = own_work(receipt, chosen)
     work = (chosen.work[0] + own[0], chosen.work[1] + own[1], chosen.work[2] + own[2], chosen.work[3] + own[3])
     return FeedbackSample(
         at=received + first_token_s,

@@ -25,46 +25,60 @@ svg { max-width: 100%; height: auto; } text { fill: var(--ink); font-size: 13px;
 
 
 def render_html(report: ReplayReport, ttft_s: Mapping[str, Sequence[float]]) -> str:
-    """The page. `ttft_s` holds every request's time to first token by policy, sorted."""
-    title = html.escape(f"{report.trace}, {name_half(report.half)}, {report.instances} instances, load {report.load:g}")
+    """The page of a replay. `ttft_s` holds every request's time to first token by policy, sorted."""
+    means = {name: summary.ttft_mean_s for name, summary in report.policies.items()}
+    reference_s = 0.0 if report.reference is None else report.reference.ttft_mean_s
+    return render_page(
+        f"{report.trace}, {name_half(report.half)}, {report.instances} instances, load {report.load:g}",
+        {
+            "Mean time to first token": draw_bars(means, "{:.3f} s", reference=reference_s),
+            "Share of requests whose first token came within a time (seconds, logarithmic)": draw_curves(ttft_s),
+            "Figures": f"<p>{html.escape(report.title())}</p>"
+            + preformat(report.rows())
+            + preformat(report.more_rows()),
+        },
+    )
+
+
+def render_page(title: str, parts: Mapping[str, str]) -> str:
+    """Parts, in HTML, by their headings."""
+    title = html.escape(title)
     return "\n".join(
         (
             "<!doctype html>",
             f'<html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
             f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>',
             f"<h1>{title}</h1>",
-            "<h2>Mean time to first token</h2>",
-            _bars(report),
-            "<h2>Share of requests whose first token came within a time (seconds, logarithmic)</h2>",
-            _curves(ttft_s),
-            f"<h2>Figures</h2><p>{html.escape(report.title())}</p>",
-            f"<pre>{html.escape(chr(10).join(report.rows()))}</pre>",
-            f"<pre>{html.escape(chr(10).join(report.more_rows()))}</pre>",
+            *(f"<h2>{html.escape(heading)}</h2>\n{part}" for heading, part in parts.items()),
             "</body></html>\n",
         )
     )
 
 
-def _bars(report: ReplayReport) -> str:
-    means = {name: summary.ttft_mean_s for name, summary in report.policies.items()}
-    reference_s = 0.0 if report.reference is None else report.reference.ttft_mean_s
-    longest = max(max(means.values()), reference_s, 1e-9)
-    scale = (_WIDTH - _LABEL - 70) / longest
+def preformat(lines: Sequence[str]) -> str:
+    """A table for a terminal."""
+    return f"<pre>{html.escape(chr(10).join(lines))}</pre>"
+
+
+def draw_bars(values: Mapping[str, float], shown: str, *, reference: float = 0.0) -> str:
+    """A bar each, labelled as `shown` formats it; a line where the reference is, if there is one."""
+    scale = (_WIDTH - _LABEL - 70) / max(*values.values(), reference, 1e-9)
     parts = []
-    for row, (name, mean) in enumerate(means.items()):
+    for row, (name, value) in enumerate(values.items()):
         y = row * _ROW
         parts.append(f'<text x="0" y="{y + 19}">{html.escape(name)}</text>')
-        parts.append(f'<rect x="{_LABEL}" y="{y + 4}" width="{mean * scale:.1f}" height="20" fill="{_colour(row)}"/>')
-        parts.append(f'<text x="{_LABEL + mean * scale + 6:.1f}" y="{y + 19}">{mean:.3f} s</text>')
-    height = len(means) * _ROW
-    if reference_s:
-        x = _LABEL + reference_s * scale
+        parts.append(f'<rect x="{_LABEL}" y="{y + 4}" width="{value * scale:.1f}" height="20" fill="{_colour(row)}"/>')
+        parts.append(f'<text x="{_LABEL + value * scale + 6:.1f}" y="{y + 19}">{shown.format(value)}</text>')
+    height = len(values) * _ROW
+    if reference:
+        x = _LABEL + reference * scale
         parts.append(f'<line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height}" class="axis" stroke-dasharray="4"/>')
         parts.append(f'<text x="{x:.1f}" y="{height + 16}" text-anchor="middle">{REFERENCE}</text>')
-    return _svg(height + 24, "Mean time to first token by policy", parts)
+    return _svg(height + 24, "a bar each", parts)
 
 
-def _curves(ttft_s: Mapping[str, Sequence[float]]) -> str:
+def draw_curves(ttft_s: Mapping[str, Sequence[float]]) -> str:
+    """How times are distributed, a curve each; the times sorted."""
     low = min((value for each in ttft_s.values() for value in each[:1] if value > 0), default=0.01)
     high = max((value for each in ttft_s.values() for value in each[-1:]), default=1.0)
     span = math.log(max(high, low) / low) or 1.0
@@ -77,7 +91,7 @@ def _curves(ttft_s: Mapping[str, Sequence[float]]) -> str:
         colour = _colour(row)
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts.append(f'<text x="{_MARGIN + 8}" y="{24 + 18 * row}" style="fill:{colour}">{html.escape(name)}</text>')
-    return _svg(_CURVE_HEIGHT, "Distribution of time to first token by policy", parts)
+    return _svg(_CURVE_HEIGHT, "distribution of time to first token", parts)
 
 
 def _tick(value: float, low: float, span: float) -> str:

@@ -20,7 +20,7 @@ from kvproxy.replay.settings import IndexMode, ReplayFleet
 from kvproxy.replay.trace import Turn
 from kvproxy.routing.policy import Overlap, OverlapFacts
 from kvproxy.simulator.engine_io import BlockRemoved, BlockStored, KvEvent
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, cut_lower
 
 #: Takes the tokens a response was predicted to find cached, and those it did.
 Settle = Callable[[int, int], None]
@@ -126,7 +126,7 @@ class IndexView:
         return msgspec.structs.replace(
             overlap,
             device_tokens=device * scale,
-            lower_tokens=min(overlap.lower_tokens, limit - device) * scale,
+            lower=tuple([(tier, blocks * scale) for tier, blocks in cut_lower(overlap.lower, limit - device)]),
             claimed_tokens=min(overlap.claimed_tokens, limit) * scale,
             backed_tokens=min(overlap.backed_tokens, limit) * scale,
         )

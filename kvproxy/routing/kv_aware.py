@@ -4,7 +4,7 @@
     kappa = (crowding * bound_per_s * (wait + slowness * own / 2) + congestion * arrivals_per_s * mean_wait) / (1 - rho)
 
 `wait` is the pending prefill there, `own` the prefill this request would add: uncached tokens with the attention work
-behind them, and bringing lower-tier tokens up. A greedy router stops at wait + slowness * own and is myopic by it:
+behind them, and bringing up what is on lower tiers. A greedy router stops at wait + slowness * own and is myopic by it:
 
 - Own work delays requests that come to the endpoint because it holds their prefix (bound_per_s), for as long as its
   backlog then takes to be over; a long prompt weighs more than its length.
@@ -33,11 +33,11 @@ from random import Random
 
 from kvproxy.config.cluster_schema import KvAwareSettings
 from kvproxy.routing.engine_samples import StepModel
-from kvproxy.routing.policy import Candidate, Choice, OverlapFacts, PickRequest, Policy, least, own_s
+from kvproxy.routing.policy import Candidate, Choice, OverlapFacts, PickRequest, Policy, least, onboarding_s_of, own_s
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.routing.traffic import ArrivalStats, EndpointArrivals, Pool, PoolSpeeds, Utilisation
 from kvproxy.routing.work import Features, prefill_s
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, count_lower
 
 #: Work is believed to delay at most this many of those bound to the endpoint, and as many of all.
 MAX_KAPPA = 9.0
@@ -139,14 +139,14 @@ class KvAware(Policy):
             here, held[index] = held[index], 0
             elsewhere = max(held)
         reason = "overlap" if here and here >= elsewhere else "load" if elsewhere else "no_overlap"
-        own = owns[index] if not facts.hot_tokens else own_s(facts, pool.ids[index], seconds)
+        own = owns[index] if not facts.hot_tokens else own_s(facts, pool.ids[index], self.speeds)
         bound = here > 0 and is_bound(own, facts, elsewhere, len(owns), seconds)
         return _CostedChoice(index, reason, costs, own_s=own, bound=bound, speeds=speeds, arrivals=arrivals)
 
     def _own_s(self, facts: OverlapFacts, pool: Pool, seconds: Features) -> tuple[list[float], list[int]]:
         """Pooled seconds of the request's own prefill by candidate, hot tokens discounted, and the tokens each holds;
         empty where none holds any."""
-        request_s, token_s, attention_s, lower_s = seconds
+        request_s, token_s, attention_s, _ = seconds
         prompt, count = facts.prompt_tokens, len(pool.ids)
         hot, saving = min(facts.hot_tokens, prompt), 1.0 - self.settings.hot_discount
         own = request_s + prompt * (token_s + attention_s * (0.5 * prompt))
@@ -161,17 +161,18 @@ class KvAware(Policy):
             if index is None:
                 continue
             if overlap is not known:  # those that hold as much as each other share one object
-                known, lower = overlap, overlap.lower_tokens
-                matched = overlap.device_tokens + lower
+                known, matched = overlap, overlap.device_tokens
+                if overlap.lower:
+                    matched += count_lower(overlap.lower)
                 if matched > prompt:
                     matched = prompt
                 uncached = prompt - matched
                 own = request_s + uncached * (token_s + attention_s * (matched + 0.5 * uncached))
                 if hot > matched:
                     own *= 1.0 - saving * (hot - matched) / uncached
-                if lower:
-                    own += lower_s * min(lower, matched)
             owns[index], held[index] = own, matched
+            if overlap.lower:
+                owns[index] += onboarding_s_of(overlap, prompt, endpoint, self.speeds)
         return owns, held
 
     def _speeds_of(self, candidates: Sequence[Candidate], now: float) -> PoolSpeeds:
@@ -200,7 +201,7 @@ class KvAware(Policy):
             facts, endpoint = request.facts, candidates[index].id
             others = [facts.matched_tokens(other) for other in facts.by_endpoint if other != endpoint]
             seconds = self.speeds.seconds
-            own = own_s(facts, endpoint, seconds)
+            own = own_s(facts, endpoint, self.speeds)
             bound = is_bound(own, facts, max(others, default=0), count, seconds)
         self.utilisation.add(own, count, now)
         if bound:
@@ -224,11 +225,6 @@ class KvAware(Policy):
             "bound_per_s": {endpoint: past.bound_per_s for endpoint, past in known.items()},
             "usual_wait_s": {endpoint: past.usual_wait_s for endpoint, past in known.items()},
         }
-
-    def observe_sample(
-        self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
-    ) -> None:
-        self.speeds.observe(endpoint, work, busy_s, now, scraped=scraped)
 
     def observe_answer(
         self, endpoint: EndpointId, output_tokens: int, decode_s: float, sequences: float, now: float

@@ -20,6 +20,7 @@ import msgspec
 from kvproxy.routing.elsewhere import Elsewhere, LoadRow
 from kvproxy.routing.room import HEAD_TOKENS, EngineState, LiveBlocks, Room, room_of
 from kvproxy.routing.work import HEAD_REQUESTS, NO_WORK, Features, difference, head_of, seconds_of, sum_of
+from kvproxy.types import LowerTokens
 
 #: First tokens closer together than this left the engine in one step.
 GROUP_GAP_S = 0.002
@@ -36,9 +37,12 @@ _STAY_GAIN = 0.05
 
 
 class OnSample(Protocol):
-    """Receives one closed sample: the work, the busy seconds it took, and now. `scraped`: by the engine's counters."""
+    """Receives one closed sample: the work, the busy seconds it took, now, and what of the work was brought up from
+    `lower` tiers. `scraped`: by the engine's counters."""
 
-    def __call__(self, work: Features, busy_s: float, now: float, *, scraped: bool = False) -> None: ...
+    def __call__(
+        self, work: Features, busy_s: float, now: float, *, lower: LowerTokens = (), scraped: bool = False
+    ) -> None: ...
 
 
 class LoadWatch(Protocol):
@@ -59,7 +63,8 @@ class Reservation(msgspec.Struct, eq=False):
     uncached_tokens: int
     cached_tokens: int
     started_at: float
-    lower_tokens: int = 0  # of the cached ones, on host or disk tiers
+    onboarding_s: float = 0.0  # pooled, to bring up those of the cached ones that are on lower tiers
+    lower: LowerTokens = ()  # which these are
     hidden: bool = False  # its first token cannot be seen
     live: tuple[LiveBlocks, Sequence[int]] | None = None  # its prompt's blocks, and the ledger they are counted in
     first_token_at: float | None = None
@@ -70,7 +75,7 @@ class Reservation(msgspec.Struct, eq=False):
     def features(self) -> Features:
         """This request's prefill work: features_of its tokens."""
         uncached = self.uncached_tokens
-        return (1.0, uncached, uncached * (self.cached_tokens + uncached * 0.5), self.lower_tokens)
+        return (1.0, uncached, uncached * (self.cached_tokens + uncached * 0.5), self.onboarding_s)
 
 
 class Backlog(msgspec.Struct, frozen=True):
@@ -111,6 +116,7 @@ class EndpointLoad:
         "_head_s",
         "_last",
         "_live",
+        "_lower",
         "_pending",
         "_prefilled",
         "_presumed",
@@ -141,6 +147,7 @@ class EndpointLoad:
         self._head: Features | None = NO_WORK  # of the oldest pending requests; None: to be summed again
         self.hidden_requests = 0  # pending ones whose first token will not be seen
         self._done = NO_WORK  # of first tokens in the open sample
+        self._lower: LowerTokens = ()  # brought up for these, tier by tier as they came
         self._presumed = NO_WORK  # of hidden ones since the last first token; joins the sample with the next one
         self._anchor = 0.0  # when the open sample's work began
         self._last = 0.0  # the latest first token, or when work began
@@ -222,12 +229,13 @@ class EndpointLoad:
         cached_tokens: int,
         now: float,
         *,
-        lower_tokens: int = 0,
+        onboarding_s: float = 0.0,
+        lower: LowerTokens = (),
         hidden: bool = False,
         blocks: Sequence[int] = (),
     ) -> Reservation:
         """Count a request in, in the same step as the pick. `hidden`: its first token will not be seen."""
-        reservation = Reservation(uncached_tokens, cached_tokens, now, lower_tokens, hidden)
+        reservation = Reservation(uncached_tokens, cached_tokens, now, onboarding_s, lower, hidden)
         if self._live is not None:
             self._live.add(blocks)
             reservation.live = self._live, blocks
@@ -235,7 +243,7 @@ class EndpointLoad:
         self.pending_tokens += uncached_tokens
         self.resident_tokens += uncached_tokens + cached_tokens
         self.hidden_requests += hidden
-        work = (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), lower_tokens)
+        work = (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), onboarding_s)
         pending, head = self._pending, self._head
         if pending:
             self._work = sum_of(self._work, work)
@@ -244,6 +252,7 @@ class EndpointLoad:
         else:
             self._anchor = self._last = self._begun = self._busy_at = now
             self._done = self._presumed = NO_WORK
+            self._lower = ()
             self._work = self._head = work  # not a sum: ends the drift of adding and subtracting floats
             if self.elsewhere is not None:
                 self.elsewhere.take_prefilled()  # before this sample began
@@ -267,6 +276,8 @@ class EndpointLoad:
             self._close_sample(self._last, now)
         self._done = sum_of(sum_of(self._done, self._presumed), work)
         self._presumed = NO_WORK
+        if reservation.lower:
+            self._lower += reservation.lower
         self._last = self._begun = self._shown_at = now
         if not self._pending:
             self._close_sample(now, now)
@@ -377,6 +388,7 @@ class EndpointLoad:
         """Takes a request out whose first token was not seen, and with it the open sample."""
         if self._settle(reservation) is not None:
             self._done = self._presumed = NO_WORK
+            self._lower = ()
             self._anchor = self._last = self._begun = self._shown_at = now
             if self.elsewhere is not None:
                 self.elsewhere.take_prefilled()
@@ -414,8 +426,8 @@ class EndpointLoad:
         """What waited for memory or a slot says nothing of how fast prefill is."""
         work = self._done if self.elsewhere is None else sum_of(self._done, self.elsewhere.take_prefilled())
         if self.on_sample is not None and ended_at > self._anchor and not self._room_s(now):
-            self.on_sample(work, ended_at - self._anchor, now)
+            self.on_sample(work, ended_at - self._anchor, now, lower=self._lower)
             if self.watch is not None:
                 self.watch.sampled(work, ended_at - self._anchor, scraped=False)
         self._anchor = ended_at
-        self._done = NO_WORK
+        self._done, self._lower = NO_WORK, ()

@@ -14,7 +14,7 @@ from kvproxy.config.model import Model
 from kvproxy.routing.load import EndpointLoad
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.routing.work import Features, prefill_s
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, LowerTokens, count_lower, cut_lower
 
 
 class FactSource(StrEnum):
@@ -31,7 +31,7 @@ class Overlap(msgspec.Struct, frozen=True):
     """Leading tokens of one prompt that one endpoint already holds."""
 
     device_tokens: int  # in engine memory, contiguous from the start
-    lower_tokens: int = 0  # further contiguous tokens on host or disk tiers
+    lower: LowerTokens = ()  # further contiguous tokens, which have to be brought up first
     source: FactSource = FactSource.APPROXIMATE
     age_s: float = 0.0
     claimed_tokens: int = 0  # what KV events said; it may be more than counts, or less (trust, requests under way)
@@ -39,9 +39,14 @@ class Overlap(msgspec.Struct, frozen=True):
     held_tokens: int = 0  # what it holds, where it reuses no more than the whole steps of that; 0: it reuses all
 
     @property
+    def lower_tokens(self) -> int:
+        """Of all lower tiers."""
+        return count_lower(self.lower)
+
+    @property
     def tokens(self) -> int:
         """Contiguous tokens over all tiers."""
-        return self.device_tokens + self.lower_tokens
+        return self.device_tokens + count_lower(self.lower) if self.lower else self.device_tokens
 
 
 class OverlapFacts(msgspec.Struct, frozen=True):
@@ -135,7 +140,8 @@ class Policy(ABC):
     """Chooses one of at least one candidate; a new one is a file with a subclass and a line in `registry.py`.
 
     `choose` changes nothing, so that anything may ask what it would choose; only its draws of chance move on. What a
-    policy counts or learns it hears of in the other methods, which do nothing unless a subclass overrides them.
+    policy counts or learns it hears of in the other methods: samples teach its `speeds`, if it has any; the others do
+    nothing unless a subclass overrides them.
     """
 
     #: Whether it weighs what endpoints hold against load. Where no policy does, no facts are gathered, and a preference
@@ -177,10 +183,19 @@ class Policy(ABC):
         them would have cost much more elsewhere."""
 
     def observe_sample(
-        self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
+        self,
+        endpoint: EndpointId,
+        work: Features,
+        busy_s: float,
+        now: float,
+        *,
+        lower: LowerTokens = (),
+        scraped: bool = False,
     ) -> None:
-        """`endpoint` did `work` in `busy_s` seconds: a sample closed by its load ledger, or `scraped` from the engine's
-        own counters."""
+        """`endpoint` did `work` in `busy_s` seconds and brought `lower` up for it: a sample closed by its load ledger,
+        or `scraped` from the engine's own counters."""
+        if self.speeds is not None:
+            self.speeds.observe(endpoint, work, busy_s, now, lower=lower, scraped=scraped)
 
     def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
         """A response reported `cached_tokens` where `predicted_tokens` had been expected."""
@@ -224,19 +239,24 @@ def least_loaded(candidates: Sequence[Candidate], rng: Random) -> int:
     return index
 
 
-def own_s(facts: OverlapFacts, endpoint: EndpointId, seconds: Features) -> float:
+def own_s(facts: OverlapFacts, endpoint: EndpointId, speeds: SpeedModel) -> float:
     """Pooled prefill seconds of a request on one endpoint once it begins, lower tiers brought up included."""
     overlap, prompt = facts.by_endpoint.get(endpoint), facts.prompt_tokens
     if overlap is None:
-        return prefill_s(prompt, 0, 0, seconds)
-    lower = overlap.lower_tokens
-    matched = min(overlap.device_tokens + lower, prompt)
-    return prefill_s(prompt - matched, matched, min(lower, matched), seconds)
+        return prefill_s(prompt, 0, 0.0, speeds.seconds)
+    matched = min(overlap.tokens, prompt)
+    onboarding_s = onboarding_s_of(overlap, prompt, endpoint, speeds) if overlap.lower else 0.0
+    return prefill_s(prompt - matched, matched, onboarding_s, speeds.seconds)
+
+
+def onboarding_s_of(overlap: Overlap, prompt_tokens: int, endpoint: EndpointId, speeds: SpeedModel) -> float:
+    """Of these, pooled seconds to bring up what is on lower tiers and within the prompt."""
+    return speeds.onboarding_s(endpoint, cut_lower(overlap.lower, prompt_tokens - overlap.device_tokens))
 
 
 def least_own_s(facts: OverlapFacts, candidates: Sequence[Candidate], speeds: SpeedModel) -> float:
     """The same where most is cached: what the router queue orders by until it asks where a request would go."""
-    return min(own_s(facts, candidate.id, speeds.seconds) for candidate in candidates)
+    return min(own_s(facts, candidate.id, speeds) for candidate in candidates)
 
 
 class Best(NamedTuple):
@@ -249,7 +269,7 @@ class Best(NamedTuple):
 
 def best_of(facts: OverlapFacts, endpoint: Ledgered, speeds: SpeedModel, now: float) -> Best:
     """The same, where that is `endpoint`."""
-    pooled_s = own_s(facts, endpoint.id, speeds.seconds)
+    pooled_s = own_s(facts, endpoint.id, speeds)
     return Best(endpoint, pooled_s, pooled_s * speeds.slowness(endpoint.id, now))
 
 

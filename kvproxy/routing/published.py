@@ -79,7 +79,7 @@ class Dynamo(Policy):
             load = candidate.load
             overlap = facts.by_endpoint.get(candidate.id, _NOTHING_HELD)
             device = min(overlap.device_tokens, prompt)
-            lower = min(overlap.lower_tokens, prompt - device)
+            lower = min(overlap.lower_tokens, prompt - device) if overlap.lower else 0
             device_credit = settings.device_credit
             if settings.credit_decay:
                 excess = (load.pending_tokens - least_pending) / in_whole_blocks

@@ -10,7 +10,6 @@ from random import Random
 from kvproxy.config.cluster_schema import PrefixAffinitySettings
 from kvproxy.routing.policy import LOWEST_COST, Candidate, Choice, PickRequest, Policy, least, least_loaded, own_s
 from kvproxy.routing.speeds import SpeedModel
-from kvproxy.routing.work import Features
 from kvproxy.types import EndpointId
 
 #: Endpoints that left are forgotten once the memory of a policy is this many entries beyond the present ones.
@@ -168,16 +167,11 @@ class LeastTtft(Policy):
         for candidate in candidates:
             slowness = speeds.slowness(candidate.id, now)
             wait = candidate.load.wait_s(speeds.seconds, slowness, now)
-            costs.append((wait + slowness * own_s(facts, candidate.id, speeds.seconds)) / candidate.weight)
+            costs.append((wait + slowness * own_s(facts, candidate.id, speeds)) / candidate.weight)
         return Choice(least(costs, self._rng), "lowest_cost", costs)
 
     def estimates(self, now: float) -> Mapping[str, object]:
         return asdict(self.speeds.estimates(now))
-
-    def observe_sample(
-        self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
-    ) -> None:
-        self.speeds.observe(endpoint, work, busy_s, now, scraped=scraped)
 
     def forget(self, endpoint: EndpointId) -> None:
         self.speeds.forget(endpoint)

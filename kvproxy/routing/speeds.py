@@ -2,7 +2,7 @@
 
 Pooled weighted least squares over three features (requests, uncached tokens, attention work), and for each endpoint one
 log factor against the pool. Every sample is clipped, so that a wrong cache prediction or a pause moves the estimates a
-little and never breaks them. What bringing tokens up from host memory or disk costs is learned beside it.
+little and never breaks them. What bringing tokens up from lower tiers costs is learned beside it (onboarding.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvproxy.routing.onboarding import OnboardingCosts, OnboardingSums
 from kvproxy.routing.work import Features
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, LowerTokens, Tier
 
 _DIMENSIONS = range(3)
 _SWEEPS = 3  # of coordinate descent a sample; the next sample goes on from there
@@ -44,7 +45,8 @@ class SpeedEstimates:
     request_s: float
     tokens_per_s: float
     quadratic_tokens: float
-    onboarding_s_per_token: float
+    onboarding_s_per_token: Mapping[Tier, float]  # by tier that anything was brought up from
+    onboarding_of: Mapping[EndpointId, Mapping[Tier, float]]  # the same by endpoint, against the pool's speed
     learning: bool  # no sample yet: the figures above are what is assumed before the first
     samples: int
     samples_by_kind: Mapping[str, int]  # `streamed`: first tokens seen; `scraped`: the engines' own counters
@@ -86,11 +88,11 @@ class SpeedModel:
         self._factors: dict[EndpointId, _Factor] = {}  # a dict: each decision reads one an endpoint
         self._logs = 0.0  # their sum
         self._recentred = 0.0  # what was taken out of every one of them so far
-        self._onboarding = OnboardingCost()
+        self.onboarding = OnboardingCosts(max_endpoints=max_endpoints)
         self._samples = 0
         self._scraped = 0  # of the samples
         self.requests_without_sample = 0  # counted where requests are placed
-        self.seconds: Features = (*self._scale, 0.0)  # pooled time of one unit of each feature
+        self.seconds: Features = (*self._scale, 1.0)  # pooled time of one unit of each feature
 
     @property
     def learning(self) -> bool:
@@ -115,17 +117,30 @@ class SpeedModel:
                 found.append(math.exp((factor.log - recentred) * 0.5 ** ((now - factor.at) / half_life_s)))
         return found
 
+    def onboarding_s(self, endpoint: EndpointId, lower: LowerTokens) -> float:
+        """Pooled seconds to bring these up there."""
+        return self.onboarding.onboarding_s(endpoint, lower, self.seconds[1])
+
     def observe(
-        self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
+        self,
+        endpoint: EndpointId,
+        work: Features,
+        busy_s: float,
+        now: float,
+        *,
+        lower: LowerTokens = (),
+        scraped: bool = False,
     ) -> None:
-        """Learns that `endpoint` did `work` in `busy_s` seconds."""
+        """Learns that `endpoint` did `work`, and brought `lower` up for it, in `busy_s` seconds."""
         if busy_s <= 0.0 or work[0] <= 0.0:
             return
         factor = self.slowness(endpoint, now)
         predicted_s = self._prefill_s(work)
-        if work[3] > 0.0:
-            self._onboarding.observe(work[3], busy_s / factor - predicted_s, work[3] * self.seconds[1])
-        own_s = max(busy_s - factor * work[3] * self._onboarding.seconds_per_token, 0.1 * busy_s)
+        onboarding_s = work[3]
+        if lower:
+            self.onboarding.observe(endpoint, lower, busy_s / factor - predicted_s, self.seconds[1])
+            onboarding_s = self.onboarding_s(endpoint, lower)
+        own_s = max(busy_s - factor * onboarding_s, 0.1 * busy_s)
         self._fit(work, own_s / factor, predicted_s)
         self._samples += 1
         self._scraped += scraped
@@ -136,15 +151,17 @@ class SpeedModel:
     def forget(self, endpoint: EndpointId) -> None:
         """The endpoint left the pool."""
         self._take_out(endpoint)
+        self.onboarding.forget(endpoint)
 
     def estimates(self, now: float) -> SpeedEstimates:
         """What is believed now."""
-        request_s, token_s, attention_s, onboarding_s = self.seconds
+        request_s, token_s, attention_s, _ = self.seconds
         return SpeedEstimates(
             request_s=request_s,
             tokens_per_s=1 / token_s,
             quadratic_tokens=token_s / attention_s,
-            onboarding_s_per_token=onboarding_s,
+            onboarding_s_per_token=self.onboarding.pool_prices(token_s),
+            onboarding_of=self.onboarding.known(token_s),
             learning=self.learning,
             samples=self._samples,
             samples_by_kind={"streamed": self._samples - self._scraped, "scraped": self._scraped},
@@ -158,7 +175,7 @@ class SpeedModel:
             str(name): FactorState(one.log - self._recentred, one.samples, now - one.at)
             for name, one in self._factors.items()
         }
-        moment, onboarding = tuple(self._moment), self._onboarding.sums
+        moment, onboarding = tuple(self._moment), self.onboarding.sums
         return SpeedState(
             self._scale,
             tuple(self._theta),
@@ -175,7 +192,7 @@ class SpeedModel:
         checked(state, scale=self._scale)
         self._theta, self._moment = list(state.theta), list(state.moment)
         self._gram = [list(state.gram[3 * i : 3 * i + 3]) for i in _DIMENSIONS]
-        self._onboarding.resume(state.onboarding)
+        self.onboarding.resume(state.onboarding, keep=keep)
         self._samples, self._scraped = state.samples, state.scraped
         for name, one in state.factors.items():
             if name in keep and len(self._factors) < self._max_endpoints:
@@ -185,7 +202,7 @@ class SpeedModel:
 
     def _settle(self) -> None:
         (t, u, v), (x, y, z) = self._theta, self._scale
-        self.seconds = (t * x, u * y, v * z, self._onboarding.seconds_per_token)
+        self.seconds = (t * x, u * y, v * z, 1.0)
 
     def _prefill_s(self, work: Features) -> float:
         seconds = self.seconds
@@ -254,39 +271,6 @@ def _flat(rows: list[list[float]]) -> tuple[float, ...]:
     return tuple(value for row in rows for value in row)
 
 
-class OnboardingCost:
-    """Seconds a token, as a decayed ratio of sums that starts from nothing known: 0.
-
-    The prior counts as tokens that came for free, and no token is believed dearer than computing it, because a price
-    four times too high costs several times what one four times too low does.
-    """
-
-    def __init__(self, *, decay: float = 0.99, prior_tokens: float = 65_536.0) -> None:
-        self._decay = decay
-        self._prior_tokens = prior_tokens
-        self._seconds = 0.0
-        self._tokens = 0.0
-
-    @property
-    def seconds_per_token(self) -> float:
-        """The present estimate."""
-        return max(0.0, self._seconds) / (self._tokens + self._prior_tokens)
-
-    @property
-    def sums(self) -> tuple[float, float]:
-        """Seconds and tokens it rests on."""
-        return self._seconds, self._tokens
-
-    def resume(self, sums: tuple[float, float]) -> None:
-        """Go on from the `sums` of an earlier life."""
-        self._seconds, self._tokens = sums
-
-    def observe(self, lower_tokens: float, extra_s: float, bound_s: float) -> None:
-        """A sample took `extra_s` longer than its prefill; computing its `lower_tokens` would have taken `bound_s`."""
-        self._seconds = self._decay * self._seconds + min(bound_s, max(-bound_s, extra_s))
-        self._tokens = self._decay * self._tokens + lower_tokens
-
-
 class FactorState(msgspec.Struct, array_like=True, frozen=True):
     """One endpoint's log factor against the pool."""
 
@@ -302,7 +286,7 @@ class SpeedState(msgspec.Struct, array_like=True, frozen=True):
     theta: tuple[float, ...]
     gram: tuple[float, ...]  # row by row
     moment: tuple[float, ...]
-    onboarding: tuple[float, float]  # seconds, tokens
+    onboarding: OnboardingSums
     samples: int
     factors: dict[str, FactorState]
     scraped: int = 0  # of the samples
@@ -314,11 +298,12 @@ def checked(state: SpeedState, *, scale: tuple[float, float, float]) -> None:
         raise ValueError("learned from other priors")
     if (len(state.theta), len(state.gram), len(state.moment)) != (3, 9, 3):
         raise ValueError("of another shape")
-    numbers = (*state.theta, *state.gram, *state.moment, *state.onboarding)
+    onboarding = [number for sums in state.onboarding.values() for pair in sums.values() for number in pair]
+    numbers = (*state.theta, *state.gram, *state.moment, *onboarding)
     logs = (value for one in state.factors.values() for value in (one.log, one.age_s))
     if not all(map(math.isfinite, (*numbers, *logs))):
         raise ValueError("not finite")
-    if min(state.theta) <= 0 or min(*state.gram, *state.moment, state.onboarding[1]) < 0:
+    if min(state.theta) <= 0 or min(*state.gram, *state.moment, *onboarding) < 0:
         raise ValueError("a negative time")
     if state.samples and min(state.gram[0], sum(state.moment)) <= 0:
         raise ValueError("samples without weight")

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from kvproxy.routing.room import HEAD_TOKENS
 
-#: (requests, sum u, sum u*(c+u/2), sum l) for u uncached tokens after c cached ones, l of these on lower tiers:
-#: what prefill time is linear in.
+#: (requests, sum u, sum u*(c+u/2), sum o) for u uncached tokens after c cached ones, o pooled seconds to bring up those
+#: of these on lower tiers: what prefill time is linear in.
 Features = tuple[float, float, float, float]
 
 NO_WORK: Features = (0.0, 0.0, 0.0, 0.0)
@@ -16,16 +16,16 @@ NO_WORK: Features = (0.0, 0.0, 0.0, 0.0)
 HEAD_REQUESTS = 256
 
 
-def features_of(uncached_tokens: float, cached_tokens: float, lower_tokens: float = 0.0) -> Features:
-    """Prefill work of one request; `lower_tokens` of the cached ones come from host or disk tiers."""
-    return (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), lower_tokens)
+def features_of(uncached_tokens: float, cached_tokens: float, onboarding_s: float = 0.0) -> Features:
+    """Prefill work of one request, whose cached tokens are brought up from lower tiers in `onboarding_s`."""
+    return (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), onboarding_s)
 
 
-def prefill_s(uncached_tokens: float, cached_tokens: float, lower_tokens: float, seconds: Features) -> float:
+def prefill_s(uncached_tokens: float, cached_tokens: float, onboarding_s: float, seconds: Features) -> float:
     """Time of one request's prefill: `seconds_of(features_of(...), seconds)`, written out for every pick."""
-    request_s, token_s, attention_s, lower_s = seconds
+    request_s, token_s, attention_s, _ = seconds
     own = request_s + uncached_tokens * (token_s + attention_s * (cached_tokens + 0.5 * uncached_tokens))
-    return own + lower_s * lower_tokens
+    return own + onboarding_s
 
 
 def seconds_of(work: Features, seconds: Features) -> float:

@@ -21,7 +21,7 @@ from kvproxy.config.cluster_schema import (
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.resilience.breaker import BreakerState
 from kvproxy.routing.policy import Overlap, OverlapFacts, PickRequest
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, Tier
 from tests.support.clock import FakeClock
 
 IDS = ("a", "b", "c", "d")
@@ -81,7 +81,7 @@ class ClusterMachine(RuleBasedStateMachine):
     def pick(
         self, preferred: EndpointId | None, excluded: frozenset[EndpointId], prompt: int, held: int, session: str
     ) -> None:
-        facts = OverlapFacts(prompt, {EndpointId("a"): Overlap(held, held // 2)})
+        facts = OverlapFacts(prompt, {EndpointId("a"): Overlap(held, ((Tier.HOST, held // 2),))})
         request = PickRequest(preferred=preferred, excluded=excluded, facts=facts, session_key=session)
         now = self.clock()
         healthy = {e for e in self.cluster.endpoints if e.condition(now) is Condition.UP}

@@ -14,7 +14,7 @@ from kvproxy.cluster.screening import Refusal
 from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy
 from kvproxy.routing.work import Features
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, Tier
 from tests.cluster.conftest import MakeCluster, configs
 
 A, B, C = EndpointId("a"), EndpointId("b"), EndpointId("c")
@@ -31,11 +31,11 @@ def test_a_burst_in_one_turn_spreads(make_cluster: MakeCluster) -> None:
 def test_a_pick_counts_its_tokens_by_what_its_endpoint_holds(make_cluster: MakeCluster) -> None:
     """Uncached tokens are pending until the first token; all are resident until the end."""
     bench = make_cluster("a", "b")
-    facts = OverlapFacts(1000, {A: Overlap(600, 100)})
+    facts = OverlapFacts(1000, {A: Overlap(600, ((Tier.HOST, 100),))})
     pick = bench.picked(preferred=A, facts=facts)
     load = pick.endpoint.load
     assert (load.in_flight, load.pending_tokens, load.resident_tokens) == (1, 300, 1000)
-    assert pick.reservation.lower_tokens == 100
+    assert pick.reservation.lower == ((Tier.HOST, 100),)
     pick.first_token(bench.clock())
     assert (load.in_flight, load.pending_tokens, load.resident_tokens) == (1, 0, 1000)
     pick.settle(SUCCESS, bench.clock())
@@ -47,8 +47,8 @@ def test_a_pick_counts_its_tokens_by_what_its_endpoint_holds(make_cluster: MakeC
 def test_facts_never_exceed_the_prompt(make_cluster: MakeCluster) -> None:
     """A source that claims more than the prompt has does not make negative work."""
     bench = make_cluster("a")
-    reservation = bench.picked(facts=OverlapFacts(100, {A: Overlap(80, 500)})).reservation
-    assert (reservation.uncached_tokens, reservation.cached_tokens, reservation.lower_tokens) == (0, 100, 100)
+    reservation = bench.picked(facts=OverlapFacts(100, {A: Overlap(80, ((Tier.HOST, 500),))})).reservation
+    assert (reservation.uncached_tokens, reservation.cached_tokens, reservation.lower) == (0, 100, ((Tier.HOST, 20),))
 
 
 def test_settling_twice_counts_once(make_cluster: MakeCluster) -> None:
@@ -348,9 +348,7 @@ class Learning(Policy):
         first: Candidate = candidates[0]
         return Choice(0, "first", [float(first.load.in_flight)])
 
-    def observe_sample(
-        self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
-    ) -> None:
+    def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float, **_: object) -> None:
         self.heard.append(("sample", endpoint, work[1], busy_s))
 
     def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:

@@ -42,9 +42,7 @@ class Faulty(Policy):
             raise ZeroDivisionError("broken policy")
         return Choice(self.index, "broken")
 
-    def observe_sample(
-        self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
-    ) -> None:
+    def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float, **_: object) -> None:
         raise ZeroDivisionError("broken learner")
 
     def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:

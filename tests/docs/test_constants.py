@@ -16,13 +16,12 @@ import pytest
 from kvproxy.config.cluster_schema import KvAwareSettings
 from tests.docs.blocks import ROOT
 
-MODULES = ("kv_aware", "traffic", "load", "work", "room", "speeds", "engine_samples", "fair_queue")
+MODULES = ("kv_aware", "traffic", "load", "work", "room", "speeds", "onboarding", "engine_samples", "fair_queue")
 CONSTRUCTED = (
     "traffic.Utilisation",
     "traffic.ArrivalStats",
     "speeds.SpeedPriors",
     "speeds.SpeedModel",
-    "speeds.OnboardingCost",
     "fair_queue.QueueSettings",
 )
 _ROW = re.compile(r"^\| `([\w.]+)` \| ([^|]+) \|")

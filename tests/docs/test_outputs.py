@@ -18,6 +18,7 @@ from kvproxy.advise.known import Known, advise_from_facts, spell_advice
 from kvproxy.advise.report import print_text
 from kvproxy.advise.today import Today
 from kvproxy.advise.traffic import RecordedRequest, Traffic
+from kvproxy.cli import _parser
 from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.commands.configuration import format_problem
 from kvproxy.commands.logging_setup import log_to
@@ -31,6 +32,7 @@ from kvproxy.doctor.report import DoctorReport, Finding, Severity, SkippedCheck,
 from kvproxy.doctor.traffic import Row, traffic_report
 from kvproxy.filters.access_log import as_text, fields
 from kvproxy.log_lines import log_fields
+from kvproxy.planner.command import run as plan
 from kvproxy.prefix.hygiene.causes import Cause
 from kvproxy.receipts.explain import explain_receipt
 from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate
@@ -130,7 +132,7 @@ async def _explained() -> str:
         Receipt(
             "2026-01-02T12:00:01.250+00:00", "0f3c9a", "completed", 4.2, kind="chat", model="m", tenant="alice",
             session="e484e7bf21614dde", cluster="default", stream=True, prompt_tokens=4096,
-            facts={A: Overlap(3584, 0, FactSource.PRECISE, 0.4)}, attempts=(decided,), endpoint=B, status=200,
+            facts={A: Overlap(3584, (), FactSource.PRECISE, 0.4)}, attempts=(decided,), endpoint=B, status=200,
             ttft_s=0.5401, engine_prompt_tokens=4102, cached_tokens=0, completion_tokens=211,
         )
     )  # fmt: skip
@@ -191,6 +193,19 @@ async def _adapters() -> str:
     return "\n".join(describe_adapters(endpoints))
 
 
+async def _profiled() -> str:
+    _, problems = check_config("profile: rag\nendpoints: [http://127.0.0.1:8000]\n")
+    said = [format_problem(replace(problem, file="rag.yaml")) for problem in problems]
+    return "\n".join([*said, "rag.yaml: good (1 cluster(s), 1 static endpoint(s))"])
+
+
+async def _planned() -> str:
+    out = io.StringIO()
+    options = ["plan", "--model", "Llama-3.1-8B", "--gpu", "80GiB", "--host", "200GiB", "--disk", "2TiB"]
+    assert plan(_parser().parse_args(options), out=out, err=out) == 0
+    return out.getvalue()
+
+
 #: Page, a text of the block, and what prints it.
 PRINTED: dict[tuple[str, str], Callable[[], Any]] = {
     ("docs/filters/access_log.md", "POST /v1"): _access_log,
@@ -204,6 +219,8 @@ PRINTED: dict[tuple[str, str], Callable[[], Any]] = {
     ("docs/operations.md", "x-kvproxy-decision:"): _decision_header,
     ("docs/operations.md", "is unhealthy"): _log,
     ("docs/replay.md", "hit ceiling"): _live_replay,
+    ("docs/planning.md", "bytes a token"): _planned,
+    ("docs/profiles.md", "sets clusters"): _profiled,
     ("samples/pixiu-mock/README.md", "engine a tokenized"): _pixius_checks,
 }
 #: Pictures (one is looked at below).

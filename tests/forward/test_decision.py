@@ -10,7 +10,7 @@ from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, Hea
 from kvproxy.forward.forwarder import describe_decision
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, Tier
 from tests.support.clock import FakeClock
 
 
@@ -31,7 +31,7 @@ def test_a_followed_preference_and_what_was_known(clock: FakeClock) -> None:
         prompt_tokens=100,
         by_endpoint={
             EndpointId("e1"): Overlap(16),
-            EndpointId("e0"): Overlap(32, 16, source=FactSource.PRECISE),
+            EndpointId("e0"): Overlap(32, ((Tier.HOST, 16),), source=FactSource.PRECISE),
         },
     )
     request = PickRequest(facts=facts, preferred=EndpointId("e1"))

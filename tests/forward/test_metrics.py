@@ -16,7 +16,7 @@ from kvproxy.forward.metrics import RouteMetrics, spared_s
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.exchange import RESULTS, Exchange, Outcome, result_of
 from kvproxy.routing.policy import Overlap, OverlapFacts
-from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind
+from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind, Tier
 from tests.support.clock import FakeClock
 
 A = EndpointId("a")
@@ -41,7 +41,7 @@ class Bench:
         """One request that began at 0 and ended at 10."""
         exchange = Exchange(received_at=0.0)
         exchange.inference = InferenceRequest(RequestKind.CHAT, model, Prompt(b"", (b"",)), stream=stream)
-        exchange.facts = OverlapFacts(1000, {A: Overlap(400, 200)})
+        exchange.facts = OverlapFacts(1000, {A: Overlap(400, ((Tier.HOST, 200),))})
         exchange.tenant = tenant
         known = {"endpoint": A, "cluster": "c", "status": 200, "end": "completed", "ttft_s": 1.0, "prompt_tokens": 1000,
                  "cached_tokens": 600, "completion_tokens": 10}  # fmt: skip

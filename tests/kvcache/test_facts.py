@@ -10,7 +10,7 @@ from kvproxy.kvcache.feedback.trust import Trust
 from kvproxy.kvcache.overlap.merge import HolderOverlap, merge_overlaps, preferred_endpoint
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, Tier
 from tests.support.clock import FakeClock
 
 A, B, C = EndpointId("a"), EndpointId("b"), EndpointId("c")
@@ -34,7 +34,7 @@ def claim(endpoint: EndpointId, tokens: int) -> HolderOverlap:
 def test_a_larger_claim_extends_what_is_in_engine_memory() -> None:
     """LMCache holds host and disk copies: what it adds to the device's match is lower-tier."""
     assert merged({A: Overlap(256)}, [claim(A, 1024)], prompt_tokens=2000, trust=Trust())[A] == Overlap(
-        256, 768, LMCACHE, claimed_tokens=1024, backed_tokens=256
+        256, ((Tier.HOST, 768),), LMCACHE, claimed_tokens=1024, backed_tokens=256
     )
 
 
@@ -59,7 +59,7 @@ def test_what_only_a_lookup_says_counts_for_what_it_proved_worth() -> None:
     for _ in range(2):
         trust.observe_claim(A, 1000, 0, 0)
     found = merged({A: Overlap(200)}, [claim(A, 1000), claim(B, 1000)], prompt_tokens=2000, trust=trust)
-    assert found[A] == Overlap(200, 400, LMCACHE, claimed_tokens=1000, backed_tokens=200)
+    assert found[A] == Overlap(200, ((Tier.HOST, 400),), LMCACHE, claimed_tokens=1000, backed_tokens=200)
     assert found[B].tokens == 1000
 
 
@@ -76,7 +76,7 @@ def preferred(facts: OverlapFacts, endpoints: str, *, min_tokens: int = 1, model
 
 
 def test_the_largest_match_is_preferred() -> None:
-    facts = OverlapFacts(1000, {A: Overlap(100), B: Overlap(0, 300)})
+    facts = OverlapFacts(1000, {A: Overlap(100), B: Overlap(0, ((Tier.HOST, 300),))})
     assert preferred(facts, "ab") == B
 
 

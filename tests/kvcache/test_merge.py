@@ -18,7 +18,7 @@ from kvproxy.replay.trace import Turn
 from kvproxy.replay.view import IndexView, endpoint_id
 from kvproxy.routing.policy import FactSource, Overlap
 from kvproxy.simulator import engine_io as simulated
-from kvproxy.types import InferenceRequest, Prompt, RequestKind
+from kvproxy.types import InferenceRequest, Prompt, RequestKind, Tier
 from tests.kvcache.support import A, B
 
 #: A prompt of 256 blocks of 16 tokens, 4,096 in all, and as many blocks of text.
@@ -126,13 +126,13 @@ def test_a_prompt_has_the_same_blocks_however_they_are_found(size_bytes: int) ->
         (320, 0, None, True, None),
         (320, 160, None, True, Overlap(160)),
         (320, 160, None, False, Overlap(320)),
-        (320, 0, 160, True, Overlap(160, 0, FactSource.PRECISE, 0.0, 160, 160)),
+        (320, 0, 160, True, Overlap(160, (), FactSource.PRECISE, 0.0, 160, 160)),
         (320, 0, 160, False, Overlap(320, claimed_tokens=160)),
         (320, 320, 160, True, Overlap(320, claimed_tokens=160)),
-        (320, 160, 320, True, Overlap(320, 0, FactSource.PRECISE, 0.0, 320, 320)),
-        (160, 0, 320, True, Overlap(320, 0, FactSource.PRECISE, 0.0, 320, 160)),
-        (160, 0, 320, False, Overlap(320, 0, FactSource.PRECISE, 0.0, 320, 160)),
-        (0, 0, 320, True, Overlap(320, 0, FactSource.PRECISE, 0.0, 320, 0)),
+        (320, 160, 320, True, Overlap(320, (), FactSource.PRECISE, 0.0, 320, 320)),
+        (160, 0, 320, True, Overlap(320, (), FactSource.PRECISE, 0.0, 320, 160)),
+        (160, 0, 320, False, Overlap(320, (), FactSource.PRECISE, 0.0, 320, 160)),
+        (0, 0, 320, True, Overlap(320, (), FactSource.PRECISE, 0.0, 320, 0)),
     ],
 )
 def test_the_merge(routed: int, in_flight: int, announced: int | None, exact: bool, expected: Overlap | None) -> None:
@@ -140,7 +140,7 @@ def test_the_merge(routed: int, in_flight: int, announced: int | None, exact: bo
     found = merge_overlaps(
         routed={A: routed} if routed else {},
         in_flight={A: in_flight} if in_flight else {},
-        announced={} if announced is None else {A: PreciseMatch(announced, 0, 0)},
+        announced={} if announced is None else {A: PreciseMatch(announced, (), 0)},
         exact={A} if exact else {B},
         trust=Trust(),
         lookup_trust=Trust(),
@@ -155,7 +155,7 @@ def test_a_promise_counts_over_announcements_that_are_not_trusted() -> None:
         trust.observe_claim(A, 320, 0, 0)
     sources = {
         "routed": {},
-        "announced": {A: PreciseMatch(320, 0, 0)},
+        "announced": {A: PreciseMatch(320, (), 0)},
         "exact": {A},
         "trust": trust,
         "lookup_trust": trust,
@@ -166,7 +166,7 @@ def test_a_promise_counts_over_announcements_that_are_not_trusted() -> None:
 
 def test_lower_tiers_follow_what_is_on_the_device() -> None:
     """What trust takes off is taken off the end."""
-    announced = {A: PreciseMatch(96, 64, 0)}
+    announced = {A: PreciseMatch(96, ((Tier.HOST, 64),), 0)}
     found = merge_overlaps(routed={}, in_flight={}, announced=announced, exact={A}, trust=Trust(), lookup_trust=Trust())
     assert (found[A].device_tokens, found[A].lower_tokens) == (96, 64)
 
@@ -176,7 +176,7 @@ def test_what_trust_takes_off_a_claim_may_reach_the_device() -> None:
     trust = Trust()
     for _ in range(30):
         trust.observe_claim(A, 320, 0, 0)
-    announced = {A: PreciseMatch(256, 64, 0)}
+    announced = {A: PreciseMatch(256, ((Tier.HOST, 64),), 0)}
     found = merge_overlaps(routed={}, announced=announced, exact={A}, trust=trust, lookup_trust=Trust())[A]
     assert 0 < found.device_tokens < 256
     assert found.lower_tokens == 0
@@ -223,12 +223,12 @@ STEPPED = {A: 1024}
     [
         (Overlap(3000), Overlap(2048, held_tokens=3000)),
         (Overlap(1000), Overlap(0, held_tokens=1000)),
-        (Overlap(1500, 1000), Overlap(1500, 548, held_tokens=2500)),
-        (Overlap(2100, 900), Overlap(2048, 0, held_tokens=3000)),
+        (Overlap(1500, ((Tier.HOST, 1000),)), Overlap(1500, ((Tier.HOST, 548),), held_tokens=2500)),
+        (Overlap(2100, ((Tier.HOST, 900),)), Overlap(2048, (), held_tokens=3000)),
         (Overlap(2048), Overlap(2048, held_tokens=2048)),
         (
-            Overlap(3000, 0, FactSource.PRECISE, 0.0, 3000, 700),
-            Overlap(2048, 0, FactSource.PRECISE, 0.0, 2048, 700, 3000),
+            Overlap(3000, (), FactSource.PRECISE, 0.0, 3000, 700),
+            Overlap(2048, (), FactSource.PRECISE, 0.0, 2048, 700, 3000),
         ),
     ],
 )

@@ -57,11 +57,11 @@ def test_a_conversation_of_a_real_server(source: str, size: int) -> None:
         known[message["scenario"]] = tokens_stored(message)
     cold = known["cold_100"]
     whole = cold + known["extend_200"]
-    assert lookup(index, cold) == {A: PreciseMatch(len(cold), 0, 0)}
-    assert lookup(index, whole) == {A: PreciseMatch(len(whole), 0, 0)}
-    assert lookup(index, known["decode_growth"]) == {A: PreciseMatch(size, 0, 0)}
+    assert lookup(index, cold) == {A: PreciseMatch(len(cold), (), 0)}
+    assert lookup(index, whole) == {A: PreciseMatch(len(whole), (), 0)}
+    assert lookup(index, known["decode_growth"]) == {A: PreciseMatch(size, (), 0)}
     salted = known["salt"]
-    assert lookup(index, salted, salt="tenant-a") == {A: PreciseMatch(len(salted), 0, 0)}
+    assert lookup(index, salted, salt="tenant-a") == {A: PreciseMatch(len(salted), (), 0)}
     assert lookup(index, cold, salt="tenant-a") == {}
     assert index.counts.buffered == index.counts.malformed == 0
 
@@ -84,7 +84,7 @@ def test_loras_of_a_real_server() -> None:
         message = next(m for m in captured("mini_fixture.jsonl") if m["scenario"] == f"lora:{lora or 'tiny'}")
         assert lookup(index, tokens_stored(message), lora=lora) == {}
         apply(index, message)
-        assert lookup(index, tokens_stored(message), lora=lora) == {A: PreciseMatch(32, 0, 0)}
+        assert lookup(index, tokens_stored(message), lora=lora) == {A: PreciseMatch(32, (), 0)}
 
 
 def test_data_parallel_ranks_of_a_real_server() -> None:
@@ -94,9 +94,9 @@ def test_data_parallel_ranks_of_a_real_server() -> None:
     for message in messages:
         apply(index, message)
     by_scenario = {m["scenario"]: tokens_stored(m) for m in messages}
-    assert lookup(index, by_scenario["dp:1"])[A] == PreciseMatch(32, 0, 1)
-    assert lookup(index, by_scenario["dp:2"])[A] == PreciseMatch(32, 0, 0)
-    assert lookup(index, by_scenario["dp-pinned:1"])[A] == PreciseMatch(32, 0, 0)
+    assert lookup(index, by_scenario["dp:1"])[A] == PreciseMatch(32, (), 1)
+    assert lookup(index, by_scenario["dp:2"])[A] == PreciseMatch(32, (), 0)
+    assert lookup(index, by_scenario["dp-pinned:1"])[A] == PreciseMatch(32, (), 0)
 
 
 @pytest.mark.parametrize("version", ["0.11.0", "0.22.1", "0.24.0"])
@@ -108,5 +108,5 @@ def test_older_encodings(version: str) -> None:
         apply(index, message)
         if message["scenario"] == "decode_growth":
             grown += tokens_stored(message)
-    assert lookup(index, grown) == {A: PreciseMatch(96, 0, 0)}
+    assert lookup(index, grown) == {A: PreciseMatch(96, (), 0)}
     assert (index.pending_blocks, index.counts.malformed) == (1, 0)

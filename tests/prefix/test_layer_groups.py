@@ -11,6 +11,7 @@ import pytest
 from kvproxy.clients.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvproxy.prefix.precise import layer_groups
 from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch
+from kvproxy.types import Tier
 from tests.prefix.support import A, B, engine_hash, prompt_of, removed, stored
 
 PATH = tuple(range(1, 13))
@@ -126,7 +127,7 @@ def test_lower_tiers_of_a_group_are_left_out(index: PreciseIndex) -> None:
 def test_a_match_on_lower_tiers_ends_at_a_state_too() -> None:
     index = PreciseIndex()
     index.apply_events(A, 0, [stored(PATH[:6]), stored(PATH, 6, medium="CPU"), layers((4, 9))])
-    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(12, 6, 0)}
+    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(12, ((Tier.HOST, 6),), 0)}
 
 
 def test_clearing_and_leaving_forget_states() -> None:

@@ -9,6 +9,7 @@ import pytest
 from kvproxy.clients.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvproxy.prefix.hashing import token_blocks
 from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch, precise_root
+from kvproxy.types import EndpointId, Tier
 from tests.prefix.support import A, B, engine_hash, prompt_of, removed, stored
 
 PATH = (1, 2, 3, 4)
@@ -45,9 +46,9 @@ def test_a_removal_on_the_device_keeps_the_host_copy() -> None:
     """Each medium is a residency of its own; the match goes on there."""
     index = PreciseIndex()
     index.apply_events(A, 0, [stored(PATH), stored(PATH, medium="CPU"), removed(PATH, PATH[:3])])
-    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(4, 4, 0)}
+    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(4, ((Tier.HOST, 4),), 0)}
     index.apply_events(A, 0, [removed(PATH[:3], medium="CPU")])
-    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(4, 0, 0)}
+    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(4, (), 0)}
 
 
 def test_lower_tiers_extend_each_other() -> None:
@@ -56,7 +57,7 @@ def test_lower_tiers_extend_each_other() -> None:
     index.apply_events(
         A, 0, [stored(PATH[:1]), stored(PATH[:2], 1, medium="cpu"), stored(PATH[:3], 2, medium="STORAGE")]
     )
-    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(2, 4, 0)}
+    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(2, ((Tier.HOST, 2), (Tier.DISK, 2)), 0)}
 
 
 def test_a_gap_ends_the_match_until_it_is_filled() -> None:
@@ -112,7 +113,7 @@ def test_an_orphan_told_again_is_parked_once() -> None:
     index.apply_events(A, 0, [stored(PATH, 1), stored(PATH, 1), stored(PATH, 1, medium="CPU")])
     assert index.pending_blocks == 6
     index.apply_events(A, 0, [stored(PATH[:1])])
-    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(8, 0, 0)}
+    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(8, (), 0)}
 
 
 def test_parking_is_bounded() -> None:
@@ -134,7 +135,7 @@ def test_lora_and_salt_are_part_of_the_key() -> None:
     index.apply_events(A, 0, [stored((1, 2), engine=1, lora="l", extra=(("l",), ("l",)))])
     index.apply_events(B, 0, [stored((1, 2), engine=1, extra=salted), stored((1, 2, 3), 2, engine=1)])
     assert set(index.match_prompt(prompt_of(PATH, lora="l"))) == {A}
-    assert index.match_prompt(prompt_of(PATH, cache_salt="tenant-a")) == {B: PreciseMatch(6, 0, 0)}
+    assert index.match_prompt(prompt_of(PATH, cache_salt="tenant-a")) == {B: PreciseMatch(6, (), 0)}
     assert (
         index.match_prompt(prompt_of(PATH))
         == index.match_prompt(prompt_of(PATH, lora="l", cache_salt="tenant-a"))
@@ -161,9 +162,9 @@ def test_the_best_rank_counts() -> None:
     index = PreciseIndex()
     index.apply_events(A, 0, [stored(PATH[:2])])
     index.apply_events(A, 1, [stored(PATH[:3])])
-    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(6, 0, 1)}
+    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(6, (), 1)}
     index.clear_rank(A, 1)
-    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(4, 0, 0)}
+    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(4, (), 0)}
 
 
 def test_all_full_attention_groups_must_hold_a_block() -> None:
@@ -292,10 +293,10 @@ def test_a_name_of_several_given_to_another_block_leaves_the_others(first: int) 
     )
     clash = replace(stored((5, 6)), block_hashes=(engine_hash((5,)), engine_hash(PATH[:3])))
     index.apply_events(A, 0, [clash])
-    assert index.match_prompt(prompt_of((5, 6))) == {A: PreciseMatch(4, 0, 0)}
-    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(4, 0, 0)}
+    assert index.match_prompt(prompt_of((5, 6))) == {A: PreciseMatch(4, (), 0)}
+    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(4, (), 0)}
     index.apply_events(A, 0, [stored(PATH, engine=2)])
-    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(8, 0, 0)}
+    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(8, (), 0)}
     again = replace(stored((7,)), block_hashes=(engine_hash(PATH),))
     index.apply_events(A, 0, [again, removed(PATH, engine=1)])
     assert device(index) == {A: 8}
@@ -303,7 +304,7 @@ def test_a_name_of_several_given_to_another_block_leaves_the_others(first: int) 
     assert device(index) == {A: 6}
     for engine in (0, 1, 2):
         index.apply_events(A, 0, [removed(*(PATH[:n] for n in range(4, 0, -1)), engine=engine)])
-    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(0, 4, 0)}
+    assert index.match_prompt(prompt_of(PATH)) == {A: PreciseMatch(0, ((Tier.HOST, 4),), 0)}
 
 
 def test_a_parent_by_a_former_name_is_the_same_block() -> None:
@@ -339,8 +340,8 @@ def tokens_held(index: PreciseIndex, tokens: range, salt: str | None = None) -> 
     """On the device and below, of a prompt of these tokens."""
     prompt = array("I", tokens)
     found = index.match_prompt(lambda size: token_blocks(prompt, size, precise_root(size, cache_salt=salt)))
-    match = found.get(A, PreciseMatch(0, 0, 0))
-    return match.device_tokens, match.lower_tokens
+    match = found.get(A, PreciseMatch(0, (), 0))
+    return match.device_tokens, match.tokens - match.device_tokens
 
 
 def test_pages_come_one_an_event() -> None:
@@ -376,3 +377,58 @@ def test_a_salted_chain_is_held_for_its_salt_alone() -> None:
     index = PreciseIndex()
     index.apply_events(A, 0, [page(range(4), extra=(("s",),)), page(range(4, 8), -1)])
     assert (tokens_held(index, range(9)), tokens_held(index, range(9), "s")) == ((0, 0), (8, 0))
+
+
+#: As LMCache's server announces through its engine: chunks of 8 blocks under hashes of their own, in host memory.
+CHUNK = 16
+
+
+def chunks(tokens: range) -> list[BlockStored]:
+    """One event a chunk, each below the one before."""
+    starts = range(tokens[0], tokens[-1] + 1, CHUNK)
+    return [
+        BlockStored((10**9 + at,), None if at == starts[0] else 10**9 + at - CHUNK, array("I", range(at, at + CHUNK)),
+                    CHUNK, medium="CPU")
+        for at in starts
+    ]  # fmt: skip
+
+
+def test_a_store_behind_an_engine_has_blocks_of_its_own_size() -> None:
+    """Chunks in the engine's stream neither end nor replace what it says of its own memory; the longer one counts."""
+    index, prompt = PreciseIndex(), range(1, 65)
+    index.apply_events(A, 0, [stored_run(prompt[:20]), *chunks(prompt[:48])])
+    assert tokens_by_tier(index, prompt) == {A: PreciseMatch(20, ((Tier.HOST, 28),), 0)}
+    index.apply_events(A, 0, [BlockRemoved((10**9 + 33,), medium="CPU")])
+    assert tokens_by_tier(index, prompt) == {A: PreciseMatch(20, ((Tier.HOST, 12),), 0)}
+    assert index.step_tokens(A) == 2
+
+
+def test_a_cleared_engine_cache_leaves_the_store_behind_it() -> None:
+    """`/reset_prefix_cache` is about engine memory, and the store does not announce again what it keeps; an engine that
+    is another process has neither."""
+    index, prompt = PreciseIndex(), range(1, 65)
+    index.apply_events(A, 0, [stored_run(prompt[:20]), *chunks(prompt[:32]), AllBlocksCleared()])
+    assert tokens_by_tier(index, prompt) == {A: PreciseMatch(0, ((Tier.HOST, 32),), 0)}
+    index.apply_events(A, 0, [stored_run(prompt[:40])])
+    assert tokens_by_tier(index, prompt) == {A: PreciseMatch(40, (), 0)}
+    index.clear_rank(A, 0)
+    assert tokens_by_tier(index, prompt) == {}
+
+
+def test_a_salted_prompt_is_not_found_in_a_store() -> None:
+    """Its events lose the salt: they prove that some salt has these tokens, and not which."""
+    index, prompt = PreciseIndex(), range(1, 65)
+    index.apply_events(A, 0, [stored_run(prompt[:4]), *chunks(prompt[:32])])
+    assert tokens_held(index, prompt, "tenant-a") == (0, 0)
+
+
+def stored_run(tokens: range) -> BlockStored:
+    """Blocks of two tokens in engine memory."""
+    names = tuple(range(5 * 10**8 + tokens[0], 5 * 10**8 + tokens[-1], 2))
+    return BlockStored(names, None, array("I", tokens), 2)
+
+
+def tokens_by_tier(index: PreciseIndex, tokens: range) -> dict[EndpointId, PreciseMatch]:
+    """Of a prompt of these tokens."""
+    prompt = array("I", tokens)
+    return index.match_prompt(lambda size: token_blocks(prompt, size, precise_root(size)))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, LowerTokens, Tier
 from tests.prefix.support import A, B, prompt_of, removed, stored
 
 Path = tuple[int, ...]
@@ -53,9 +53,12 @@ class NaiveRank:
                 self.parked[at] = (medium, run[: run.index(block)])
         self.parked = [each for each in self.parked if each[1]]
 
-    def match(self, path: Path) -> tuple[int, int]:
+    def match(self, path: Path) -> tuple[int, LowerTokens]:
         device = self.reach(path, 0, {"GPU"})
-        return 2 * device, 2 * self.reach(path, device, {"CPU", "DISK"})
+        lower = range(device, self.reach(path, device, {"CPU", "DISK"}))
+        near = sum(self.reach(path, depth, {"CPU"}) > depth for depth in lower)
+        counts = ((Tier.HOST, 2 * near), (Tier.DISK, 2 * (len(lower) - near)))
+        return 2 * device, tuple((tier, count) for tier, count in counts if count)
 
     def reach(self, path: Path, start: int, media: set[str]) -> int:
         depth = start
@@ -100,10 +103,10 @@ class PreciseAgainstNaive(RuleBasedStateMachine):
         for path in self.seen:
             best: dict[EndpointId, PreciseMatch] = {}
             for (endpoint, dp_rank), known in sorted(self.naive.items()):
-                device, total = known.match(path)
-                old = best.get(endpoint, PreciseMatch(0, 0, 0))
-                if (total, device) > (old.device_tokens + old.lower_tokens, old.device_tokens):
-                    best[endpoint] = PreciseMatch(device, total - device, dp_rank)
+                match = PreciseMatch(*known.match(path), dp_rank)
+                old = best.get(endpoint, PreciseMatch(0, (), 0))
+                if (match.tokens, match.device_tokens) > (old.tokens, old.device_tokens):
+                    best[endpoint] = match
             assert self.index.match_prompt(prompt_of(path)) == best
         assert self.index.pending_blocks == sum(len(run) for known in self.naive.values() for _, run in known.parked)
 

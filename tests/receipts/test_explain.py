@@ -8,7 +8,7 @@ import pytest
 from kvproxy.receipts.explain import explain_receipt
 from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate, decode_receipt, encode_receipt
 from kvproxy.routing.policy import FactSource, Overlap
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, Tier
 
 A, B = EndpointId("a"), EndpointId("b")
 IDLE = (0.0, 0.0, 0.0, 0.0)
@@ -44,7 +44,7 @@ def test_a_choice_against_the_cache_is_explained() -> None:
             endpoint=B,
             prompt_tokens=1000,
             ttft_s=1.101,
-            facts={A: Overlap(500, 300, FactSource.PRECISE, 2.5)},
+            facts={A: Overlap(500, ((Tier.HOST, 300),), FactSource.PRECISE, 2.5)},
             hot_tokens=64,
             engine_prompt_tokens=1000,
             cached_tokens=0,
@@ -53,7 +53,7 @@ def test_a_choice_against_the_cache_is_explained() -> None:
     assert "prompt of about 1000 tokens, the first 64 of them hot" in text
     assert "another endpoint holds more of this prompt, but it would cost more there" in text
     rows = {line.split()[-7 if "old" in line else 0]: line for line in text.splitlines() if " tokens" in line}
-    assert any("2.00 s" in row and "800 (300 on lower tiers)" in row and "precise, 2.5 s old" in row
+    assert any("2.00 s" in row and "800 (300 host)" in row and "precise, 2.5 s old" in row
                for row in rows.values())  # fmt: skip
     assert "The next best, a, would have cost 1.2 more." in text
     assert "Predicted: 0 of 1000 tokens cached, first token 1.00 s after the decision." in text

@@ -7,7 +7,7 @@ import gc
 from kvproxy.request.exchange import MAX_REMEMBERED, Exchange, Outcome
 from kvproxy.request.observer import RecentDecisions
 from kvproxy.routing.policy import Overlap, OverlapFacts
-from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind
+from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind, Tier
 
 A = EndpointId("a")
 
@@ -16,7 +16,7 @@ def exchange(*, received_at: float = 10.0, **outcome: object) -> Exchange:
     made = Exchange(received_at=received_at)
     made.request_id, made.tenant, made.body = "r1", "alice", b"x" * 100
     made.inference = InferenceRequest(RequestKind.CHAT, "m", Prompt(b"", (b"hello",)))
-    made.facts = OverlapFacts(100, {A: Overlap(64, lower_tokens=80)})
+    made.facts = OverlapFacts(100, {A: Overlap(64, ((Tier.HOST, 80),))})
     made.outcome = Outcome(**{"endpoint": A, "cluster": "c", "end": "completed", "status": 200, **outcome})  # type: ignore[arg-type]
     return made
 

@@ -33,7 +33,9 @@ class TwinFleet:
             self._connect(candidate)
 
     def _connect(self, candidate: FakeCandidate) -> None:
-        candidate.load.on_sample = lambda work, busy_s, now: self.policy.observe_sample(candidate.id, work, busy_s, now)
+        candidate.load.on_sample = lambda work, busy_s, now, *, lower, scraped=False: self.policy.observe_sample(
+            candidate.id, work, busy_s, now
+        )
 
     def step(self, number: int) -> None:
         """One random event."""

@@ -11,6 +11,7 @@ from kvproxy.routing.kv_aware import MAX_KAPPA, KvAware
 from kvproxy.routing.policy import Overlap, PickRequest
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.routing.work import features_of, seconds_of
+from kvproxy.types import Tier
 from tests.routing.fleet import FakeCandidate, ask, decode, fleet, occupy, place
 
 CONSTANT = KvAwareSettings(kappa=1.0, stall=0.1, foresight=0.0)
@@ -92,17 +93,18 @@ def test_a_hot_length_beyond_the_prompt_is_harmless() -> None:
 
 
 def test_lower_tiers_count_as_held_and_cost_what_was_measured() -> None:
-    """Blind to host memory one prefills again; unmeasured, bringing it up is free."""
+    """Blind to host memory one prefills again; the price is learned."""
     candidates = fleet(2)
-    assert chosen(ask(8000, {"e0": Overlap(0, lower_tokens=8000), "e1": 100}), candidates) == "e0"
+    assert chosen(ask(8000, {"e0": Overlap(0, ((Tier.HOST, 8000),)), "e1": 100}), candidates) == "e0"
     subject = policy()
     for second in range(3000):
-        work = features_of(100, 8000, 8000)
+        lower = ((Tier.HOST, 8000),)
+        work = features_of(100, 8000, subject.speeds.onboarding_s(candidates[0].id, lower))
         true_s = seconds_of(features_of(100, 8000), subject.speeds.seconds) + 0.08
-        subject.observe_sample(candidates[0].id, work, true_s, float(second))
-    costs = subject.choose(ask(8000, {"e0": Overlap(0, lower_tokens=8000), "e1": 8000}), candidates, 9e9).costs
+        subject.observe_sample(candidates[0].id, work, true_s, float(second), lower=lower)
+    costs = subject.choose(ask(8000, {"e0": Overlap(0, ((Tier.HOST, 8000),)), "e1": 8000}), candidates, 9e9).costs
     assert costs[0] > costs[1]
-    half = subject.choose(ask(8000, {"e0": Overlap(4000, lower_tokens=4000), "e1": 8000}), candidates, 9e9).costs
+    half = subject.choose(ask(8000, {"e0": Overlap(4000, ((Tier.HOST, 4000),)), "e1": 8000}), candidates, 9e9).costs
     assert costs[0] > half[0] > half[1]  # only what has to be brought up is paid for
 
 

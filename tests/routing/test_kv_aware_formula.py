@@ -14,7 +14,7 @@ from kvproxy.routing.kv_aware import LARGE, MAX_KAPPA, MAX_STALLED, MAX_UNEVEN, 
 from kvproxy.routing.load import EndpointLoad
 from kvproxy.routing.policy import Overlap, OverlapFacts, PickRequest
 from kvproxy.routing.work import features_of
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, Tier
 from tests.routing.fleet import FakeCandidate, place
 
 
@@ -28,7 +28,7 @@ def plain_costs(
 ) -> Sequence[float]:
     """The formula of kv_aware's docstring, one endpoint after the other."""
     settings, prompt, hot = policy.settings, facts.prompt_tokens, min(facts.hot_tokens, facts.prompt_tokens)
-    request_s, token_s, attention_s, lower_s = policy.speeds.seconds
+    request_s, token_s, attention_s, _ = policy.speeds.seconds
     rho, arrivals_per_s = policy.utilisation.estimate_rates(now)
     crowding, congestion = settings.crowding / (1.0 - rho), settings.congestion * arrivals_per_s / (1.0 - rho)
     if settings.kappa is not None:
@@ -46,8 +46,9 @@ def plain_costs(
         own = request_s + uncached * (token_s + attention_s * (matched + 0.5 * uncached))
         if hot > matched:
             own *= 1.0 - (1.0 - settings.hot_discount) * (hot - matched) / uncached
-        if overlap.lower_tokens:
-            own += lower_s * min(overlap.lower_tokens, matched)
+        if overlap.lower:
+            price_s = policy.speeds.onboarding.seconds_per_token(one.id, Tier.HOST, token_s)
+            own += price_s * max(0, min(overlap.lower_tokens, prompt - overlap.device_tokens))
         kappa = everywhere + min(MAX_KAPPA, crowding * past.bound_per_s * (wait + 0.5 * slow * own))
         stalled = min(fewest, MAX_STALLED) + min(one.load.in_flight - fewest, max(MAX_UNEVEN, MAX_STALLED - fewest))
         cost = wait + own * (slow + settings.stall * stalled)
@@ -80,7 +81,8 @@ def test_costs_are_those_of_the_plain_formula(
     rng, now, live = Random(2), 0.0, []
     for prompt, held, lower, hot, pause_s, then in steps:
         now += pause_s
-        overlaps = {EndpointId(f"e{rng.randrange(count)}"): Overlap(held, lower), EndpointId("gone"): Overlap(7)}
+        below = ((Tier.HOST, lower),) if lower else ()
+        overlaps = {EndpointId(f"e{rng.randrange(count)}"): Overlap(held, below), EndpointId("gone"): Overlap(7)}
         facts = OverlapFacts(prompt, overlaps, hot)
         expected = plain_costs(policy, facts, candidates, now)
         choice = place(policy, PickRequest(facts=facts), candidates, now)
@@ -94,7 +96,7 @@ def test_costs_are_those_of_the_plain_formula(
             taken, reservation = live.pop(rng.randrange(len(live)))
             taken.release(reservation, now)
         elif then == "learn":
-            policy.observe_sample(candidates[choice.index].id, features_of(prompt + 1, held), 0.5, now)
+            policy.observe_sample(candidates[choice.index].id, features_of(prompt + 1, held), 0.5, now, lower=below)
 
 
 def test_a_large_pool_goes_by_speeds_of_a_moment_ago() -> None:

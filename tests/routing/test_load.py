@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvproxy.routing.load import EndpointLoad
 from kvproxy.routing.work import HEAD_REQUESTS, Features, features_of
+from kvproxy.types import LowerTokens, Tier
 
 SECONDS: Features = (0.01, 1e-3, 0.0, 0.0)
 
@@ -15,7 +16,9 @@ SECONDS: Features = (0.01, 1e-3, 0.0, 0.0)
 class Samples(list[tuple[Features, float, float]]):
     """What a learner would receive."""
 
-    def __call__(self, work: Features, busy_s: float, now: float, *, scraped: bool = False) -> None:
+    def __call__(
+        self, work: Features, busy_s: float, now: float, *, lower: LowerTokens = (), scraped: bool = False
+    ) -> None:
         self.append((work, busy_s, now))
 
 
@@ -126,8 +129,25 @@ def test_the_head_is_bounded(load: EndpointLoad) -> None:
 
 def test_lower_tiers_are_part_of_the_pending_work(load: EndpointLoad) -> None:
     """Bringing blocks up takes the engine's time."""
-    load.reserve(0, 1000, 0.0, lower_tokens=600)
-    assert load.wait_s((0.0, 0.0, 0.0, 1e-3), 1.0, 0.0) == pytest.approx(0.6)
+    load.reserve(0, 1000, 0.0, onboarding_s=0.6)
+    assert load.wait_s((0.0, 0.0, 0.0, 1.0), 1.0, 0.0) == pytest.approx(0.6)
+
+
+def test_a_sample_tells_what_was_brought_up_for_it() -> None:
+    """Of the first tokens in it alone: what leaves before its first token takes the open sample with it."""
+    told: list[LowerTokens] = []
+    load = EndpointLoad(on_sample=lambda work, busy_s, now, *, lower=(), scraped=False: told.append(lower))
+    host, disk = ((Tier.HOST, 600),), ((Tier.DISK, 50),)
+    first, second, third = (load.reserve(0, 1000, 0.0, lower=lower) for lower in (host, disk, host))
+    load.first_token(first, 1.0)
+    load.first_token(second, 1.001)  # one step of the engine
+    load.first_token(third, 2.0)
+    assert told == [(*host, *disk), host]
+    kept, gone = load.reserve(0, 1000, 3.0, lower=disk), load.reserve(0, 1000, 3.0, lower=host)
+    load.first_token(kept, 4.0)
+    load.release(gone, 5.0)
+    load.first_token(load.reserve(10, 0, 6.0), 7.0)
+    assert told[2:] == [()]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5000), st.integers(0, 5000)), max_size=60))

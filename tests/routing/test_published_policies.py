@@ -14,6 +14,7 @@ from kvproxy.routing.published import Dynamo, LlmD, LlmDSticky
 from kvproxy.routing.registry import make_policy
 from kvproxy.routing.simple import LeastRequest, LeastTtft, LMetric, PrefixAffinity
 from kvproxy.routing.work import features_of
+from kvproxy.types import Tier
 from tests.routing.fleet import FakeCandidate, ask, decode, fleet, live, occupy
 
 
@@ -154,7 +155,7 @@ def test_dynamo_takes_resident_tokens_where_live_blocks_are_not_counted() -> Non
 
 def test_dynamo_credits_lower_tiers_less() -> None:
     """Device blocks count whole, host blocks three quarters; the scale weighs prefill against decode."""
-    held = {"e0": Overlap(640), "e1": Overlap(0, lower_tokens=640)}
+    held = {"e0": Overlap(640), "e1": Overlap(0, ((Tier.HOST, 640),))}
     costs = dynamo_costs(ask(640, held, blocks=range(40)), fleet(2), prefill_load_scale=2.0)
     assert costs == pytest.approx([40.0, 2 * 10.0 + 40.0])
 

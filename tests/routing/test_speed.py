@@ -8,9 +8,11 @@ from random import Random
 import msgspec
 import pytest
 
-from kvproxy.routing.speeds import FactorState, OnboardingCost, SpeedModel, SpeedPriors, SpeedState
+from kvproxy.config.cluster_schema import TierWeights
+from kvproxy.routing.onboarding import OnboardingCosts
+from kvproxy.routing.speeds import FactorState, SpeedModel, SpeedPriors, SpeedState
 from kvproxy.routing.work import features_of, seconds_of
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, LowerTokens, Tier, count_lower
 
 TRUTH = (0.02, 1 / 10_000, 1 / (10_000 * 32_000), 0.0)
 FAST, SLOW = EndpointId("fast"), EndpointId("slow")
@@ -111,33 +113,74 @@ def test_estimates_speak_in_units_people_know() -> None:
     assert estimates.request_s == pytest.approx(0.02)
     assert estimates.tokens_per_s == pytest.approx(5000)
     assert estimates.quadratic_tokens == pytest.approx(16_000)
-    assert estimates.onboarding_s_per_token == 0.0
+    assert estimates.onboarding_s_per_token == {}
 
 
 def test_onboarding_is_measured_from_first_tokens() -> None:
-    """Lower-tier tokens get their price, never above it, and the prefill speeds stay what they are."""
-    model, rng, now, price_s = SpeedModel(), Random(3), 0.0, 2e-5
-    for _ in range(800):
+    """Each tier gets its price, on each endpoint its own, and the prefill speeds stay what they are."""
+    model, rng, now = SpeedModel(), Random(3), 0.0
+    prices = {(FAST, Tier.HOST): 1e-5, (FAST, Tier.DISK): 6e-5, (SLOW, Tier.HOST): 4e-5}
+    for _ in range(1600):
         now += 1.0
-        lower = rng.choice([0, 0, 8000, 16_000])
-        work = features_of(rng.randrange(50, 4000), 20_000, lower)
-        model.observe(FAST, work, seconds_of(work, TRUTH) + lower * price_s, now)
-    assert 0.6 * price_s < model.estimates(now).onboarding_s_per_token < 1.1 * price_s
+        (endpoint, tier), price_s = rng.choice(list(prices.items()))
+        lower = ((tier, rng.choice([8000, 16_000])),) if rng.random() < 0.5 else ()
+        work = features_of(rng.randrange(50, 4000), 20_000, model.onboarding_s(endpoint, lower))
+        model.observe(endpoint, work, seconds_of((*work[:3], 0.0), TRUTH) + lower_s(lower, price_s), now, lower=lower)
+    known = model.estimates(now).onboarding_of
+    for (endpoint, tier), price_s in prices.items():
+        assert 0.7 * price_s < known[endpoint][tier] < 1.4 * price_s
     assert model.estimates(now).tokens_per_s == pytest.approx(10_000, rel=0.25)
 
 
-def test_onboarding_is_free_until_measured_and_never_dearer_than_computing() -> None:
-    """Too cheap a belief costs little, too dear a lot."""
-    cost = OnboardingCost()
-    assert cost.seconds_per_token == 0.0
-    cost.observe(1000, -5.0, 0.1)
-    assert cost.seconds_per_token == 0.0
-    for _ in range(4):  # no sample weighs more than its bound, whichever way it is off
-        cost.observe(1000, 0.05, 0.1)
-    assert cost.seconds_per_token > 0.0
+def lower_s(lower: LowerTokens, price_s: float) -> float:
+    """At this price."""
+    return count_lower(lower) * price_s
+
+
+def test_onboarding_begins_at_the_weights() -> None:
+    """Of what computing costs, a tier saves its weight; what has none is as good as the engine's own memory."""
+    costs = OnboardingCosts(TierWeights(host=0.75, disk=0.25, shared=1.0))
+    prices = [costs.seconds_per_token(FAST, tier, 1e-4) for tier in (Tier.HOST, Tier.DISK, Tier.SHARED)]
+    assert prices == pytest.approx([0.25e-4, 0.75e-4, 0.0])
+    assert costs.onboarding_s(FAST, ((Tier.HOST, 100), (Tier.DISK, 10)), 1e-4) == pytest.approx(0.0025 + 0.00075)
+
+
+def test_onboarding_is_never_dearer_than_computing() -> None:
+    """Nor does it ever pay to bring tokens up."""
+    costs, token_s, host = OnboardingCosts(), 1e-4, ((Tier.HOST, 8000),)
+    for _ in range(200):
+        costs.observe(FAST, host, -5.0, token_s)
+    assert 0.0 <= costs.seconds_per_token(FAST, Tier.HOST, token_s) < 0.1 * token_s
     for _ in range(2000):
-        cost.observe(1000, 99.0, 0.1)
-    assert cost.seconds_per_token < 0.1 / 1000
+        costs.observe(FAST, host, 99.0, token_s)
+    assert costs.seconds_per_token(FAST, Tier.HOST, token_s) == pytest.approx(token_s, rel=0.05)
+
+
+def test_false_placements_do_not_make_a_tier_dear() -> None:
+    """A fifth of what was believed to be there is computed after all; the price is that of the others, nearly."""
+    costs, token_s, price_s, rng = OnboardingCosts(), 1e-4, 7e-6, Random(5)
+    for _ in range(1000):
+        took_s = token_s if rng.random() < 0.2 else price_s
+        costs.observe(FAST, ((Tier.HOST, 8000),), 8000 * took_s, token_s)
+    assert costs.seconds_per_token(FAST, Tier.HOST, token_s) < 2.0 * price_s
+
+
+def test_what_the_pool_learned_is_what_a_new_endpoint_begins_with() -> None:
+    """It need not pay for it again; one that left is forgotten."""
+    costs, token_s, host = OnboardingCosts(), 1e-4, ((Tier.HOST, 8000),)
+    for _ in range(200):
+        costs.observe(FAST, host, 8000 * 5e-6, token_s)
+    assert costs.seconds_per_token(SLOW, Tier.HOST, token_s) == pytest.approx(5e-6, rel=0.2)
+    costs.forget(FAST)
+    assert costs.known(token_s) == {}
+
+
+def test_onboarding_prices_are_bounded_in_number() -> None:
+    """Endpoints beyond the bound pay the pool's."""
+    costs = OnboardingCosts(max_endpoints=2)
+    for number in range(5):
+        costs.observe(EndpointId(f"e{number}"), ((Tier.HOST, 100),), 0.01, 1e-4)
+    assert list(costs.known(1e-4)) == ["e0", "e1"]
 
 
 def learned() -> tuple[SpeedModel, float]:
@@ -145,7 +188,7 @@ def learned() -> tuple[SpeedModel, float]:
     model = SpeedModel()
     now = teach(model, FAST, 1.0, samples=50)
     now = teach(model, SLOW, 3.0, samples=50, start=now)
-    model.observe(SLOW, features_of(500, 4000, 4000), 1.0, now)
+    model.observe(SLOW, features_of(500, 4000), 1.0, now, lower=((Tier.DISK, 4000),))
     return model, now
 
 
@@ -191,7 +234,7 @@ def test_endpoints_that_are_gone_are_not_taken_over() -> None:
         {"gram": (0.0,) * 9},
         {"moment": (-1.0, 0.0, 0.0)},
         {"moment": (0.0, 0.0, 0.0)},
-        {"onboarding": (1.0, -1.0)},
+        {"onboarding": {"": {Tier.HOST: (1.0, -1.0)}}},
         {"factors": {"fast": FactorState(math.inf, 1, 0.0)}},
         {"factors": {"fast": FactorState(0.0, 1, math.nan)}},
     ],

@@ -142,7 +142,8 @@ function candidates(detail) {
   table.createTHead().append(head);
   const body = table.createTBody();
   for (const one of detail.candidates) {
-    const lower = one.lower_tokens ? ` (${count(one.lower_tokens)} on lower tiers)` : "";
+    const tiers = Object.entries(one.lower).map(([tier, tokens]) => `${count(tokens)} ${tier}`);
+    const lower = tiers.length ? ` (${tiers.join(", ")})` : "";
     const row = element("tr", one.endpoint === detail.endpoint ? "chosen" : "");
     row.append(
       element("td", "", one.endpoint), element("td", "number", known(one.cost) ? Number(one.cost.toPrecision(4)).toString() : "–"),

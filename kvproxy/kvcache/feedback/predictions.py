@@ -94,7 +94,7 @@ class PredictionFeedback:
         predicted = held = 0
         if overlap is not None:
             expected_tokens = facts.overlaps.prompt_tokens
-            predicted = min(overlap.device_tokens + overlap.lower_tokens, expected_tokens)
+            predicted = min(overlap.tokens, expected_tokens)
             held = min(overlap.held_tokens, expected_tokens) or predicted
             if tokens and expected_tokens:
                 held = held * tokens // expected_tokens

@@ -11,7 +11,7 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.kvcache.feedback.trust import Trust
 from kvproxy.prefix.precise.index import PreciseMatch
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, LowerTokens, Tier, count_lower, cut_lower, skip_lower
 
 NOTHING: Mapping[EndpointId, int] = {}
 
@@ -24,6 +24,7 @@ class HolderOverlap:
     tokens: int
     contiguous: bool
     source: FactSource
+    lower: LowerTokens = ()  # the same by tier; (): host memory
 
 
 #: Blocks of text that a prompt has in common behind the last whole one: half of one, less half a block of the engine's.
@@ -87,10 +88,10 @@ def _with_events(
     larger match wins. What events claim beyond what was routed counts for what earlier such claims proved worth.
     """
     found = {}
-    shared: dict[tuple[int, int, int, int], Overlap] = {}  # one object for all that are alike
+    shared: dict[tuple[int, int, int, int, LowerTokens], Overlap] = {}  # one object for all that are alike
     for endpoint, match in announced.items():
-        device, lower = match.device_tokens, match.lower_tokens
-        claimed = believed = device + lower
+        device, lower = match.device_tokens, match.lower
+        claimed = believed = device + count_lower(lower) if lower else device
         backed = routed.get(endpoint, 0)
         if claimed > backed:
             believed = trust.believed_tokens(endpoint, claimed, backed)
@@ -99,10 +100,10 @@ def _with_events(
         if promised > believed:
             found[endpoint] = Overlap(promised, claimed_tokens=claimed)
         else:
-            alike = (device, believed, claimed, backed)
+            alike = (device, believed, claimed, backed, lower)
             overlap = shared.get(alike)
             if overlap is None:
-                lower, backed = believed - device, min(backed, claimed)
+                lower, backed = cut_lower(lower, believed - device), min(backed, claimed)
                 overlap = shared[alike] = Overlap(device, lower, FactSource.PRECISE, 0.0, claimed, backed)
             found[endpoint] = overlap
     for endpoint, backed in routed.items():
@@ -119,7 +120,7 @@ def _add_holders(
 ) -> None:
     """Lay the holders of a lookup over local knowledge.
 
-    LMCache speaks of host and disk tiers, so what a holder adds to an endpoint's match is lower-tier. What nothing else
+    LMCache speaks of lower tiers, so what a holder adds to an endpoint's match is on those. What nothing else
     backs counts for what earlier such claims about that endpoint proved worth.
     """
     for holder in looked_up:
@@ -129,7 +130,8 @@ def _add_holders(
         if tokens > backed:
             device = 0 if known is None else known.device_tokens
             believed = trust.believed_tokens(holder.endpoint, tokens, backed)
-            found[holder.endpoint] = Overlap(device, believed - device, holder.source, 0.0, tokens, backed)
+            lower = cut_lower(skip_lower(holder.lower or ((Tier.HOST, tokens),), device), believed - device)
+            found[holder.endpoint] = Overlap(device, lower, holder.source, 0.0, tokens, backed)
 
 
 def in_steps(overlap: Overlap, step: int, prompt_tokens: int) -> Overlap:
@@ -140,7 +142,7 @@ def in_steps(overlap: Overlap, step: int, prompt_tokens: int) -> Overlap:
     return msgspec.structs.replace(
         overlap,
         device_tokens=device,
-        lower_tokens=tokens - device,
+        lower=cut_lower(overlap.lower, tokens - device),
         claimed_tokens=min(overlap.claimed_tokens, tokens),
         backed_tokens=min(overlap.backed_tokens, tokens),
         held_tokens=overlap.tokens,
@@ -168,7 +170,7 @@ def preferred_endpoint(
     for endpoint in endpoints:
         overlap = held.get(endpoint.id)
         if overlap is not None:
-            tokens = overlap.device_tokens + overlap.lower_tokens
+            tokens = overlap.tokens if overlap.lower else overlap.device_tokens
             if tokens > prompt_tokens:
                 tokens = prompt_tokens
             if tokens > most and endpoint.serves(model):

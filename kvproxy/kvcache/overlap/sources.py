@@ -215,5 +215,5 @@ def _add_history(found: dict[EndpointId, Overlap], history: Served, step: int | 
     prompt, templates decide, so that only the prompt before counts."""
     known = found.get(history.endpoint)
     tokens = history.prompt_tokens if known is None else max(known.tokens, history.prompt_tokens)
-    held = Overlap(tokens, 0, FactSource.SESSION)
+    held = Overlap(tokens, (), FactSource.SESSION)
     found[history.endpoint] = held if step is None else in_steps(held, step, prompt_tokens)

@@ -21,7 +21,7 @@ from kvproxy.routing.speeds import SpeedState
 
 _MAGIC = b"kvpxwarm"
 #: Of the layout and of what is hashed (how a request becomes a prompt): raise it when either changes.
-VERSION = 2
+VERSION = 3
 _HEAD = Struct("<8sHxxxxxxQ")  # magic, version, bytes of the contents
 _CHECKSUM = Struct("<Q")  # xxh3_64
 

@@ -1,13 +1,14 @@
 """The precise index: follows the engines' KV events, block by block and tier by tier.
 
-Blocks are named by our own chained hash over the event's tokens, so no engine has to agree with us on a hash.
+Blocks are named by our own chained hash over the event's tokens, so no engine has to agree with us on a hash. A store
+behind an engine may keep larger blocks than the engine does (LMCache's chunks): it is a source of its own.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import lcm
@@ -21,7 +22,7 @@ from kvproxy.prefix.hashing import mix_keys, root_seed, token_blocks
 from kvproxy.prefix.precise.block_table import BlockTable, PendingBlocks, ReportedBlocks
 from kvproxy.prefix.precise.layer_groups import LayerGroup, LayerGroups, LayerKind
 from kvproxy.prefix.precise.runs import KEY_BITS, MAX_TIERS
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, LowerTokens, Tier, count_lower, skip_lower
 
 #: Rows of sources that were cleared or left, given up per operation.
 STEP_ROWS = 1024
@@ -31,17 +32,27 @@ _REMEMBERED_ROOTS = 1024
 _KEY = 2**KEY_BITS - 1
 
 
+#: Tiers by the media that engines name; what is unknown is near, since to believe it too far costs more.
+TIER_OF: Mapping[str, Tier] = {
+    "GPU": Tier.DEVICE,
+    "CPU_PINNED": Tier.PINNED,
+    "DISK": Tier.DISK,
+    "STORAGE": Tier.DISK,
+    "EXTERNAL": Tier.SHARED,
+}
+
+
 class PreciseMatch(msgspec.Struct, frozen=True):
     """Leading tokens one endpoint holds: in engine memory, then further ones on lower tiers; on its best rank."""
 
     device_tokens: int
-    lower_tokens: int
+    lower: LowerTokens
     dp_rank: int
 
     @property
     def tokens(self) -> int:
         """Contiguous tokens over all tiers."""
-        return self.device_tokens + self.lower_tokens
+        return self.device_tokens + count_lower(self.lower)
 
 
 @dataclass(slots=True)
@@ -61,7 +72,8 @@ class PreciseCounts:
 
 
 _Rank = tuple[EndpointId, int]
-_Source = tuple[EndpointId, int, int]  # endpoint, data-parallel rank, KV cache group
+_Source = tuple[EndpointId, int, int]  # endpoint, data-parallel rank, KV cache group (or _STORE)
+_STORE = -1  # blocks of another size than the engine's, on lower tiers only
 
 
 class _Followed(NamedTuple):
@@ -72,8 +84,8 @@ class _Followed(NamedTuple):
 
 
 _Match = Callable[["array[int]", int], tuple[int, int, int]]
-#: A source's rank, block size and table's `match`, and whether its endpoint has no other source.
-_Asked = tuple[_Rank, int, _Match, bool]
+#: A source, its table, that table's block size and `match`, and whether its endpoint has no other source.
+_Asked = tuple[_Source, BlockTable, int, _Match, bool]
 
 
 class PreciseIndex:
@@ -89,6 +101,7 @@ class PreciseIndex:
         self._max_ghosts = max_ghosts
         self._max_sources = max_sources
         self._tiers = {"GPU": 0}  # by medium; 0 is the engine's own memory
+        self._kinds = [Tier.DEVICE]  # in the same order
         self._followed: dict[_Source, _Followed] = {}
         self._layers: dict[_Rank, LayerGroups] = {}  # of hybrid models
         self._sizes: Counter[int] = Counter()  # sources by block size
@@ -106,12 +119,14 @@ class PreciseIndex:
             elif isinstance(event, BlockRemoved):
                 self._removed((endpoint, dp_rank, event.group or 0), event)
             else:
-                self.clear_rank(endpoint, dp_rank)
+                self.clear_rank(endpoint, dp_rank, spare_store=True)
 
-    def clear_rank(self, endpoint: EndpointId, dp_rank: int) -> None:
-        """The engine's rank holds nothing any more, on any tier."""
+    def clear_rank(self, endpoint: EndpointId, dp_rank: int, *, spare_store: bool = False) -> None:
+        """The engine's rank holds nothing any more, on any tier; with `spare_store` the store behind it still does: it
+        is not the engine's to clear, and does not announce again what it keeps."""
         for source in [each for each in self._followed if each[:2] == (endpoint, dp_rank)]:
-            self._retire(source)
+            if source[2] != _STORE or not spare_store:
+                self._retire(source)
         self._retire_layers((endpoint, dp_rank))
 
     def remove_endpoint(self, endpoint: EndpointId) -> None:
@@ -148,8 +163,8 @@ class PreciseIndex:
     def step_tokens(self, endpoint: EndpointId) -> int:
         """What the endpoint reuses ends at multiples of this, by the blocks of all its groups; 1: not known."""
         sizes = [1]
-        for (name, dp_rank, _), each in self._followed.items():
-            if name == endpoint:
+        for (name, dp_rank, group), each in self._followed.items():
+            if name == endpoint and group != _STORE:
                 size, layers = each.table.block_size, self._layers.get((name, dp_rank))
                 sizes.append(size if layers is None else layers.step_tokens(size))
         return lcm(*sizes)
@@ -157,35 +172,40 @@ class PreciseIndex:
     def lacks_prefixes(self, endpoint: EndpointId, dp_rank: int) -> bool:
         """Whether the rank announces only blocks that make no prefix: then events say nothing of what it holds."""
         rank = endpoint, dp_rank
-        return rank in self._layers and not any(source[:2] == rank for source in self._followed)
+        return rank in self._layers and not any(source[:2] == rank and source[2] != _STORE for source in self._followed)
 
     def match_prompt(self, hashes_at: Callable[[int], array[int]]) -> dict[EndpointId, PreciseMatch]:
         """The match of each endpoint that holds anything. `hashes_at(block_size)` gives the prompt's token blocks,
         chained from `precise_root`.
         """
         found: dict[EndpointId, PreciseMatch] = {}
-        several: dict[_Rank, tuple[int, int]] = {}  # total and device tokens, the least over groups
+        several: dict[_Rank, PreciseMatch] = {}  # the least over groups
+        stored: dict[_Rank, PreciseMatch] = {}  # by the stores behind them
         hashed: dict[int, array[int]] = {}
         parting = 0
         if self._asked is None:
             self._asked = self._to_ask()
-        for rank, size, match, alone in self._asked:
+        for source, table, size, match, alone in self._asked:
             hashes = hashed.get(size)
             if hashes is None:
                 hashes = hashed[size] = hashes_at(size)
             device, total, parting = match(hashes, parting)
-            if not alone:
-                least = several.get(rank)
-                here = total * size, device * size
-                several[rank] = here if least is None else (min(here[0], least[0]), min(here[1], least[1]))
-            elif total:
-                found[rank[0]] = PreciseMatch(device * size, (total - device) * size, rank[1])
-        for (endpoint, dp_rank), (tokens, on_device) in several.items():
-            best = found.get(endpoint)
-            if tokens and (
-                best is None or (tokens, on_device, -dp_rank) > (best.tokens, best.device_tokens, -best.dp_rank)
-            ):
-                found[endpoint] = PreciseMatch(on_device, tokens - on_device, dp_rank)
+            if not total and alone:
+                continue
+            lower = self._lower(table, hashes, device, total) if total > device else ()
+            here = PreciseMatch(device * size, lower, source[1])
+            if alone:
+                found[source[0]] = here
+            elif source[2] == _STORE:
+                stored[source[:2]] = here
+            else:
+                least = several.get(source[:2])
+                several[source[:2]] = here if least is None else _shorter(here, least)
+        for rank in several.keys() | stored.keys() if stored else several:
+            here = _with_store(several.get(rank), stored.get(rank), rank[1])
+            best = found.get(rank[0])
+            if here.tokens and (best is None or _order(here) > _order(best)):
+                found[rank[0]] = here
         return found
 
     # how
@@ -203,6 +223,9 @@ class PreciseIndex:
             return
         source = endpoint, dp_rank, event.group or 0
         followed = self._followed.get(source)
+        if tier and followed is not None and followed.table.block_size != event.block_tokens:
+            source = endpoint, dp_rank, _STORE
+            followed = self._followed.get(source)
         if followed is None or followed.table.block_size != event.block_tokens:
             if followed is not None and _is_short_page(event, followed.table.block_size):
                 self.counts.short_pages += 1
@@ -250,8 +273,13 @@ class PreciseIndex:
             self.counts.removed_unknown += event.blocks
             return
         table, pending = followed
+        store = self._followed.get((*source[:2], _STORE)) if tier else None
         for key in keys_of(event.block_hashes):
-            if table.remove_block(key, tier) or (pending and pending.remove(key, tier)):
+            if (
+                table.remove_block(key, tier)
+                or (pending and pending.remove(key, tier))
+                or (store is not None and (store.table.remove_block(key, tier) or store.pending.remove(key, tier)))
+            ):
                 self.counts.removed += 1
             else:
                 self.counts.removed_unknown += 1
@@ -298,12 +326,12 @@ class PreciseIndex:
         """What a lookup needs of each source, worked out when one came or left."""
         sources = Counter(endpoint for endpoint, _, _ in self._followed)
         return [
-            ((name, dp_rank), table.block_size, self._match_of((name, dp_rank), table), sources[name] == 1)
-            for (name, dp_rank, _), (table, _) in self._followed.items()
+            (source, table, table.block_size, self._match_of(source, table), sources[source[0]] == 1)
+            for source, (table, _) in self._followed.items()
         ]
 
-    def _match_of(self, rank: _Rank, table: BlockTable) -> _Match:
-        layers = self._layers.get(rank)
+    def _match_of(self, source: _Source, table: BlockTable) -> _Match:
+        layers = None if source[2] == _STORE else self._layers.get(source[:2])
         return table.match if layers is None else partial(_match_layers, table, layers)
 
     def _begin(self, source: _Source, block_size: int) -> _Followed | None:
@@ -339,7 +367,16 @@ class PreciseIndex:
         tier = self._tiers.get(name)
         if tier is None and len(self._tiers) < MAX_TIERS:
             tier = self._tiers[name] = len(self._tiers)
+            self._kinds.append(TIER_OF.get(name, Tier.HOST))
         return tier
+
+    def _lower(self, table: BlockTable, hashes: array[int], device: int, total: int) -> LowerTokens:
+        """The blocks from `device` up to `total` by the nearest tier that each is on, in tokens."""
+        counts: Counter[Tier] = Counter()
+        for tiers, blocks in table.count_tiers(hashes, device, total).items():
+            kinds = {kind for bit, kind in enumerate(self._kinds) if bit and tiers >> bit & 1}
+            counts[next((tier for tier in Tier if tier in kinds), Tier.HOST)] += blocks
+        return tuple([(tier, counts[tier] * table.block_size) for tier in Tier if counts[tier]])
 
 
 def _match_layers(table: BlockTable, layers: LayerGroups, hashes: array[int], guess: int) -> tuple[int, int, int]:
@@ -347,6 +384,25 @@ def _match_layers(table: BlockTable, layers: LayerGroups, hashes: array[int], gu
     device, total, guess = table.match(hashes, guess)
     reusable = layers.reusable_blocks(table.leading_keys(hashes, total), table.block_size)
     return min(device, reusable), reusable, guess
+
+
+def _order(match: PreciseMatch) -> tuple[int, int, int]:
+    return match.tokens, match.device_tokens, -match.dp_rank
+
+
+def _shorter(a: PreciseMatch, b: PreciseMatch) -> PreciseMatch:
+    """What two groups of one rank have in common."""
+    tokens, device = min(a.tokens, b.tokens), min(a.device_tokens, b.device_tokens)
+    far = max((tier for tier, _ in (*a.lower, *b.lower)), key=list(Tier).index, default=Tier.HOST)
+    return PreciseMatch(device, ((far, tokens - device),) if tokens > device else (), a.dp_rank)
+
+
+def _with_store(own: PreciseMatch | None, store: PreciseMatch | None, dp_rank: int) -> PreciseMatch:
+    """A rank's match, which goes on in the store behind it where that reaches further."""
+    own = PreciseMatch(0, (), dp_rank) if own is None else own
+    if store is None or store.tokens <= own.tokens:
+        return own
+    return PreciseMatch(own.device_tokens, skip_lower(store.lower, own.device_tokens), dp_rank)
 
 
 def precise_root(block_size: int, *, lora: str = "", cache_salt: str | None = None) -> int:

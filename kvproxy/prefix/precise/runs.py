@@ -7,6 +7,7 @@ block costs some hundred bytes, most of them its key's in a plain dict (README.m
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Mapping
 from random import SystemRandom
 
@@ -251,6 +252,21 @@ class Runs:
         Since a hash names its whole prefix, a block follows the one above it in its run or begins a run.
         """
         return _match(self.firsts, hashes, guess)
+
+    def count_tiers(self, hashes: array[int], first: int, last: int) -> Counter[int]:
+        """Of the blocks from `first` up to `last`, which `match` found: how many have these bits of tiers."""
+        found: Counter[int] = Counter()
+        depth = 0
+        while depth < last:
+            run = self.firsts[hashes[depth]]
+            here = min(common_blocks(run.blocks, run.start, hashes, depth), last - depth)
+            skipped = min(max(0, first - depth), here)
+            if run.mixed is None:
+                found[run.tiers] += here - skipped
+            else:
+                found.update(run.mixed[run.start + skipped : run.start + here])
+            depth += here
+        return found
 
     def leading_keys(self, hashes: array[int], count: int) -> array[int]:
         """Keys of the first `count` of these blocks, which `match` found."""

@@ -92,13 +92,13 @@ def test_no_flipped_byte_passes(data: st.DataObject) -> None:
 
 
 def test_the_version_is_raised_with_the_layout() -> None:
-    """A file of today's version can be read for as long as the version stays: this one was written by version 2."""
+    """A file of today's version can be read for as long as the version stays: this one was written by version 3."""
     index = [b"\xff\xff\xff\xff", b"\x01\0\0\0", [["a", 9, b"\0\0\0\0"]]]
-    speeds = [[0.1, 0.2, 0.3], [1.0] * 3, [1.0] * 9, [1.0] * 3, [0.0, 0.0], 4, {"a": [0.5, 3, 2.0]}]
+    speeds = [[0.1, 0.2, 0.3], [1.0] * 3, [1.0] * 9, [1.0] * 3, {"": {"host": [0.1, 9.0]}}, 4, {"a": [0.5, 3, 2.0]}]
     kept = [7.0, fingerprint(), {"m": 4.0}, [["one", [["a", "http://127.0.0.1:1", None]], index, speeds]]]
     contents = msgspec.msgpack.encode(kept)
-    head = b"kvpxwarm" + (2).to_bytes(2, "little") + bytes(6) + len(contents).to_bytes(8, "little")
+    head = b"kvpxwarm" + (3).to_bytes(2, "little") + bytes(6) + len(contents).to_bytes(8, "little")
     snapshot = decode(signed(head + contents + bytes(8)))
     assert snapshot.kept.clusters[0].index.blocks == 1
     assert snapshot.kept.clusters[0].speeds is not None
-    assert VERSION == 2
+    assert VERSION == 3
