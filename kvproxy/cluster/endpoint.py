@@ -157,8 +157,8 @@ class Endpoint:
         what none lists an endpoint without `models` is asked."""
         if not model or model in self.models:
             return True
-        listed = self.engine.adapters.serves(model)
-        return not self.models if listed is None else listed
+        adapters = self.engine.adapters
+        return model in adapters.names if model in adapters.elsewhere else not self.models
 
     def condition(self, now: float) -> Condition:
         """Whether it may be picked now."""

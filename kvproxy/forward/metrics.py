@@ -127,7 +127,7 @@ class RouteMetrics(RequestObserver):
         series.window.add_request(prompt, cached)
         if cached:
             series.cached_tokens.value += cached
-            speeds = None if cluster is None else cluster.speeds
+            speeds = None if cluster is None else cluster.policies.speeds
             self._savings.add_request(outcome, model=model, tenant=exchange.tenant, speeds=speeds, now=now)
 
 

@@ -59,6 +59,8 @@ _HEADS_OF_TEXT = tuple(
     for role in (b"user", b"assistant", b"tool", b"system")
     for form in (b'{"role":"%b","content":"', b'{"role": "%b", "content": "')
 )
+#: Of these, the beginnings of a first message that a header may stand in.
+_HEADS_OF_HEADER = tuple(head + _HEADER for head in _HEADS_OF_TEXT)
 _begins_with_text = re.compile(b"(" + _MESSAGE % rb"[a-z]{1,16}" + rb")\[\s?" + _TEXT_BLOCK).match
 _CALLS = b'"tool_calls"'
 _begins_as_usual = re.compile(_MESSAGE % rb"[a-z]{1,16}").match
@@ -88,13 +90,17 @@ RULED = frozenset((RequestKind.CHAT, RequestKind.MESSAGES))
 def prompt_identity(kind: RequestKind, prompt: Prompt, *, drops_header: bool = True) -> Prompt:
     """The prompt in the bytes that name it, with as many parts. Equal ones render alike on engines that drop the
     billing header, or that do not."""
-    shape, parts = shape_identity(kind, prompt.shape, drops_header=drops_header), prompt.parts
+    shape, parts = prompt.shape, prompt.parts
+    if kind is not RequestKind.CHAT:
+        shape = shape_identity(kind, shape, drops_header=drops_header)
     if kind in RULED:
-        rules = PartRules(kind, drops_header=drops_header)
-        parts = tuple([rules.apply(index, part) for index, part in enumerate(parts)])
-    elif shape is prompt.shape:
-        return prompt
-    return Prompt(shape, parts, prompt.unread_bytes)
+        for part in parts:
+            if not part.startswith(_HEADS_OF_TEXT) or part.startswith(_HEADS_OF_HEADER):
+                rules = PartRules(kind, drops_header=drops_header)
+                parts = tuple([rules.apply(index, part) for index, part in enumerate(parts)])
+                break
+    unchanged = shape is prompt.shape and parts is prompt.parts
+    return prompt if unchanged else Prompt(shape, parts, prompt.unread_bytes)
 
 
 class PartRules:

@@ -63,19 +63,13 @@ class Reservation(msgspec.Struct, eq=False):
     uncached_tokens: int
     cached_tokens: int
     started_at: float
-    onboarding_s: float = 0.0  # pooled, to bring up those of the cached ones that are on lower tiers
-    lower: LowerTokens = ()  # which these are
+    features: Features  # its prefill work
+    lower: LowerTokens = ()  # of the cached ones, which are on lower tiers
     hidden: bool = False  # its first token cannot be seen
     live: tuple[LiveBlocks, Sequence[int]] | None = None  # its prompt's blocks, and the ledger they are counted in
     first_token_at: float | None = None
     sequences: float = 0.0  # in flight there when its first token came; at its end the mean of then and now
     released: bool = False
-
-    @property
-    def features(self) -> Features:
-        """This request's prefill work: features_of its tokens."""
-        uncached = self.uncached_tokens
-        return (1.0, uncached, uncached * (self.cached_tokens + uncached * 0.5), self.onboarding_s)
 
 
 class Backlog(msgspec.Struct, frozen=True):
@@ -235,7 +229,8 @@ class EndpointLoad:
         blocks: Sequence[int] = (),
     ) -> Reservation:
         """Count a request in, in the same step as the pick. `hidden`: its first token will not be seen."""
-        reservation = Reservation(uncached_tokens, cached_tokens, now, onboarding_s, lower, hidden)
+        work = (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), onboarding_s)
+        reservation = Reservation(uncached_tokens, cached_tokens, now, work, lower, hidden)
         if self._live is not None:
             self._live.add(blocks)
             reservation.live = self._live, blocks
@@ -243,7 +238,6 @@ class EndpointLoad:
         self.pending_tokens += uncached_tokens
         self.resident_tokens += uncached_tokens + cached_tokens
         self.hidden_requests += hidden
-        work = (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), onboarding_s)
         pending, head = self._pending, self._head
         if pending:
             self._work = sum_of(self._work, work)
@@ -264,7 +258,8 @@ class EndpointLoad:
 
     def first_token(self, reservation: Reservation, now: float) -> None:
         """The engine finished this request's prefill; of a hidden one only that it did so at some time is known."""
-        self._presume_before(reservation)
+        if self.hidden_requests:
+            self._presume_before(reservation)
         if reservation.hidden:
             self._void(reservation, now)
             return
@@ -291,7 +286,8 @@ class EndpointLoad:
             stay_s = now - reservation.started_at
             reservation.sequences = 0.5 * (reservation.sequences + self.in_flight)
             self._stay_s = self._stay_s + _STAY_GAIN * (stay_s - self._stay_s) if self._stay_s else stay_s
-        self._void(reservation, now)
+        if reservation in self._pending:
+            self._void(reservation, now)
         self.in_flight -= 1
         if reservation.live is not None:
             live, blocks = reservation.live

@@ -106,10 +106,9 @@ class PredictionFeedback:
         )
         if cached is None:
             return False
-        bytes_per_token, history = self._bytes_per_token.look_up(facts.model), facts.request.continues is not None
-        if tokens and not history:
-            bytes_per_token = facts.prompt_bytes / tokens
-        cached_blocks = int(cached * bytes_per_token) // TEXT_BLOCK_BYTES
+        history = facts.request.continues is not None
+        counted = facts.prompt_bytes / tokens if tokens and not history else None
+        cached_blocks = int(cached * (counted or self._bytes_per_token.look_up(facts.model))) // TEXT_BLOCK_BYTES
         if history:
             cached_blocks = min(cached_blocks, len(facts.hashes))
         lost = False

@@ -8,7 +8,7 @@ what it reused.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from math import gcd
 
 from kvproxy.kvcache.overlap.merge import tolerated_tokens
@@ -26,6 +26,8 @@ _SHORT_TOKENS, _SHORT_SHARE = 32, 32
 #: (an engine behind the same address, blocks loaded from elsewhere).
 _WINDOW, _WRONG_AT = 16, 2
 MAX_ENDPOINTS = 4096
+#: Blocks of text by which prompts are told from each other: 4 kB, and with that a system prompt that many share.
+_BEGINNING = 16
 
 
 class ReuseSteps:
@@ -43,9 +45,11 @@ class ReuseSteps:
             learned.tell(block_tokens)
             self._note(endpoint, learned.tokens)
 
-    def observe_reuse(self, endpoint: EndpointId, *, held_tokens: int, cached_tokens: int, prefix: int) -> None:
-        """The engine reused `cached_tokens` of a prompt of which it held `held_tokens` by what is known of it; `prefix`
-        names the prompt's beginning."""
+    def observe_reuse(
+        self, endpoint: EndpointId, *, held_tokens: int, cached_tokens: int, blocks: Sequence[int]
+    ) -> None:
+        """The engine reused `cached_tokens` of a prompt of which it held `held_tokens` by what is known of it; `blocks`
+        are the chained hashes of the prompt."""
         if cached_tokens <= 0:
             return  # lost, or shorter than a step: it says nothing of which
         learned = self._learned.get(endpoint)
@@ -53,7 +57,7 @@ class ReuseSteps:
             if not _is_short(held_tokens, cached_tokens):
                 return  # nearly every response of nearly every engine
             learned = self._make(endpoint)
-        learned.observe_reuse(held_tokens, cached_tokens, prefix)
+        learned.observe_reuse(held_tokens, cached_tokens, blocks[:_BEGINNING][-1] if blocks else 0)
         self._note(endpoint, learned.tokens)
 
     def forget_endpoint(self, endpoint: EndpointId) -> None:
