@@ -143,7 +143,7 @@ async def test_the_step_in_which_an_engine_reuses_comes_along(tmp_path: Path) ->
         steps = service.kv.state.indexes["default"].steps
         for number in range(8):
             steps.observe_reuse(
-                A, held_tokens=1000 + number % 2 * 512, cached_tokens=512 + number % 2 * 512, prefix=number
+                A, held_tokens=1000 + number % 2 * 512, cached_tokens=512 + number % 2 * 512, blocks=[number]
             )
         steps.tell_block_size(B, 256)
         assert steps.known == {A: 512, B: 256}
@@ -154,7 +154,7 @@ async def test_the_step_in_which_an_engine_reuses_comes_along(tmp_path: Path) ->
         steps.tell_block_size(A, 16)
         assert steps.known == {A: 512}
         for _ in range(2):
-            steps.observe_reuse(A, held_tokens=768, cached_tokens=768, prefix=1)
+            steps.observe_reuse(A, held_tokens=768, cached_tokens=768, blocks=[1])
         assert steps.known == {A: 256}
 
 
