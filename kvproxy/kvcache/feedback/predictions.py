@@ -142,5 +142,8 @@ class PredictionFeedback:
                 request_id=result.request_id,
             )
             if contradicted:
-                self._lookups.note_contradiction(endpoint, facts.hashes, cached)
+                lower = overlap.lower
+                self._lookups.note_contradiction(
+                    endpoint, facts.hashes, cached, cached_blocks=cached_blocks, lower=lower
+                )
         return lost

@@ -20,10 +20,18 @@ from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import BreakerOpen, ClientError, NotSupported
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.overlap.merge import HolderOverlap
-from kvproxy.kvcache.providers import ControllerProvider, CoordinatorProvider, Holder, Prefix, Provider, is_coordinator
+from kvproxy.kvcache.providers import (
+    EVERY_INSTANCE,
+    ControllerProvider,
+    CoordinatorProvider,
+    Holder,
+    Prefix,
+    Provider,
+    is_coordinator,
+)
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import Overlap
-from kvproxy.types import Clock, EndpointId, Sleep
+from kvproxy.types import Clock, EndpointId, LowerTokens, Sleep, Tier, count_lower
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -31,6 +39,8 @@ OPERATION = "lookup"
 _WARNED = 256
 #: How long, and for how many prompts, a hint that the engine contradicted is not believed again.
 _DISTRUST_S, _DISTRUSTED = 60.0, 10_000
+#: Where a shared store is.
+EVERY_ENDPOINT = EndpointId("")
 
 
 class LookupClient:
@@ -46,6 +56,8 @@ class LookupClient:
         self._warned: set[str] = set()
         #: A TTLCache: an engine that was wrong about a prompt once may compute it meanwhile.
         self._distrusted: TTLCache[tuple[EndpointId, int], int] = TTLCache(_DISTRUSTED, _DISTRUST_S, timer=clock)
+        #: By the first block that was not there, and where: tokens that were.
+        self._denied: TTLCache[tuple[EndpointId, int], int] = TTLCache(_DISTRUSTED, _DISTRUST_S, timer=clock)
 
     @property
     def possible(self) -> bool:
@@ -79,7 +91,8 @@ class LookupClient:
         local: Mapping[EndpointId, Overlap],
         hashes: array[int],
     ) -> list[HolderOverlap]:
-        """What the holders are worth for these endpoints, by instance id.
+        """What the holders are worth for these endpoints, by instance id; what is in a shared store, for all that
+        read it.
 
         A number that may not be a contiguous prefix is capped by what was routed there, where anything was, and by
         what the engine had when it was last found wrong. Holders that serve another model are passed over; `known` are
@@ -91,21 +104,59 @@ class LookupClient:
             by_instance.setdefault(endpoint.instance_id, []).append(endpoint)
         found = []
         for holder in holders:
-            if holder.instance_id not in by_instance:
+            if holder.instance_id == EVERY_INSTANCE:
+                mounting = [endpoint for endpoint in endpoints if endpoint.reads_shared_kv]
+            else:
+                mounting = by_instance.get(holder.instance_id, [])
+            if not mounting and holder.instance_id:
                 self._note_unknown(holder.instance_id, known)
             if holder.tokens <= 0:
                 continue
-            for endpoint in by_instance.get(holder.instance_id, ()):
-                tokens = holder.tokens
+            for endpoint in mounting:
+                tokens, lower = holder.tokens, holder.lower
                 if not holder.contiguous:
                     tokens = self._capped(tokens, endpoint.id, local, hashes)
-                found.append(HolderOverlap(endpoint.id, tokens, holder.contiguous, self.provider.source))
+                if lower and not endpoint.reads_shared_kv:
+                    lower = tuple([each for each in lower if each[0] is not Tier.SHARED])
+                    tokens = count_lower(lower)
+                if self._denied and lower:
+                    tokens = min(tokens, self._undenied(endpoint.id, lower, hashes))
+                found.append(HolderOverlap(endpoint.id, tokens, holder.contiguous, self.provider.source, lower))
         return found
 
-    def note_contradiction(self, endpoint: EndpointId, hashes: array[int], cached_tokens: int) -> None:
-        """The engine had only so many tokens of this prompt where a hint had promised more."""
-        if hashes:
-            self._distrusted[endpoint, hashes[0]] = cached_tokens
+    def note_contradiction(
+        self,
+        endpoint: EndpointId,
+        hashes: array[int],
+        cached_tokens: int,
+        *,
+        cached_blocks: int = 0,
+        lower: LowerTokens = (),
+    ) -> None:
+        """The engine had only so many tokens of this prompt, `cached_blocks` of its blocks, where a hint had promised
+        more, on these tiers. A placement on a disk is a hint, since no source tells of what was deleted there, and in a
+        shared store it is the same for every engine: what the engine denies is not believed for a while, wherever a
+        prompt goes the same way."""
+        if not hashes:
+            return
+        self._distrusted[endpoint, hashes[0]] = cached_tokens
+        tiers = {tier for tier, _ in lower}
+        denied = hashes[min(cached_blocks, len(hashes) - 1)]
+        if Tier.SHARED in tiers:
+            self._denied[EVERY_ENDPOINT, denied] = cached_tokens
+        if Tier.DISK in tiers:
+            self._denied[endpoint, denied] = cached_tokens
+
+    def _undenied(self, endpoint: EndpointId, lower: LowerTokens, hashes: array[int]) -> int:
+        """Tokens of these that no engine denied: those nearer than the disk, or before the denied ones."""
+        denied, tokens, near = self._denied, count_lower(lower), 0
+        for tier, here in lower:
+            place = EVERY_ENDPOINT if tier is Tier.SHARED else endpoint
+            if tier in (Tier.DISK, Tier.SHARED):
+                proven = [denied[place, block] for block in hashes if (place, block) in denied]
+                tokens = min([tokens, *(max(near, each) for each in proven)])
+            near += here
+        return tokens
 
     def _capped(
         self, tokens: int, endpoint: EndpointId, local: Mapping[EndpointId, Overlap], hashes: array[int]
