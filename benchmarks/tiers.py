@@ -68,7 +68,8 @@ class Job:
             policy = spec.make(rng=Random(1))
             outcomes = play_policy(trace, bound.pace, played, policy, tier_blind=spec.tier_blind, seed=1)
             summary = summarize_outcomes(outcomes, INSTANCES)
-            learned = {} if policy.speeds is None else policy.speeds.estimates(0.0).onboarding_s_per_token
+            speeds = policy.speeds
+            learned = {} if speeds is None else speeds.onboarding.pool_prices(speeds.seconds[1])
             rows.append({
                 "trace": name, **asdict(cell), "requests": trace.requests, "failed": summary.failed,
                 "ttft_mean_s": round(summary.ttft_mean_s, 5), "ttft_p99_s": round(summary.ttft_p99_s, 5),
