@@ -40,8 +40,9 @@ Cost: what the report says against what the engine computed more than for a twin
 |---|---|---|---|---|---|---|
 {planted}
 
-{clean}
-## Cost
+{clean}{cost}"""
+
+COST = """## Cost
 
 Microseconds of processor time a request. In pairs: the service's whole work for it (hashing, facts, learning), and what
 looking for breaks, or a call that does nothing, adds to it; each session served seven times by each side in turn, the
@@ -50,7 +51,7 @@ least of each, medians over 12 sessions. By itself: one session's looking, 200 t
 
 | traffic | service | looking adds | a call that does nothing adds | looking by itself |
 |---|---|---|---|---|
-{cost}
+{rows}
 """
 
 CLEAN = """## Clean traffic
@@ -93,12 +94,15 @@ def render(arguments: argparse.Namespace, planted: Sequence[Planted], clean: Cle
         engines="a real vLLM" if arguments.engine else "simulated engines",
         sessions=len(planted), turns=TURNS, named=sum(one.named for one in planted),
         broken=sum(one.breaks for one in planted), planted="\n".join(rows), clean=shown,
-        processors=os.cpu_count(), load=os.getloadavg()[0],
-        cost="\n".join(
-            f"| {one.traffic} | {one.without:.1f} | {one.added:.1f} | {one.nothing:.1f} | {one.alone:.1f} |"
-            for one in cost
-        ),
+        cost=_render_cost(cost) if cost else "",
     )  # fmt: skip
+
+
+def _render_cost(cost: Sequence[Cost]) -> str:
+    rows = "\n".join(
+        f"| {one.traffic} | {one.without:.1f} | {one.added:.1f} | {one.nothing:.1f} | {one.alone:.1f} |" for one in cost
+    )
+    return COST.format(rows=rows, processors=os.cpu_count(), load=os.getloadavg()[0])
 
 
 def main() -> None:

@@ -17,13 +17,13 @@ import psutil
 
 
 class Process:
-    """One program and its children, pinned to a core; ended with the block."""
+    """One program and its children, pinned to a core, or to a list of them such as `0-3`; ended with the block."""
 
     def __init__(
         self,
         command: Sequence[str],
         *,
-        core: int,
+        core: int | str,
         log: Path,
         environment: dict[str, str] | None = None,
         folder: Path | None = None,

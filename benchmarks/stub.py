@@ -36,6 +36,7 @@ _INFO = (
 _STREAMING = re.compile(rb'"stream": ?true')
 _RENDER = re.compile(rb"POST /v1/(chat/)?completions/render[? ]")
 _TOKEN_BYTES, _VOCABULARY = 4, 150_000
+_CHUNKED = re.compile(rb"transfer-encoding: *chunked", re.IGNORECASE)
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
 
@@ -73,6 +74,16 @@ _ANSWER = _plain(_COMPLETION)
 _ABOUT = _plain(_INFO)
 
 
+def _size(data: bytes, end: int) -> int:
+    """Bytes of the request whose head ends there; 0: not known yet. (Envoy streams in chunks.)"""
+    if length := _LENGTH.search(data, 0, end):
+        return end + 4 + int(length[1])
+    if not _CHUNKED.search(data, 0, end):
+        return end + 4
+    last = data.find(b"\r\n0\r\n\r\n", end)
+    return 0 if last < 0 else last + 7
+
+
 class Engine(asyncio.Protocol):
     """One connection."""
 
@@ -84,9 +95,8 @@ class Engine(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._data = data = self._data + data if self._data else data
         while (end := data.find(b"\r\n\r\n")) >= 0:
-            length = _LENGTH.search(data, 0, end)
-            size = end + 4 + (int(length[1]) if length else 0)
-            if len(data) < size:
+            size = _size(data, end)
+            if not size or len(data) < size:
                 break
             self._answer(data[:size])
             data = data[size:]

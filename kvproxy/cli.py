@@ -76,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(commands)
     _add_drain(commands)
     _add_reload(commands)
+    _add_worker(commands)
     _add_replay(commands)
     _add_demo(commands)
     _add_completion(commands, parser)
@@ -236,6 +237,13 @@ def _add_reload(commands: _Commands[argparse.ArgumentParser]) -> None:
     reload.set_defaults(run="commands.operate:main_reload")
 
 
+def _add_worker(commands: _Commands[argparse.ArgumentParser]) -> None:
+    """What `serve --workers` starts; without a help it is not shown."""
+    worker = commands.add_parser("worker")
+    worker.add_argument("line", type=int, metavar="DESCRIPTOR", help="of the line to the supervisor")
+    worker.set_defaults(run="commands.worker:main")
+
+
 def _add_replay(commands: _Commands[argparse.ArgumentParser]) -> None:
     from kvproxy.replay.options import add_arguments
 
@@ -250,6 +258,7 @@ def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
         "--engine", dest="kind", choices=("vllm", "sglang"), default="vllm", help="their kind (default vllm)"
     )
     demo.add_argument("--engines", type=_count, default=3, help="simulated engines (default 3)")
+    demo.add_argument("--ranks", type=_count, default=1, help="data-parallel ranks of each, of SGLang's (default 1)")
     demo.add_argument("--sessions", type=_count, default=15, help="conversations (default 15)")
     demo.add_argument("--turns", type=_count, default=5, help="turns of each (default 5)")
     demo.add_argument("--stay", action="store_true", help="leave everything running until Ctrl-C")

@@ -8,7 +8,9 @@ from types import ModuleType
 
 import httpx
 import pytest
+import yaml
 
+from kvproxy.config.listener_schema import PickerSettings
 from tests.kvcache.fleet import simulated
 from tests.kvcache.support import long_text
 from tests.support.loopback import serve
@@ -59,3 +61,16 @@ async def test_the_middleware_sample_keeps_a_chat_on_its_engine(monkeypatch: pyt
                 engines.append(answer.headers["x-engine"])
                 history += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": f"and {turn}?"}]
     assert engines == ["a"] * 4
+
+
+def test_the_gateways_files_name_the_same_picker() -> None:
+    """Pool, service, deployment and the picker's default port fit together."""
+    parts = {one["kind"]: one for one in yaml.safe_load_all((SAMPLES / "envoy" / "inferencepool.yaml").read_text())}
+    named = parts["InferencePool"]["spec"]["endpointPickerRef"]
+    (port,) = parts["Service"]["spec"]["ports"]
+    (container,) = parts["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert named["name"] == parts["Service"]["metadata"]["name"]
+    probes = [container[f"{kind}Probe"]["grpc"]["port"] for kind in ("liveness", "readiness")]
+    assert {named["port"]["number"], port["port"], *probes} == {PickerSettings().port}
+    (backend,) = parts["HTTPRoute"]["spec"]["rules"][0]["backendRefs"]
+    assert (backend["kind"], backend["name"]) == ("InferencePool", parts["InferencePool"]["metadata"]["name"])

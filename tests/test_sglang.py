@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,7 @@ from tests.support.until import until
 
 FAST = EngineSettings(512, 16, token_outputs=True, timing=EngineTiming(time_scale=0.001))
 QUICK = SglangSettings(engine=FAST, kv_events=EventSettings(), health_step_s=0.01)
+MARK = {"cache_control": {"type": "ephemeral"}}
 OTHER = "Now something else entirely, so that no prompt of one conversation begins like one of another."
 
 
@@ -169,7 +171,7 @@ async def test_a_flushed_cache_is_noticed() -> None:
         await until(lambda: index.precise.count_rows(EndpointId("a")))
         answer = await place.proxy.client.post("/flush_cache")
         assert answer.status_code in (403, 404)  # no client's business
-        assert place.apps["a"]._engine.reset_prefix_cache()
+        assert place.apps["a"].ranks[0].reset_prefix_cache()
         await place.turn(opening(OTHER))
         await until(lambda: place.kv.state.losses.latest_loss("default", EndpointId("a")))
         loss = place.kv.state.losses.latest_loss("default", EndpointId("a"))
@@ -234,3 +236,81 @@ async def test_the_page_s_configuration() -> None:
         assert where == home
         assert usage["prompt_tokens_details"]["cached_tokens"] > 0.6 * usage["prompt_tokens"]
         assert not any(app.calls["GET /health"] for app in place.apps.values())
+
+
+@pytest.mark.parametrize("form", list(EventForm))
+async def test_its_data_parallel_ranks_are_endpoints(form: EventForm) -> None:
+    """Found out by its metrics and its arguments: each has its own events and its own load, and a conversation stays
+    with the rank that holds it, whatever the server's own balancing would do."""
+    async with fleet(replace(QUICK, dp_size=2, kv_events=EventSettings(form=form)), count=1) as place:
+        await place.kv.scraper.scrape_all()
+        streams = place.kv.overlap.streams
+        assert streams is not None
+        await streams.follow_endpoints()
+        await until(lambda: place.exact == {"a@0", "a@1"})
+        index = place.kv.overlap.indexes["default"]
+        chats = [opening("tell me of the sea"), opening(OTHER)]
+        cluster, homes = place.proxy.proxy.clusters["default"], ["a@0", "a@1"]
+        for home, chat in zip(homes, chats, strict=True):  # the first turn where it is to be, the next by what is held
+            cluster.drain_endpoint(EndpointId("a@1" if home == "a@0" else "a@0"))
+            assert (await place.turn(chat))[0] == home
+            cluster.drain_endpoint(EndpointId("a@1" if home == "a@0" else "a@0"), draining=False)
+        for _ in range(3):
+            for chat, home in zip(chats, homes, strict=True):
+                await until(lambda home=home: index.precise.count_rows(EndpointId(home)))  # type: ignore[misc]
+                where, usage = await place.turn(chat)
+                assert where == home
+                assert usage["prompt_tokens_details"]["cached_tokens"] > 0.6 * usage["prompt_tokens"]
+        served = [f"a@{request['rank']}" for request in place.apps["a"].requests]
+        assert served == homes * 4
+        await place.kv.scraper.scrape_all()
+        for endpoint in place.proxy.proxy.clusters["default"].endpoints:
+            reading = place.kv.scraper.signals.latest_scrape(endpoint)
+            assert reading is not None
+            assert reading[1].cache is not None
+            assert reading[1].cache.capacity_tokens == 8192
+
+
+async def test_a_rank_that_is_gone_costs_one_further_question() -> None:
+    """It refuses in words of its own, in a chat's shape and in that of Messages."""
+    for path, body in (
+        ("/v1/chat/completions", {"messages": opening("hello")}),
+        ("/v1/messages", {"messages": opening("hello")}),
+    ):
+        endpoints = {"data_parallel": {"ranks": [0, 1, 2]}}
+        app = create_sglang_app(replace(QUICK, dp_size=2), rng=random.Random(1))
+        async with app, serve(app) as url, running_proxy([{"id": "a", "url": url, **endpoints}]) as proxy:
+            for _ in range(3):
+                answer = await proxy.client.post(path, json={"model": "sim", "max_tokens": 1, **body})
+                assert answer.status_code == 200
+            assert [str(one.id) for one in proxy.proxy.clusters["default"].endpoints] == ["a@0", "a@1"]
+
+
+async def test_an_agents_messages_are_known_by_their_tokens() -> None:
+    """Tools, results and marks: what its events say of the last turn is what the engine reuses of it."""
+    tool = {"name": "look_up", "description": "Looks a word up. " * 20, "input_schema": {"type": "object"}}
+    system = [{"type": "text", "text": "You help. " * 60}, {"type": "text", "text": "Be brief.", **MARK}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": OTHER * 4, **MARK}]}]
+    async with fleet(count=1) as place:
+
+        def told(outcome: str) -> float:
+            return place.proxy.metric("kvproxy_kvcache_tokenizes_total", outcome=outcome)
+
+        await until(lambda: place.exact == {"a"})
+        index, before = place.kv.overlap.indexes["default"], 0
+        for turn in range(4):
+            body = {"model": "sim", "max_tokens": 4, "system": system, "tools": [tool], "messages": messages}
+            answer = await place.proxy.client.post("/v1/messages", json=body, headers={"x-kvproxy-debug": "1"})
+            usage = answer.json()["usage"]
+            read = usage.get("cache_read_input_tokens", 0)
+            if turn:
+                matched = re.search(r"matched=a:(\d+)/precise", answer.headers["x-kvproxy-decision"])
+                assert matched is not None, answer.headers["x-kvproxy-decision"]
+                assert before - 2 * 16 < int(matched[1]) <= read <= before + 16
+            before = usage["input_tokens"] + read
+            call = {"type": "tool_use", "id": f"t{turn}", "name": "look_up", "input": {"word": str(turn)}}
+            result = {"type": "tool_result", "tool_use_id": f"t{turn}", "content": f"{turn} is a number. " * 30}
+            messages.append({"role": "assistant", "content": [{"type": "text", "text": "Let me see."}, call]})
+            messages.append({"role": "user", "content": [result, {"type": "text", "text": "And?", **MARK}]})
+            await until(lambda turn=turn: told("ok") == turn + 1)  # type: ignore[misc]
+            await until(lambda held=before: index.precise.count_rows(EndpointId("a")) * 16 > held - 32)  # type: ignore[misc]

@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-_NO_RAW = Raw()
+NO_RAW = Raw()
 _HEADER = "x-anthropic-billing-header"
 #: Fields that a chat has under the same name.
 _KEPT = ("model", "chat_template_kwargs")
 _EMPTY_OBJECT = Raw(b"{}")
 
 
-class _Block(msgspec.Struct, gc=False):
+class Block(msgspec.Struct, gc=False):
     """A content block of any type."""
 
     type: str
@@ -27,17 +27,17 @@ class _Block(msgspec.Struct, gc=False):
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: Raw = _NO_RAW
+    input: Raw = NO_RAW
     tool_use_id: str | None = None
-    content: Raw = _NO_RAW
+    content: Raw = NO_RAW
 
 
 class _Message(msgspec.Struct, gc=False):
     role: str
-    content: str | list[_Block]
+    content: str | list[Block]
 
 
-class _Tool(msgspec.Struct, gc=False):
+class MessagesTool(msgspec.Struct, gc=False):
     name: str
     input_schema: Raw
     description: str | None = None
@@ -46,7 +46,7 @@ class _Tool(msgspec.Struct, gc=False):
 
 
 class _Schema(msgspec.Struct, gc=False):
-    type: Raw = _NO_RAW
+    type: Raw = NO_RAW
 
 
 class _Thinking(msgspec.Struct, gc=False):
@@ -57,27 +57,27 @@ class _OutputConfig(msgspec.Struct, gc=False):
     effort: str | None = None
 
 
-class _Body(msgspec.Struct, gc=False):
+class MessagesBody(msgspec.Struct, gc=False):
     messages: list[_Message]
-    system: str | list[_Block] | None = None
-    tools: list[_Tool] | None = None
+    system: str | list[Block] | None = None
+    tools: list[MessagesTool] | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
-    model: Raw = _NO_RAW
-    chat_template_kwargs: Raw = _NO_RAW
+    model: Raw = NO_RAW
+    chat_template_kwargs: Raw = NO_RAW
 
 
-_decode = msgspec.json.Decoder(_Body).decode
+decode_messages = msgspec.json.Decoder(MessagesBody).decode
 _decode_schema = msgspec.json.Decoder(_Schema).decode
-_decode_blocks = msgspec.json.Decoder(list[_Block]).decode
-_Chat = dict[str, Any]
+_decode_blocks = msgspec.json.Decoder(list[Block]).decode
+Chat = dict[str, Any]
 
 
 def chat_of_messages(body: bytes) -> bytes:
     """The chat body with the same prompt. Raises ValueError for a body that is none or that cannot be told."""
     try:
-        request = _decode(body)
-        chat: _Chat = {name: value for name in _KEPT if (value := getattr(request, name)) is not _NO_RAW}
+        request = decode_messages(body)
+        chat: Chat = {name: value for name in _KEPT if (value := getattr(request, name)) is not NO_RAW}
         chat["messages"] = _messages(request)
         if request.tools is not None:
             chat["tools"] = [_tool(tool) for tool in request.tools]
@@ -87,17 +87,17 @@ def chat_of_messages(body: bytes) -> bytes:
     return msgspec.json.encode(chat if effort is None else {**chat, "reasoning_effort": effort})
 
 
-def _effort(request: _Body) -> str | None:
+def _effort(request: MessagesBody) -> str | None:
     if request.thinking is not None and request.thinking.type == "disabled":
         return "none"
     return request.output_config.effort if request.output_config is not None else None
 
 
-def _messages(request: _Body) -> list[_Chat]:
+def _messages(request: MessagesBody) -> list[Chat]:
     system, messages = _system(request.system), request.messages
     if not system and messages and messages[0].role == "system":
         system, messages = _system(messages[0].content), messages[1:]
-    made: list[_Chat] = [{"role": "system", "content": system}] if system else []
+    made: list[Chat] = [{"role": "system", "content": system}] if system else []
     for message in messages:
         if message.role not in ("user", "assistant"):
             raise ValueError("where a later system message goes is the template's business")
@@ -110,7 +110,7 @@ def _messages(request: _Body) -> list[_Chat]:
     return made
 
 
-def _system(content: str | list[_Block] | None) -> str:
+def _system(content: str | list[Block] | None) -> str:
     """One text; blocks that are a billing header are dropped, one in front of a string by the chat itself."""
     if not isinstance(content, list):
         return content or ""
@@ -120,9 +120,9 @@ def _system(content: str | list[_Block] | None) -> str:
     return "".join([text for text in texts if not text.startswith(_HEADER)])
 
 
-def _user(blocks: Sequence[_Block]) -> list[_Chat]:
+def _user(blocks: Sequence[Block]) -> list[Chat]:
     """Results of tools are messages of their own, before what the user says."""
-    made: list[_Chat] = []
+    made: list[Chat] = []
     for block in blocks:
         if block.type == "tool_result":
             made.append({"role": "tool", "tool_call_id": block.tool_use_id or "", "content": _result(block.content)})
@@ -133,60 +133,67 @@ def _user(blocks: Sequence[_Block]) -> list[_Chat]:
 
 
 def _result(content: Raw) -> str:
-    if content is _NO_RAW or bytes(content) == b"null":
-        return ""
+    return "\n".join(read_result(content))
+
+
+def read_result(content: Raw) -> list[str]:
+    if content is NO_RAW or bytes(content) == b"null":
+        return []
     if bytes(content).startswith(b'"'):
-        return msgspec.json.decode(content, type=str)
+        return [msgspec.json.decode(content, type=str)]
     blocks = _decode_blocks(content)
     if any(block.type != "text" for block in blocks):
         raise ValueError("a result that is not of text")
-    return "\n".join([block.text or "" for block in blocks])
+    return [block.text or "" for block in blocks]
 
 
-def _assistant(blocks: Sequence[_Block]) -> _Chat:
-    made: _Chat = {"role": "assistant"}
+def _assistant(blocks: Sequence[Block]) -> Chat:
+    made: Chat = {"role": "assistant"}
     if any(block.type not in ("text", "thinking", "redacted_thinking", "tool_use") for block in blocks):
         raise ValueError("an assistant's block of another type")
     thoughts = [block.thinking for block in blocks if block.type == "thinking" and block.thinking is not None]
     if thoughts:
         made["reasoning"] = "".join(thoughts)
-    calls = [_call(block) for block in blocks if block.type == "tool_use"]
+    calls = [make_call(block) for block in blocks if block.type == "tool_use"]
     if calls:
         made["tool_calls"] = calls
     said = _texts(blocks)
     return made if said is None else {**made, "content": said}
 
 
-def _call(block: _Block) -> _Chat:
+def make_call(block: Block) -> Chat:
     if not block.id:
         raise ValueError("a call without an id gets one of the time")
-    given = block.input if block.input is not _NO_RAW and bytes(block.input) != b"null" else _EMPTY_OBJECT
+    given = block.input if block.input is not NO_RAW and bytes(block.input) != b"null" else _EMPTY_OBJECT
     function = {"name": block.name or "", "arguments": bytes(given).decode()}
     return {"id": block.id, "type": "function", "function": function}
 
 
-def _texts(blocks: Sequence[_Block]) -> str | list[_Chat] | None:
+def _texts(blocks: Sequence[Block]) -> str | list[Chat] | None:
     """A single text is a string."""
-    texts = [block.text for block in blocks if block.type == "text" and block.text]
+    return make_content([block.text for block in blocks if block.type == "text" and block.text])
+
+
+def make_content(texts: Sequence[str]) -> str | list[Chat] | None:
     if len(texts) > 1:
         return [{"type": "text", "text": text} for text in texts]
     return texts[0] if texts else None
 
 
-def _tool(tool: _Tool) -> _Chat:
-    function: _Chat = {
+def _tool(tool: MessagesTool) -> Chat:
+    function: Chat = {
         "name": tool.name,
         "description": tool.description,
-        "parameters": _typed(tool.input_schema),
+        "parameters": type_schema(tool.input_schema),
         "strict": tool.strict,
         "defer_loading": tool.defer_loading,
     }
     return {"type": "function", "function": function}
 
 
-def _typed(schema: Raw) -> Raw:
+def type_schema(schema: Raw) -> Raw:
     """What says no type is an object. Its members are not taken apart: there may be as many as a client likes."""
-    if _decode_schema(schema).type is not _NO_RAW:
+    if _decode_schema(schema).type is not NO_RAW:
         return schema
     members = bytes(schema)[1:-1].rstrip()
     return Raw(b'{%b%b"type":"object"}' % (members, b"," if members.strip() else b""))

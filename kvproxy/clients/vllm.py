@@ -4,6 +4,7 @@ metrics, models, event sources."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from kvproxy.clients.kv_events.source import MAX_SOURCES, KvEventSource, WireSou
 from kvproxy.clients.messages_chat import chat_of_messages
 from kvproxy.clients.responses_chat import chat_of_responses
 from kvproxy.clients.sglang import SglangInfo, fetch_info
+from kvproxy.clients.sglang_messages import sglang_chat_of_messages
 from kvproxy.clients.tokens import TokenIds, tokens_from_json
 from kvproxy.errors import BadResponse, NotSupported, Refused
 from kvproxy.types import RequestKind
@@ -101,6 +103,7 @@ class VllmClient:
         self._timeout_s = timeout_s
         #: Whether the engine renders requests of a kind: False once it said no (then never asked again).
         self.renders: dict[RequestKind, bool] = {}
+        self._is_sglang: bool | None = None  # once it was asked
 
     async def tokenize_prompt(self, model: str, prompt: str, *, timeout_s: float | None = None) -> Tokenized:
         """Token ids of a completion prompt; special tokens as the engine's completion endpoint adds them."""
@@ -158,7 +161,10 @@ class VllmClient:
                 return await self.render_prompt(kind, model, body, timeout_s=timeout_s)
             except NotSupported:
                 pass  # answered without work by the engine; asked once only
-        return await self.tokenize_chat(model, AS_CHAT[kind](body), timeout_s=timeout_s)
+        as_chat = AS_CHAT[kind]
+        if kind is RequestKind.MESSAGES and await self._ask_sglang(timeout_s):
+            as_chat = sglang_chat_of_messages
+        return await self.tokenize_chat(model, as_chat(body), timeout_s=timeout_s)
 
     async def check_health(self, *, timeout_s: float | None = None) -> bool:
         """Whether `/health` says the engine lives; False for an error status, ClientError without any answer."""
@@ -198,7 +204,13 @@ class VllmClient:
 
     async def sglang_info(self, *, timeout_s: float | None = None) -> SglangInfo:
         """What SGLang says of itself; NotSupported for every other engine."""
-        return await fetch_info(self._api, timeout_s=timeout_s or self._timeout_s)
+        try:
+            info = await fetch_info(self._api, timeout_s=timeout_s or self._timeout_s)
+        except NotSupported:
+            self._is_sglang = False
+            raise
+        self._is_sglang = True
+        return info
 
     async def list_models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
         """Models and LoRA adapters the engine serves. Answers even when the engine core is dead: not a health check."""
@@ -210,6 +222,12 @@ class VllmClient:
     async def fetch_version(self, *, timeout_s: float | None = None) -> str:
         """The engine's version, such as `0.32.0`."""
         return (await self._api.get("/version", _Version, timeout_s=timeout_s or self._timeout_s)).version
+
+    async def _ask_sglang(self, timeout_s: float | None) -> bool:
+        if self._is_sglang is None:
+            with contextlib.suppress(NotSupported):
+                await self.sglang_info(timeout_s=timeout_s)
+        return self._is_sglang is True
 
     async def _tokenize(self, body: bytes, timeout_s: float | None) -> Tokenized:
         answer = await self._api.post(

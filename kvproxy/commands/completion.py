@@ -68,6 +68,8 @@ def list_commands(parser: argparse.ArgumentParser) -> Iterator[Command]:
             continue
         helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
         for name, sub in action.choices.items():
+            if name not in helps:
+                continue  # what kvproxy itself starts
             found = [(each, _option(each)) for each in sub._actions]
             options = tuple(option for each, option in found if each.option_strings)
             arguments = tuple(option for each, option in found if not each.option_strings)

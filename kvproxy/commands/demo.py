@@ -8,6 +8,7 @@ import math
 import signal
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
@@ -31,7 +32,10 @@ _LINES = 4
 
 def main(args: argparse.Namespace) -> int:
     """`kvproxy demo`."""
-    return run(DemoOptions(args.engines, args.sessions, args.turns, args.stay, args.kind), out=sys.stdout)
+    if args.ranks > 1 and args.kind != "sglang":
+        sys.stderr.write("kvproxy demo: --ranks needs --engine sglang\n")
+        return 2
+    return run(DemoOptions(args.engines, args.sessions, args.turns, args.stay, args.kind, args.ranks), out=sys.stdout)
 
 
 def run(demo: DemoOptions, *, out: TextIO) -> int:
@@ -54,7 +58,7 @@ async def run_demo(demo: DemoOptions, out: TextIO) -> int:
             passed = await start_proxy(passing, plain, PLAIN, stays=False)
             results[PLAIN] = await _play(mix, passed.public, PLAIN, out)
         results[AWARE] = await _play(mix, place.public, AWARE, out)
-        print_table(results, list(fleet.endpoints), out)
+        print_table(results, out)
         if demo.stay:
             await _stay(mix, place, out)
     return 0
@@ -115,16 +119,18 @@ def print_beginning(demo: DemoOptions, mix: Mix, out: TextIO) -> None:
     """What is about to happen."""
     what = f"{mix.sessions} conversations of {mix.turns} turns"
     name, how = _KINDS[demo.kind]
-    print(f"{what} through kvproxy, in front of {demo.engines} simulated {name} engines:", file=out)
+    ranks = f" with {demo.ranks} data-parallel ranks each" if demo.ranks > 1 else ""
+    print(f"{what} through kvproxy, in front of {demo.engines} simulated {name} engines{ranks}:", file=out)
     print(f"once routed by round_robin, once by kv_aware, which {how}.", file=out)
 
 
-def print_table(results: Mapping[str, Sequence[DemoReply]], endpoints: Sequence[str], out: TextIO) -> None:
+def print_table(results: Mapping[str, Sequence[DemoReply]], out: TextIO) -> None:
     """Per policy: requests by endpoint, what was cached, and how long the first token took (streamed requests)."""
     header = f"{'policy':<14}{'requests per endpoint':<32}{'cached':>8}{'TTFT mean':>12}{'p50':>9}{'p99':>9}"
     print(f"\n{header}\n{'-' * len(header)}", file=out)
     for policy, replies in results.items():
-        shares = " ".join(f"{name}:{sum(r.endpoint == name for r in replies)}" for name in endpoints)
+        served = sorted(Counter(reply.endpoint for reply in replies).items())
+        shares = " ".join(f"{name}:{count}" for name, count in served)
         cached = sum(r.cached_tokens for r in replies) / max(1, sum(r.prompt_tokens for r in replies))
         times = sorted(r.ttft_s for r in replies if r.streamed)
         mean, p50, p99 = map(_ms, (_mean_ttft_s(replies), _quantile(times, 0.5), _quantile(times, 0.99)))

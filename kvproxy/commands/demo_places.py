@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from kvproxy.app import Proxy
@@ -32,6 +32,7 @@ class DemoOptions:
     turns: int
     stay: bool
     kind: str = "vllm"  # or `sglang`
+    ranks: int = 1  # data-parallel, of each engine; SGLang's
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class RunningFleet:
 
     endpoints: dict[str, str]
     controller: str = ""
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,8 @@ async def start_fleet(stack: AsyncExitStack, demo: DemoOptions) -> RunningFleet:
     """Engines and the controller they report to, each on a port of its own. SGLang's publish events instead."""
     engine = EngineSettings(_CACHE_BLOCKS, 16, token_outputs=True)
     if demo.kind == "sglang":
-        sglang = SglangSettings(model=MODEL, engine=engine, kv_events=EventSettings())
+        engine = replace(engine, capacity_blocks=_CACHE_BLOCKS // demo.ranks)
+        sglang = SglangSettings(model=MODEL, engine=engine, kv_events=EventSettings(), dp_size=demo.ranks)
         settings = FleetSettings(clone_engines(sglang, demo.engines), None)
     else:
         settings = FleetSettings(clone_engines(VllmSettings(model=MODEL, engine=engine), demo.engines))
@@ -63,7 +66,7 @@ async def start_fleet(stack: AsyncExitStack, demo: DemoOptions) -> RunningFleet:
     for name, app in fleet.engines.items():
         urls[name] = (await stack.enter_async_context(Server(app, drain_s=1.0))).url
     if fleet.controller is None:
-        return RunningFleet(urls)
+        return RunningFleet(urls, ranks=demo.ranks)
     controller = await stack.enter_async_context(Server(fleet.controller, drain_s=1.0))
     return RunningFleet(urls, controller.url)
 
@@ -73,8 +76,10 @@ async def start_proxy(stack: AsyncExitStack, fleet: RunningFleet, policy: str, *
     known = {"lmcache_endpoint": fleet.controller} if fleet.controller else {"kv_events": True}
     aware = [{"kvcache": known}] if policy == AWARE else []
     filters = ["request_id", "inference_request", *aware, "router"]
-    health = {} if fleet.controller else {"health": {"path": "/ready"}}
-    config = load_config({"endpoints": fleet.endpoints, "policy": policy, "filters": filters, **health})
+    more: dict[str, object] = {} if fleet.controller else {"health": {"path": "/ready"}}
+    if policy == AWARE and fleet.ranks > 1:
+        more["data_parallel"] = {"ranks": list(range(fleet.ranks))}
+    config = load_config({"endpoints": fleet.endpoints, "policy": policy, "filters": filters, **more})
     proxy = await stack.enter_async_context(Proxy(config, rng=Random(_SEED)))
     ports = [port if stays and _free(port) else 0 for port in (config.listen.port, config.admin.port)]
     public = await stack.enter_async_context(Server(proxy, port=ports[0], drain_s=1.0))

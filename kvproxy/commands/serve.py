@@ -30,7 +30,7 @@ from kvproxy.errors import Problem
 from kvproxy.listener.server import Server, bind_sockets, url_of
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.workers.admin import WorkersAdmin
-from kvproxy.workers.share import count_workers
+from kvproxy.workers.share import count_workers, keeps_snapshot
 from kvproxy.workers.supervisor import Served, Supervisor, WorkersFailed
 from kvproxy.workers.workers import Workers
 
@@ -98,7 +98,14 @@ async def supervise_until_signal(config: Config, problems: list[Problem], source
         public = await bind_sockets(config.listen.host, config.listen.port)
         url = url_of(config.listen.host, public[0].getsockname()[1], tls=config.listen.tls is not None)
         restarts = metrics.process.worker_restarts
-        supervisor = Supervisor(Served(config), count=count, public=public, folder=folder, on_restart=restarts.inc)
+        supervisor = Supervisor(
+            Served(config),
+            count=count,
+            public=public,
+            folder=folder,
+            on_restart=restarts.inc,
+            first_alone=keeps_snapshot(config),
+        )
         workers = await stack.enter_async_context(Workers(supervisor, metrics=metrics))
         workers.findings = convert_problems(problems)
         await _open_admin(stack, workers)

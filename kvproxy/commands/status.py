@@ -136,6 +136,8 @@ def _headline(live: Mapping[str, Any]) -> str:
         f"last minute {minute['requests']:,} requests, {minute['failed']:,} failed",
         f"first byte {_seconds(ttft)}",
     ]
+    if (workers := live.get("workers")) is not None:
+        parts.insert(1, f"{sum(one['serves'] for one in workers)} of {len(workers)} workers")
     if prompt:
         parts.append(f"from cache {_percent(cached / prompt)} (predicted {_percent(predicted / prompt)})")
     if (saved := minute.get("saved_prefill_s")) is not None:

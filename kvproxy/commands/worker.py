@@ -2,55 +2,57 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import logging
+import contextlib
 import signal
 import socket
-import sys
 from contextlib import AsyncExitStack
 
 from kvproxy.app import Proxy
 from kvproxy.commands.logging_setup import log_to
 from kvproxy.commands.serving import diagnosis, public_listener, run_loop
-from kvproxy.errors import ConfigError, describe_os_error
 from kvproxy.listener.server import Server
+from kvproxy.sync.datagrams import Siblings
+from kvproxy.sync.peers import SyncStatus
 from kvproxy.workers.assignment import Assignment, Link, receive_assignment
 from kvproxy.workers.control import ControlApp
 from kvproxy.workers.share import take_share
 
-logger = logging.getLogger("kvproxy")
+#: A sibling that does not answer must not keep a worker from serving.
+_JOIN_S = 3.0
 
 
-def main(line: socket.socket) -> int:
+def main(args: argparse.Namespace) -> int:
     """Serve until the supervisor says to end, or is gone."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a terminal tells every process of it; the supervisor decides
+    line = socket.socket(fileno=args.line)
     try:
         assignment = receive_assignment(line)
     except EOFError:
         return 1
     with log_to(assignment.config.log):
-        try:
-            return run_loop(lambda: serve_as_worker(assignment, line))
-        except ConfigError as error:
-            for problem in error.problems:
-                logger.error("worker %d: %s", assignment.index, problem.located())
-        except OSError as error:
-            logger.error("worker %d: %s", assignment.index, describe_os_error(error))
-        return 1
+        return run_loop(lambda: serve_as_worker(assignment, line))
 
 
 async def serve_as_worker(assignment: Assignment, line: socket.socket) -> int:
-    """The worker's whole life. It is ready once it knows what an operator changed before it was there."""
+    """The worker's whole life. It serves once it knows what the others know, and what an operator changed before it was
+    there."""
     link = Link(line)
     link.install()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, link.stop.set)  # as on the supervisor's word
     config = take_share(assignment.config, assignment.index, assignment.count)
-    async with Proxy(config, receipts_key=assignment.receipts_key) as proxy, AsyncExitStack() as listeners:
+    siblings = Siblings(assignment.folder, assignment.index, assignment.count)
+    async with (
+        Proxy(config, receipts_key=assignment.receipts_key, siblings=siblings) as proxy,
+        AsyncExitStack() as listeners,
+    ):
         control = ControlApp(proxy, assignment)
         await control.repeat_changes(assignment.changes)
         own = [socket.socket(fileno=assignment.control)]
         await listeners.enter_async_context(Server(control, sockets=own, drain_s=1.0))
+        await _until_joined(proxy)
         public = [socket.socket(fileno=number) for number in assignment.public]
         await listeners.enter_async_context(public_listener(proxy, hurry=link.hurry, sockets=public))
         if assignment.index == 0:  # one visit is enough
@@ -61,5 +63,8 @@ async def serve_as_worker(assignment: Assignment, line: socket.socket) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main(socket.socket(fileno=int(sys.argv[1]))))
+async def _until_joined(proxy: Proxy) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_JOIN_S):
+            while proxy.sync is not None and proxy.sync.status is SyncStatus.JOINING:  # noqa: ASYNC110 - it tells no one
+                await asyncio.sleep(0.01)

@@ -33,6 +33,15 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_address(host: str) -> bool:
+    """Whether it is an address, and no name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 _HOST_AND_PORT = re.compile(r"([A-Za-z0-9][A-Za-z0-9.-]*|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}/?")
 #: Ends of what people copy from a client instead of an engine's address.
 _PATHS = ("/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/v1/embeddings", "/v1/models")

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path as FilePath
 
-from kvproxy.config.addresses import is_loopback, listener_at, same_origin, url_fault
+from kvproxy.config.addresses import is_address, is_loopback, listener_at, same_origin, url_fault
 from kvproxy.config.cluster_schema import ClusterSettings, EnginePriorityMode, PolicyName
 from kvproxy.config.discovery_schema import DiscoverySettings
 from kvproxy.config.paths import Finding, Path, closest_word, error_at, missing_file, warning_at
@@ -21,7 +21,7 @@ _CLUSTERS_ARE_FROM: tuple[Path, ...] = (("clusters",), ("endpoints",), ("discove
 
 def find_faults(config: Config) -> list[Finding]:
     """Everything wrong (or doubtful: severity `warning`) with the configuration as a whole."""
-    checks = (_listeners, _tls, _limits, _clusters, _routes, _intervals, _sync, find_chain_faults)
+    checks = (_listeners, _tls, _picker, _limits, _clusters, _routes, _intervals, _sync, find_chain_faults)
     return [finding for check in checks for finding in check(config)]
 
 
@@ -44,6 +44,26 @@ def _tls(config: Config) -> Iterator[Finding]:
     if config.listen.tls is not None:
         for name in ("certificate", "private_key"):
             yield from missing_file(("listen", "tls", name), getattr(config.listen.tls, name))
+
+
+def _picker(config: Config) -> Iterator[Finding]:
+    picker = config.picker
+    if picker is None:
+        return
+    if not picker.host:
+        yield error_at(("picker", "host"), "must not be empty", "0.0.0.0 is every interface")
+    admin = config.admin
+    if admin.enabled and picker.port and picker.port == admin.port:
+        yield error_at(("picker", "port"), "the picker has the admin listener's port")
+    if picker.tls is not None:
+        for name in ("certificate", "private_key"):
+            yield from missing_file(("picker", "tls", name), getattr(picker.tls, name))
+    for name, cluster in config.clusters.items():
+        for index, endpoint in enumerate(cluster.endpoints):
+            if not url_fault(endpoint.url) and not is_address(same_origin(endpoint.url)[1]):
+                what = "Envoy knows endpoints by address: it would not find this name, and go elsewhere"
+                hint = "give the address, or let `discovery.dns` resolve it"
+                yield warning_at(("clusters", name, "endpoints", index, "url"), what, hint)
 
 
 def _limits(config: Config) -> Iterator[Finding]:

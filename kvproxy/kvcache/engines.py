@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Self
 
+from kvproxy.bounded import BoundedMapping
 from kvproxy.clients.engine_metrics import EngineKind, EngineMetrics
 from kvproxy.clients.kv_events.source import stated_sources
 from kvproxy.clients.vllm import VllmClient
@@ -14,8 +15,12 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.config.cluster_schema import EventSources
 from kvproxy.errors import ClientError, NotSupported
+from kvproxy.types import Clock
 from kvproxy.upstream.pool import UpstreamPool
 from kvproxy.upstream.transport import HttpClients
+
+#: Engines that others may have read since the latest turn.
+_MAX_HEARD = 4096
 
 
 class Engines:
@@ -71,6 +76,26 @@ class Engines:
 
 
 log = logging.getLogger("kvproxy.kvcache")
+
+
+class SharedReadings:
+    """What engines said, where several processes read the same ones: whose turn comes first reads an engine and tells
+    the others, who leave it out of their turn. Turns must not keep step, or each would read."""
+
+    def __init__(self, *, clock: Clock, max_age_s: float) -> None:
+        self.tell: Callable[[str, str, EngineMetrics], None] | None = None  # cluster, engine and what it said
+        self._clock = clock
+        self._max_age_s = max_age_s
+        self._heard: BoundedMapping[tuple[str, str], tuple[float, EngineMetrics]] = BoundedMapping(_MAX_HEARD)
+
+    def hear(self, cluster: str, engine: str, metrics: EngineMetrics) -> None:
+        """Another process has read this engine just now."""
+        self._heard[cluster, engine] = (self._clock(), metrics)
+
+    def take(self, cluster: str, engine: str) -> EngineMetrics | None:
+        """What was heard since the latest turn."""
+        heard_at, metrics = self._heard.pop((cluster, engine), (0.0, None))
+        return metrics if self._clock() - heard_at <= self._max_age_s else None
 
 
 class RankFinder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable, Iterator, Mapping
 from math import lcm
 
@@ -15,7 +16,7 @@ from kvproxy.cluster.engine import Engine
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ClientError
 from kvproxy.kvcache.actions.signals import HostUse, Pressure, Signals
-from kvproxy.kvcache.engines import Engines, RankFinder
+from kvproxy.kvcache.engines import Engines, RankFinder, SharedReadings
 from kvproxy.kvcache.feedback.trust import LossReason
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.lookup import LookupClient
@@ -39,7 +40,7 @@ WITHOUT_READING_S = 5.0
 
 class MetricsScraper(BackgroundTask):
     """Owns one task. Each round reads every engine (a few at a time), sizes its index, forgets endpoints that left, and
-    calls `on_round`; with an interval of 0 no engine is read."""
+    calls `on_round`; with an interval of 0 no engine is read. `readings` may be shared with other processes."""
 
     task_name = "kvcache watch"
 
@@ -58,6 +59,7 @@ class MetricsScraper(BackgroundTask):
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self._interval_s = settings.engine_metrics_interval
+        self.readings = SharedReadings(clock=clock, max_age_s=self._interval_s)
         max_age_s = _STALE_INTERVALS * self._interval_s + _STALE_S
         self.signals = Signals(settings.cache_strategy, clock=clock, max_age_s=max_age_s)
         self._clusters = clusters
@@ -88,7 +90,7 @@ class MetricsScraper(BackgroundTask):
                 await self.scrape_all(reading=self._interval_s > 0)
             except Exception:
                 log.exception("[kvcache] a round of readings is broken")
-            await self._sleep(interval_s)
+            await self._sleep(interval_s if self.readings.tell is None else interval_s * random.uniform(0.9, 1.1))
 
     async def scrape_all(self, *, reading: bool = True) -> None:
         """Everything once; without `reading` no engine is asked."""
@@ -96,6 +98,14 @@ class MetricsScraper(BackgroundTask):
         if reading:
             await self._read_all()
         self._on_round()
+
+    def hear(self, cluster: str, engine: str, metrics: EngineMetrics) -> None:
+        """Another process has read this engine just now."""
+        there = self._clusters.get(cluster)
+        found = None if there is None else next((one for one in there.engines if str(one.id) == engine), None)
+        if there is not None and found is not None:
+            self.readings.hear(cluster, engine, metrics)
+            self._take(there, found, metrics)
 
     def pressure(self, instance: str) -> Pressure:
         """What bears on an LMCache instance: the fullest and busiest of the endpoints under its id."""
@@ -129,14 +139,22 @@ class MetricsScraper(BackgroundTask):
         self.signals.keep_only(every)
 
     async def _read(self, cluster: Cluster, engine: Engine) -> None:
+        heard = self.readings.take(cluster.name, str(engine.id))
         try:
             async with self._slots:
-                metrics = await self._engines.client(engine).fetch_metrics()
+                metrics = heard or await self._engines.client(engine).fetch_metrics()
                 await self._rank_finder.follow_ranks(cluster, engine, metrics)
         except ClientError as error:
             log.debug("[kvcache] metrics of %s: %s", engine.id, error)
             self._forget_sleep(cluster, engine)
             return
+        if heard is None:
+            self._take(cluster, engine, metrics)
+            if self.readings.tell is not None:
+                self.readings.tell(cluster.name, str(engine.id), metrics)
+
+    def _take(self, cluster: Cluster, engine: Engine, metrics: EngineMetrics) -> None:
+        """What an engine says, into all that learns of it."""
         engine.adapters.use = metrics.lora
         restarted = False
         for endpoint in cluster.of_engine(engine):
@@ -205,8 +223,7 @@ class MetricsScraper(BackgroundTask):
         indexes.capacities.set_reported(endpoint.id, 0 if cache.prefix_caching is False else blocks)
 
     async def _read_provider(self) -> None:
-        provider = self._lookups.provider
-        if provider is None:
+        if (provider := self._lookups.provider) is None:
             return
         try:
             self.signals.note_memory(await provider.memory())
@@ -215,9 +232,8 @@ class MetricsScraper(BackgroundTask):
 
     def _kv_usage(self) -> Iterator[tuple[tuple[str, ...], float]]:
         """KV memory in use, where the engine's metrics say it and are not too old."""
-        for labels, metrics in self._readings():
-            if metrics.kv_usage is not None:
-                yield labels, metrics.kv_usage
+        found = self._readings()
+        return ((labels, metrics.kv_usage) for labels, metrics in found if metrics.kv_usage is not None)
 
     def _engine_requests(self) -> Iterator[tuple[tuple[str, ...], float]]:
         """Requests running and waiting at each engine."""

@@ -17,6 +17,7 @@ class Across(StrEnum):
     MAX = "max"  # each looks at the same thing; the worst or the fullest counts
     MIN = "min"  # likewise, where less is worse
     MEAN = "mean"  # shares, and what each learned for itself
+    REST = "rest"  # shares that are not a process's own: what is no process's own
 
 
 _COMBINE: Mapping[Across, Callable[[Sequence[float]], float]] = {
@@ -24,6 +25,7 @@ _COMBINE: Mapping[Across, Callable[[Sequence[float]], float]] = {
     Across.MAX: max,
     Across.MIN: min,
     Across.MEAN: lambda values: sum(values) / len(values),
+    Across.REST: lambda values: max(0.0, sum(values) - len(values) + 1),
 }
 
 #: Gauges that are not summed.
@@ -48,6 +50,10 @@ RULES: Mapping[str, Across] = {
             "kvproxy_kvcache_snapshot_bytes",
             "kvproxy_normalize_state",
             "kvproxy_breaker_open",
+            "kvproxy_sync_status",
+            "kvproxy_sync_peers",
+            "kvproxy_sync_peer_lag_seconds",
+            "kvproxy_sync_index_blocks",
             "process_max_fds",
         ),
         Across.MAX,
@@ -55,6 +61,8 @@ RULES: Mapping[str, Across] = {
     **dict.fromkeys(
         (
             "kvproxy_endpoint_up",
+            "kvproxy_sync_consistency_ratio",
+            "kvproxy_sync_store_up",
             "kvproxy_kvcache_snapshot_age_seconds",
             "process_start_time_seconds",
         ),
@@ -68,11 +76,16 @@ RULES: Mapping[str, Across] = {
             "kvproxy_learned_slowness",
             "kvproxy_kvcache_trust_ratio",
             "kvproxy_endpoint_cache_hit_ratio",
-            "kvproxy_engine_foreign_tokens_ratio",
         ),
         Across.MEAN,
     ),
+    "kvproxy_engine_foreign_tokens_ratio": Across.REST,
 }
+
+
+def combine_values(rule: Across, values: Sequence[float]) -> float:
+    """One value of several."""
+    return _COMBINE[rule](values)
 
 
 def rule_of(name: str, kind: str) -> Across:
@@ -123,9 +136,9 @@ def add_pages(pages: Iterable[Page]) -> Page:
                 into.setdefault(series, []).append(value)
     merged: Page = {}
     for name, head in heads.items():
-        combine = _COMBINE[rule_of(name, head.kind)]
+        rule = rule_of(name, head.kind)
         family = merged[name] = Family(name, head.kind, head.documentation)
-        family.series = {series: combine(several) for series, several in values[name].items()}
+        family.series = {series: combine_values(rule, several) for series, several in values[name].items()}
     return merged
 
 

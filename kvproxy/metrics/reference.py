@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvproxy.metrics.across_workers import rule_of
 from kvproxy.metrics.catalog import Metrics
 
 _HEAD = """# Metrics
@@ -26,6 +27,11 @@ are; [what it costs](../benchmarks/reports/scrape.md).
 
 `kvproxy serve` adds the usual figures of the process (`process_resident_memory_bytes`, `process_cpu_seconds_total`,
 `process_open_fds` and so on).
+
+With several [workers](scale-out.md#workers) there is one page of all, and no label says which one a figure comes from.
+Counters and histograms are summed, and never fall when a worker ends. What a gauge is of several workers its type says:
+`sum`, where each has its own part; `max` or `min`, where all look at the same thing and the worse counts; `mean` of
+shares and of what each learned; `rest`, the share that is no worker's own.
 
 Labels come from closed sets or from the configuration, never from a client, so the number of series is bounded:
 endpoints times a small constant. An endpoint that leaves takes its series along.
@@ -124,7 +130,8 @@ def _tables() -> Iterator[str]:
         yield f"\n## {title}\n\n| Metric | Type | Labels | Meaning |\n|---|---|---|---|"
         for metric in metrics:
             labels = ", ".join(f"`{label}`" for label in metric.labels)
-            yield f"| `{metric.name}` | {metric.kind} | {labels} | {metric.meaning} |"
+            rule = f", {rule_of(metric.name, metric.kind)}" if metric.kind == "gauge" else ""
+            yield f"| `{metric.name}` | {metric.kind}{rule} | {labels} | {metric.meaning} |"
 
 
 def _labels() -> Iterator[str]:

@@ -14,24 +14,8 @@ import struct
 from collections.abc import Callable
 from typing import cast
 
-from kvproxy.picker.http2_frames import (
-    ACK,
-    DATA,
-    END_STREAM,
-    FRAME_BYTES,
-    GOAWAY,
-    LARGEST,
-    PING,
-    RESET,
-    SETTINGS,
-    WINDOW,
-    Code,
-    ConnectionFault,
-    Fields,
-    FrameReader,
-    encode_frame,
-    unpad_frame,
-)
+from kvproxy.picker import http2_frames as wire
+from kvproxy.picker.http2_frames import Code, ConnectionFault, Fields, FrameReader, encode_frame, unpad_frame
 from kvproxy.picker.http2_stream import Stream, StreamHandler
 
 log = logging.getLogger("kvproxy.picker")
@@ -59,12 +43,16 @@ class Http2Connection(asyncio.Protocol):
     ) -> None:
         self._accept, self._max_streams, self._on_end = accept, max_streams, on_end
         self.streams: dict[int, Stream] = {}
-        self.credit, self.peer_frame_bytes = _DEFAULT_WINDOW, FRAME_BYTES
+        self.credit, self.peer_frame_bytes = _DEFAULT_WINDOW, wire.FRAME_BYTES
         self.paused = False  # the peer takes nothing at present
         self._peer_window = _DEFAULT_WINDOW
         self._received = 0
         self._blocked: dict[int, Stream] = {}
         self._reader = FrameReader(self._take, self._open)
+        self._takers = {
+            wire.DATA: self._take_data, wire.RESET: self._take_reset, wire.SETTINGS: self._take_settings,
+            wire.PING: self._take_ping, wire.WINDOW: self._take_window,
+        }  # fmt: skip
         self._leaving = False
         self._last = 0
         self._out: list[bytes] = []
@@ -80,7 +68,7 @@ class Http2Connection(asyncio.Protocol):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         settings = struct.pack("!HIHI", _SET_STREAMS, self._max_streams, _SET_WINDOW, _STREAM_WINDOW)
         more = (_WINDOW_BYTES - _DEFAULT_WINDOW).to_bytes(4, "big")
-        self.write(encode_frame(SETTINGS, 0, 0, settings) + encode_frame(WINDOW, 0, 0, more))
+        self.write(encode_frame(wire.SETTINGS, 0, 0, settings) + encode_frame(wire.WINDOW, 0, 0, more))
 
     def connection_lost(self, error: Exception | None) -> None:
         streams, self.streams = list(self.streams.values()), {}
@@ -110,7 +98,7 @@ class Http2Connection(asyncio.Protocol):
         """Take no new streams; those there are go on."""
         if not self._leaving:
             self._leaving = True
-            self.write(encode_frame(GOAWAY, 0, 0, struct.pack("!II", self._last, code)))
+            self.write(encode_frame(wire.GOAWAY, 0, 0, struct.pack("!II", self._last, code)))
 
     def abort(self) -> None:
         """End it with all its streams."""
@@ -143,7 +131,7 @@ class Http2Connection(asyncio.Protocol):
     def grant(self, stream: Stream) -> None:
         """Let the peer send more on a stream that has taken half its window, and takes what it is sent."""
         if stream.received >= _STREAM_WINDOW // 2 and stream.waiting_bytes < _MAX_WAITING_BYTES and not stream.closed:
-            self.write(encode_frame(WINDOW, 0, stream.id, stream.received.to_bytes(4, "big")))
+            self.write(encode_frame(wire.WINDOW, 0, stream.id, stream.received.to_bytes(4, "big")))
             stream.received = 0
 
     def _flush(self) -> None:
@@ -158,23 +146,16 @@ class Http2Connection(asyncio.Protocol):
             stream.pump()
 
     def _take(self, kind: int, flags: int, name: int, payload: bytes) -> None:
-        if kind == DATA:
-            self._take_data(flags, name, payload)
-        elif kind == RESET:
-            self._take_reset(name, payload)
-        elif kind == SETTINGS:
-            self._take_settings(flags, payload)
-        elif kind == PING:
-            self._take_ping(flags, payload)
-        elif kind == WINDOW:
-            self._take_window(name, payload)
+        take = self._takers.get(kind)
+        if take is not None:
+            take(flags, name, payload)
 
     def _take_data(self, flags: int, name: int, payload: bytes) -> None:
         if not name or (name > self._last and not self._leaving):
             raise ConnectionFault(Code.PROTOCOL_ERROR, "data on a stream that was never opened")
         self._received += len(payload)
         if self._received >= _WINDOW_BYTES // 2:
-            self.write(encode_frame(WINDOW, 0, 0, self._received.to_bytes(4, "big")))
+            self.write(encode_frame(wire.WINDOW, 0, 0, self._received.to_bytes(4, "big")))
             self._received = 0
         stream = self.streams.get(name)
         if stream is None or stream.peer_ended:
@@ -185,7 +166,7 @@ class Http2Connection(asyncio.Protocol):
         if payload:
             stream.handler.received(unpad_frame(flags, payload))
             self.grant(stream)
-        if flags & END_STREAM:
+        if flags & wire.END_STREAM:
             self._half_close(stream)
 
     def _half_close(self, stream: Stream) -> None:
@@ -204,14 +185,14 @@ class Http2Connection(asyncio.Protocol):
                 return
             self._last = name
             if len(self.streams) >= self._max_streams:
-                self.write(encode_frame(RESET, 0, name, Code.REFUSED_STREAM.to_bytes(4, "big")))
+                self.write(encode_frame(wire.RESET, 0, name, Code.REFUSED_STREAM.to_bytes(4, "big")))
                 return
             stream = self.streams[name] = Stream(self, name, self._peer_window)
             stream.handler = self._accept(stream, fields)
         if ended:
             self._half_close(stream)
 
-    def _take_reset(self, name: int, payload: bytes) -> None:
+    def _take_reset(self, _: int, name: int, payload: bytes) -> None:
         if len(payload) != 4 or (name > self._last and not self._leaving):
             raise ConnectionFault(Code.PROTOCOL_ERROR, "a reset of nothing")
         stream = self.streams.get(name)
@@ -220,28 +201,28 @@ class Http2Connection(asyncio.Protocol):
             self.forget(stream)
             stream.handler.gone()
 
-    def _take_settings(self, flags: int, payload: bytes) -> None:
-        if flags & ACK:
+    def _take_settings(self, flags: int, _: int, payload: bytes) -> None:
+        if flags & wire.ACK:
             return
         if len(payload) % 6:
             raise ConnectionFault(Code.FRAME_SIZE_ERROR, "settings are cut off")
         for setting, value in struct.iter_unpack("!HI", payload):
             if setting == _SET_WINDOW:
-                if value > LARGEST:
+                if value > wire.LARGEST:
                     raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "a window is too large")
                 change, self._peer_window = value - self._peer_window, value
                 for stream in self.streams.values():
                     stream.credit += change
             elif setting == _SET_FRAME:
-                self.peer_frame_bytes = min(max(value, FRAME_BYTES), 4 * FRAME_BYTES)
-        self._answer(encode_frame(SETTINGS, ACK, 0))
+                self.peer_frame_bytes = min(max(value, wire.FRAME_BYTES), 4 * wire.FRAME_BYTES)
+        self._answer(encode_frame(wire.SETTINGS, wire.ACK, 0))
         self._unblock()
 
-    def _take_ping(self, flags: int, payload: bytes) -> None:
+    def _take_ping(self, flags: int, _: int, payload: bytes) -> None:
         if len(payload) != 8:
             raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a ping has eight bytes")
-        if not flags & ACK:
-            self._answer(encode_frame(PING, ACK, 0, payload))
+        if not flags & wire.ACK:
+            self._answer(encode_frame(wire.PING, wire.ACK, 0, payload))
 
     def _answer(self, frame: bytes) -> None:
         """Write what the peer asked for, unless it asks on and on and takes nothing."""
@@ -251,13 +232,13 @@ class Http2Connection(asyncio.Protocol):
                 raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "the peer asks and takes no answers")
         self.write(frame)
 
-    def _take_window(self, name: int, payload: bytes) -> None:
-        more = int.from_bytes(payload, "big") & LARGEST
+    def _take_window(self, _: int, name: int, payload: bytes) -> None:
+        more = int.from_bytes(payload, "big") & wire.LARGEST
         if len(payload) != 4 or not more:
             raise ConnectionFault(Code.PROTOCOL_ERROR, "a window grows by nothing")
         if not name:
             self.credit += more
-            if self.credit > LARGEST:
+            if self.credit > wire.LARGEST:
                 raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "a window is too large")
             self._unblock()
             return

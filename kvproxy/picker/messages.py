@@ -159,8 +159,10 @@ def request_pieces(pieces: Iterable[bytes], *, ended: bool) -> Iterable[bytes]:
     parts = [part for piece in pieces for part in _cut(piece)]
     last = len(parts) - 1
     for index, part in enumerate(parts):
-        streamed = {"body": part, "end_of_stream": ended and index == last}
-        yield _encoded(request_body={"response": {"body_mutation": {"streamed_response": streamed}}})
+        message = ProcessingResponse()
+        streamed = message.request_body.response.body_mutation.streamed_response
+        streamed.body, streamed.end_of_stream = part, ended and index == last
+        yield message.SerializeToString()
 
 
 def _cut(piece: bytes) -> Iterable[bytes]:

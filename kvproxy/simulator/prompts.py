@@ -30,6 +30,7 @@ class Rendering:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    drops_header: bool = True  # Claude Code's billing header, from system messages
 
 
 def render_chat(messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> str:
@@ -39,7 +40,7 @@ def render_chat(messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> 
     if not messages:
         raise TemplateError("Cannot apply chat template to an empty conversation. Provide at least one message.")
     parts = ["" if messages[0].get("role") == "system" else _DEFAULT_SYSTEM, _preamble(rendering)]
-    parts += [_message(message) for message in messages]
+    parts += [_message(message, drops_header=rendering.drops_header) for message in messages]
     if rendering.continue_final_message:
         parts[-1] = parts[-1].removesuffix("<|im_end|>\n")
     if rendering.add_generation_prompt:
@@ -60,8 +61,8 @@ def _preamble(rendering: Rendering) -> str:
     return "".join(f"<|im_start|>system\n{part}<|im_end|>\n" for part in parts)
 
 
-def _message(message: Mapping[str, Any]) -> str:
-    if message.get("role") == "system":
+def _message(message: Mapping[str, Any], *, drops_header: bool) -> str:
+    if drops_header and message.get("role") == "system":
         message = {**message, "content": _without_header_lines(message.get("content"))}
     calls = [_called(call) for call in message.get("tool_calls") or ()]
     return f"<|im_start|>{message.get('role', '')}\n{_content(message)}{_json(calls) if calls else ''}<|im_end|>\n"
@@ -122,8 +123,9 @@ def _json(value: Any) -> str:
 class Prompts:
     """Renders and tokenizes; every error is a VllmError."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, drops_header: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._drops_header = drops_header
 
     def encode_chat(self, body: Body) -> list[int]:
         """`/v1/chat/completions`: reasoning effort and documents go to the template, as in vLLM."""
@@ -198,6 +200,7 @@ class Prompts:
             kwargs=kwargs,
             add_generation_prompt=bool(body.get("add_generation_prompt", True)),
             continue_final_message=bool(body.get("continue_final_message", False)),
+            drops_header=self._drops_header,
         )
         try:
             return self._tokenizer.encode(render_chat(messages, rendering))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.routing.elsewhere import LoadRow
 from kvproxy.routing.work import Features
 
@@ -121,6 +122,14 @@ class Retried(_Delta, tag=11, frozen=True):
     retries: int
 
 
+class EngineRead(_Delta, tag=13, frozen=True):
+    """What an engine's metrics say, read just now."""
+
+    cluster: str
+    engine: str
+    metrics: EngineMetrics
+
+
 class Drained(_Delta, tag=12, frozen=True):
     """An operator drains an endpoint, or does so no more."""
 
@@ -130,7 +139,8 @@ class Drained(_Delta, tag=12, frozen=True):
 
 
 Delta = (
-    Routed | Settled | Entered | Started | SessionServed | Counted | Sample | Used | Acted | Spent | Retried | Drained
+    Routed | Settled | Entered | Started | SessionServed | Counted | Sample | Used | Acted | Spent | Retried
+    | EngineRead | Drained
 )  # fmt: skip
 
 

@@ -51,6 +51,7 @@ class Heard:
             deltas.Acted: self._acted,
             deltas.Spent: self._spent,
             deltas.Retried: self._retried,
+            deltas.EngineRead: lambda delta, world, now: world.hear_engine(delta),
             deltas.Drained: self._drained,
         }
 
@@ -205,8 +206,7 @@ class Heard:
 
     def _counted(self, delta: deltas.Counted, world: World, now: float) -> None:
         if world.state is not None:
-            keys = (delta.key,) if delta.key else ()
-            world.state.note_count(delta.model, keys, delta.prompt_bytes, delta.prompt_tokens)
+            world.state.note_count(delta.model, (delta.key,) * bool(delta.key), delta.prompt_bytes, delta.prompt_tokens)
 
     def _sampled(self, delta: deltas.Sample, world: World, now: float) -> None:
         part, endpoint = world.clusters.get(delta.cluster), EndpointId(delta.endpoint)

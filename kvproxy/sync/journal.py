@@ -60,6 +60,8 @@ class Journal:
         self._counted = self._budgets()
         if world.state is not None:
             world.state.on_counted = self.counted
+        if world.scraper is not None:
+            world.scraper.readings.tell = lambda *read: self.add(deltas.EngineRead(*read))
         if world.actions is not None:
             world.actions.hotness.watch = self.used
         for number, table in enumerate(world.limits):
@@ -238,4 +240,6 @@ def _size(delta: Delta) -> int:
         return _DELTA_BYTES + len(delta.hashes)
     if isinstance(delta, deltas.SessionServed):
         return _DELTA_BYTES + len(delta.keys) + len(delta.root)
+    if isinstance(delta, deltas.EngineRead):
+        return 5 * _DELTA_BYTES
     return _DELTA_BYTES + (len(delta.tokens) if isinstance(delta, deltas.Acted) else 0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import socket
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TypeVar
@@ -19,17 +20,16 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.schema import Config
 from kvproxy.kvcache.actions.strategies import Action
 from kvproxy.kvcache.service import KvCache
-from kvproxy.kvcache.snapshot.contents import Unusable
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.sync import wire
 from kvproxy.sync.claims import PeerClaims
 from kvproxy.sync.datagrams import DatagramLink, Link, Siblings
-from kvproxy.sync.deltas import Delta
 from kvproxy.sync.journal import Journal
 from kvproxy.sync.peer import Peer
 from kvproxy.sync.peers import Peers, SyncStatus
 from kvproxy.sync.shown import describe, show
-from kvproxy.sync.snapshot import put_pieces, take_pieces
+from kvproxy.sync.snapshot import Handover
+from kvproxy.sync.stores import NatsLink, RedisLink, StoreLink
 from kvproxy.sync.wire import Message, Origin
 from kvproxy.sync.world import World
 from kvproxy.types import Clock
@@ -40,8 +40,6 @@ T = TypeVar("T")
 
 #: Looks at what is missing, for each heartbeat.
 _LOOKS = 5
-#: One step of taking or putting back a snapshot holds the event loop no longer.
-_SLICE_S = 0.003
 
 
 class SyncService:
@@ -63,23 +61,24 @@ class SyncService:
             lambda: self._world,
             send=self._send,
             beat_s=settings.heartbeat,
-            serve=self._serve,
-            receive_snapshot=self._take_snapshot,
+            serve=lambda peer: self._handover.give(peer),
+            receive_snapshot=lambda peer, data, rest: self._handover.take(peer, data, rest),
             other=self._receive_claim,
             blocks=self._blocks,
         )
         self.claims = PeerClaims(self.peers, clock=clock)
-        self.store: Link | None = None
+        self.store: StoreLink | None = self._find_store()
+        self._alone_of = 1  # processes there were when the store was lost
         self._workers: DatagramLink | None = None
         self._links: list[Link] = []
         self._world = World({})
-        self._kvcache: KvCache | None = None
-        self._clusters: Mapping[str, Cluster] = {}
         self._tasks = TaskSet()
+        self._handover = Handover(self.peers, self._tasks, clock=clock, wall_clock=wall_clock)
         self._timer: asyncio.TimerHandle | None = None
-        self._serving: set[Origin] = set()
         self._running = AsyncExitStack()
         self._outcomes = metrics.sync.messages
+        if (store := self.store) is not None:
+            metrics.sync.store_up.set_function(lambda: float(store.connected))
         show(
             metrics, self.peers, self.journal, self._links, status=lambda: self.status, blocks=self._blocks, clock=clock
         )
@@ -91,6 +90,8 @@ class SyncService:
             if self._siblings is not None:
                 self._workers = DatagramLink(self._siblings, on_message=partial(self._heard, store=False))
                 self._links.append(await starting.enter_async_context(self._workers))
+            if self.store is not None:
+                self._links.append(await starting.enter_async_context(self.store))
             self._running = starting.pop_all()
         self.peers.join(self._clock())
         self._tasks.start(self._keep_time(), name="sync")
@@ -105,7 +106,8 @@ class SyncService:
 
     def follow(self, world: World, kvcache: KvCache | None, clusters: Mapping[str, Cluster]) -> None:
         """This is what is shared from now on."""
-        self._world, self._kvcache, self._clusters = world, kvcache, clusters
+        self._world = world
+        self._handover.follow(world, kvcache, clusters)
         self.journal.follow(world)
         if world.actions is not None:
             world.actions.executor.claims = self
@@ -113,16 +115,55 @@ class SyncService:
     @property
     def status(self) -> SyncStatus:
         """In one word."""
-        return self.peers.status
+        status = self.peers.status
+        away = self.store is not None and not self.store.connected
+        return SyncStatus.DEGRADED if away and status is SyncStatus.SYNCED else status
 
     def describe_state(self) -> dict[str, object]:
         """For people."""
         return describe(self.peers, self.journal, self._links, self.status, self._clock())
 
+    # where replicas meet
+
+    def _find_store(self) -> StoreLink | None:
+        settings, rng = self._settings, random.Random()
+        for kind, url in ((RedisLink, settings.redis), (NatsLink, settings.nats)):
+            if url is not None:
+                return kind(
+                    url,
+                    wire.topic(settings.name),
+                    self.origin,
+                    on_message=partial(self._heard, store=True),
+                    on_change=self._store_changed,
+                    rng=rng,
+                )
+        return None
+
+    def _store_changed(self, reached: bool) -> None:
+        """Away: what is limited for all together falls to a share each, by those that there were. There again: one that
+        missed something asks for it, and one that never heard of another joins."""
+        now = self._clock()
+        if not reached:
+            self._alone_of = 1 + len(self.peers.living)
+        elif self.peers.known:
+            self.peers.beat(now)
+        else:
+            self.peers.join(now)
+        self._weigh()
+
+    def _weigh(self) -> None:
+        away = self.store is not None and not self.store.connected
+        self.journal.weight = max(1.0, self._alone_of / (1 + len(self._near()))) if away else 1.0
+
+    def _near(self) -> list[Peer]:
+        return [peer for peer in self.peers.living if peer.origin.host == self.origin.host]
+
     # what is to be done once
 
     async def claim(self, what: str, ttl_s: float) -> bool:
         """As of Claims."""
+        if self.store is not None and (granted := await self.store.claim(what, ttl_s, self.origin)) is not None:
+            return granted
         return await self.claims.claim(what, ttl_s)
 
     def acted(self, action: Action) -> None:
@@ -163,6 +204,7 @@ class SyncService:
                 self.peers.look(now)
                 if looks % _LOOKS == 0:
                     self.peers.beat(now)
+                    self._weigh()
             except Exception:
                 log.exception("the exchange with other processes stumbled")
 
@@ -189,49 +231,6 @@ class SyncService:
 
     def _receive_claim(self, message: Message) -> None:
         self.claims.receive(message)
-
-    # snapshots
-
-    def _serve(self, peer: Origin) -> None:
-        if peer not in self._serving:
-            self._tasks.start(self._serve_snapshot(peer), name="sync snapshot")
-
-    async def _serve_snapshot(self, peer: Origin) -> None:
-        self._serving.add(peer)
-        try:
-            steps = take_pieces(
-                self.origin, self._world, self._kvcache, self._clusters, clock=self._clock, wall_clock=self._wall_clock
-            )
-            for piece in await self._in_slices(steps):
-                self.peers.send_to(peer, piece)
-                await asyncio.sleep(0.001)  # its socket holds a few
-        finally:
-            self._serving.discard(peer)
-
-    def _take_snapshot(self, peer: Peer, data: bytes, deltas: Sequence[Delta]) -> None:
-        self._tasks.start(self._put_snapshot(peer, data, deltas), name="sync join")
-
-    async def _put_snapshot(self, peer: Peer, data: bytes, deltas: Sequence[Delta]) -> None:
-        try:
-            await self._in_slices(
-                put_pieces(data, deltas, peer.heard, self._kvcache, self._clusters, clock=self._clock)
-            )
-            log.info("joined: %d bytes of index and %d other things from %s", len(data), len(deltas), peer.origin)
-        except Unusable as error:
-            log.warning("the index of %s is not taken over: %s", peer.origin, error)
-        finally:
-            self.peers.newcomer.end(self._clock())
-
-    async def _in_slices(self, steps: Generator[None, None, T]) -> T:
-        while True:
-            until = self._clock() + _SLICE_S
-            try:
-                while self._clock() < until:
-                    next(steps)
-            except StopIteration as done:
-                result: T = done.value
-                return result
-            await asyncio.sleep(0)
 
     def _blocks(self) -> int:
         parts = self._world.clusters.values()

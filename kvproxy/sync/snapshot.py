@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from xxhash import xxh3_64
 
+from kvproxy.background_task import TaskSet
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.kvcache.actions.strategies import Action
 from kvproxy.kvcache.providers import ActionKind
 from kvproxy.kvcache.service import KvCache
-from kvproxy.kvcache.snapshot.contents import Contents, decode, pack_checksum
+from kvproxy.kvcache.snapshot.contents import Contents, Unusable, decode, pack_checksum
 from kvproxy.sync import deltas
 from kvproxy.sync.deltas import Delta
 from kvproxy.sync.heard import Heard
+from kvproxy.sync.peer import Peer
+from kvproxy.sync.peers import Peers
 from kvproxy.sync.watched import acted, session_served
 from kvproxy.sync.wire import MAX_DELTAS, Origin, Piece
 from kvproxy.sync.world import World
@@ -22,6 +28,12 @@ from kvproxy.types import Clock
 #: Hashes and paths of the approximate indexes; the rest of a large one is learned anew.
 MAX_BYTES = 32 * 1024 * 1024
 _PIECE_BYTES = 48 * 1024
+#: One step holds the event loop no longer, and pieces go out with this pause: a worker's socket holds a few.
+_SLICE_S, _PIECE_S = 0.003, 0.001
+
+log = logging.getLogger("kvproxy.sync")
+
+T = TypeVar("T")
 
 
 def take_pieces(
@@ -92,3 +104,57 @@ def _deltas(world: World, now: float) -> Iterator[Delta]:
 
 def _spent(limit: int, missing: Iterator[tuple[str, str, float]]) -> Iterator[Delta]:
     return (deltas.Spent(limit, key, kind, amount) for key, kind, amount in list(missing))
+
+
+class Handover:
+    """Gives what is known here to a new proxy, and takes what another gives."""
+
+    def __init__(self, peers: Peers, tasks: TaskSet, *, clock: Clock, wall_clock: Clock) -> None:
+        self._peers, self._tasks, self._clock, self._wall_clock = peers, tasks, clock, wall_clock
+        self._given: set[Origin] = set()  # at present
+        self.follow(World({}), None, {})
+
+    def follow(self, world: World, kvcache: KvCache | None, clusters: Mapping[str, Cluster]) -> None:
+        """This is what there is."""
+        self._world, self._kvcache, self._clusters = world, kvcache, clusters
+
+    def give(self, peer: Origin) -> None:
+        """All of it, a piece at a time."""
+        if peer not in self._given:
+            self._tasks.start(self._give(peer), name="sync snapshot")
+
+    def take(self, peer: Peer, data: bytes, rest: Sequence[Delta]) -> None:
+        """As of ReceiveSnapshot."""
+        self._tasks.start(self._take(peer, data, rest), name="sync join")
+
+    async def _give(self, peer: Origin) -> None:
+        self._given.add(peer)
+        times = {"clock": self._clock, "wall_clock": self._wall_clock}
+        try:
+            steps = take_pieces(self._peers.origin, self._world, self._kvcache, self._clusters, **times)
+            for piece in await self._in_slices(steps):
+                self._peers.send_to(peer, piece)
+                await asyncio.sleep(_PIECE_S)
+        finally:
+            self._given.discard(peer)
+
+    async def _take(self, peer: Peer, data: bytes, rest: Sequence[Delta]) -> None:
+        try:
+            steps = put_pieces(data, rest, peer.heard, self._kvcache, self._clusters, clock=self._clock)
+            await self._in_slices(steps)
+            log.info("joined: %d bytes of index and %d other things from %s", len(data), len(rest), peer.origin)
+        except Unusable as error:
+            log.warning("the index of %s is not taken over: %s", peer.origin, error)
+        finally:
+            self._peers.newcomer.end(self._clock())
+
+    async def _in_slices(self, steps: Generator[None, None, T]) -> T:
+        while True:
+            until = self._clock() + _SLICE_S
+            try:
+                while self._clock() < until:
+                    next(steps)
+            except StopIteration as done:
+                result: T = done.value
+                return result
+            await asyncio.sleep(0)

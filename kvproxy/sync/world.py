@@ -9,6 +9,7 @@ from typing import Protocol
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.filters.buckets import BucketTable
 from kvproxy.kvcache.actions.strategy_runner import StrategyRunner
+from kvproxy.kvcache.metrics_scraper import MetricsScraper
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.state import CacheState
@@ -16,6 +17,7 @@ from kvproxy.resilience.retry import RetryBudget
 from kvproxy.routing.load import EndpointLoad
 from kvproxy.routing.policy import Policy
 from kvproxy.routing.work import Features
+from kvproxy.sync.deltas import EngineRead
 from kvproxy.types import EndpointId
 
 
@@ -62,6 +64,7 @@ class World:
     clusters: Mapping[str, ClusterPart]
     state: CacheState | None = None
     actions: StrategyRunner | None = None
+    scraper: MetricsScraper | None = None
     limits: Sequence[BucketTable] = ()
     budgets: Sequence[RetryBudget] = ()
 
@@ -78,7 +81,12 @@ class World:
         parts = {name: RunningCluster(cluster, kvcache) for name, cluster in clusters.items()}
         if kvcache is None:
             return cls(parts, limits=limits, budgets=budgets)
-        return cls(parts, kvcache.state, kvcache.actions, limits, budgets)
+        return cls(parts, kvcache.state, kvcache.actions, kvcache.scraper, limits, budgets)
+
+    def hear_engine(self, delta: EngineRead) -> None:
+        """Another proxy read an engine."""
+        if self.scraper is not None:
+            self.scraper.hear(delta.cluster, delta.engine, delta.metrics)
 
 
 @dataclass(slots=True)

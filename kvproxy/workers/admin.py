@@ -26,8 +26,9 @@ from kvproxy.errors import Problem
 from kvproxy.metrics.across_workers import Page, add_pages, keep_counts, parse_page, write_page
 from kvproxy.metrics.exposition import render_exposition
 from kvproxy.types import Clock
+from kvproxy.workers.answers import merge_answers
 from kvproxy.workers.assignment import Change
-from kvproxy.workers.merge import merge_answers, merge_findings
+from kvproxy.workers.merge import merge_findings
 from kvproxy.workers.workers import Workers
 
 _CHANGING = ("POST", "PUT", "PATCH", "DELETE")

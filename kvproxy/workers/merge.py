@@ -1,7 +1,6 @@
-"""One answer of the admin listener out of those of all workers: pure, a table of rules for each path.
+"""How several workers' values of one thing become one: rules, and rules of rules. Pure.
 
-A rule takes the values that workers have for one thing, in the order of the workers and never none of them. What a
-table does not name is the first one's: it is the same in all.
+A rule takes the values that workers have, in the order of the workers and never none of them.
 """
 
 from __future__ import annotations
@@ -12,10 +11,6 @@ from typing import Any
 
 Rule = Callable[[list[Any]], Any]
 
-#: The most of these counts for people; what they show is cut where a page shows no more.
-_CONDITIONS = ("up", "saturated", "draining", "asleep", "ejected", "breaker_open", "unhealthy")
-_STATES = ("good", "warn", "down")
-_BREAKERS = ("closed", "half-open", "open")
 _SEVERITIES = ("problem", "error", "warning", "note", "ok")
 
 
@@ -26,23 +21,23 @@ def first(values: list[Any]) -> Any:
 
 def total(values: list[Any]) -> Any:
     """The sum of what is known."""
-    known = _known(values)
+    known = known_of(values)
     return sum(known) if known else None
 
 
 def largest(values: list[Any]) -> Any:
     """The largest of what is known."""
-    return max(_known(values), default=None)
+    return max(known_of(values), default=None)
 
 
 def smallest(values: list[Any]) -> Any:
     """The smallest of what is known."""
-    return min(_known(values), default=None)
+    return min(known_of(values), default=None)
 
 
 def mean(values: list[Any]) -> Any:
     """The mean of what is known."""
-    known = _known(values)
+    known = known_of(values)
     return sum(known) / len(known) if known else None
 
 
@@ -73,7 +68,7 @@ def fields(rules: Mapping[str, Rule], *, others: Rule = first) -> Rule:
     """Of an object: each member by its rule. None where no worker has one."""
 
     def rule(values: list[Any]) -> Any:
-        known = _known(values)
+        known = known_of(values)
         if not known:
             return None
         names = dict.fromkeys(name for one in known for name in one)
@@ -107,10 +102,11 @@ def newest(values: list[Any]) -> list[Any]:
 
 def pick(key: Callable[[Any], Any]) -> Rule:
     """The whole of the one with the largest `key`."""
-    return lambda values: max(_known(values), key=key, default=None)
+    return lambda values: max(known_of(values), key=key, default=None)
 
 
-def _known(values: Iterable[Any]) -> list[Any]:
+def known_of(values: Iterable[Any]) -> list[Any]:
+    """Those that say anything."""
     return [value for value in values if value is not None]
 
 
@@ -149,95 +145,3 @@ def merge_findings(values: list[Any]) -> list[Any]:
         other = found.setdefault(key, dict(one))
         other["age_s"] = max(other["age_s"], one["age_s"])
     return sorted(found.values(), key=lambda one: _SEVERITIES.index(one["severity"]))
-
-
-_ENDPOINT = fields(
-    {
-        "condition": worst(_CONDITIONS),
-        **dict.fromkeys(("in_flight", "pending_tokens", "requests_last_minute"), total),
-        **dict.fromkeys(
-            ("resident_tokens", "held_s", "failures_in_a_row", "probes_in_doubt", "ejected_for_s"), largest
-        ),
-        "breaker": worst(_BREAKERS),
-        "engine": pick(lambda one: -one["age_s"]),
-        "cache": pick(lambda one: one["approximate_blocks"] + one["precise_blocks"]),
-    }
-)
-_QUEUE = fields(
-    {
-        **dict.fromkeys(("depth", "limit", "refused"), total),
-        "oldest_wait_s": largest,
-        "released": each(total),
-    }
-)
-_ROUTING = each(fields({"learned": pick(lambda one: one.get("samples", 0)), "queue": _QUEUE, "adapters": first}))
-_COUNTS = fields({"requests": total, "failed": total, "saved_prefill_s": total})
-_CAUSES = keyed(
-    ("cause", "client", "tenant"),
-    fields({"breaks": total, "tokens": total, "seconds": total, "ago_s": smallest}),
-    order=lambda one: -one["tokens"],
-)
-_HOT = keyed(
-    ("cluster", "prefix"), fields({"touches": largest, "replicas": each(largest)}), order=lambda one: -one["touches"]
-)
-_LEASES = keyed(("instance", "prefix"), first)
-_BREAKS = fields({"returned": total, "sessions": largest, "causes": _CAUSES, "latest": at_most(newest, 100)})
-
-_LIVE = fields(
-    {
-        "uptime_s": largest,
-        "ready": any,
-        "state": pick(lambda one: _STATES.index(one["kind"])),
-        "endpoints": keyed(("cluster", "id"), _ENDPOINT),
-        "last_minute": _COUNTS,
-        "clusters": each(_COUNTS),
-        "history": merge_histories,
-        "routing": _ROUTING,
-        "cache": fields(
-            {
-                "running": joined,
-                "waiting": total,
-                "leases": largest,
-                "breakers": each(worst(_BREAKERS)),
-                "hot": at_most(_HOT, 8),
-                "breaks": _BREAKS,
-            }
-        ),
-        "decisions": at_most(newest, 15),
-        "failed_decisions": at_most(newest, 15),
-        "findings": merge_findings,
-    }
-)
-
-#: What is asked for, and the rule of its answer. Other paths have one answer for all: the first worker's.
-RULES: Mapping[str, Rule] = {
-    "/live": _LIVE,
-    "/endpoints": fields({"clusters": each(keyed(("id", "leaving"), _ENDPOINT))}),
-    "/routing": fields({"clusters": _ROUTING}),
-    "/decisions": fields({"decisions": newest}),
-    "/cache/hot": fields({"prefixes": _HOT}),
-    "/cache/leases": fields({"leases": _LEASES}),
-    "/cache/breaks": _BREAKS,
-    "/cache/status": fields(
-        {
-            "indexes": each(fields({"endpoints": each(first)}, others=each(largest))),
-            "token_memory": fields({"recalls": each(total)}, others=total),
-            "snapshot": pick(lambda one: one["age_s"] is not None),
-            "background": fields({"running": joined}, others=total),
-            "breakers": each(worst(_BREAKERS)),
-            "troubles": keyed(("kind", "cluster", "endpoint", "what"), fields({"for_s": largest})),
-            "switched_off": joined,
-            "bytes_per_token": mean,
-            "predictions": fields({"alarms": joined}, others=each(total)),
-            **dict.fromkeys(("lookups", "tokenizes", "actions"), each(total)),
-        }
-    ),
-}
-
-
-def merge_answers(path: str, answers: list[Any], *, limit: int | None = None) -> Any:
-    """The one answer for `path`; of the lists in it at most `limit`."""
-    merged = RULES.get(path, first)(answers)
-    if limit is None or not isinstance(merged, dict):
-        return merged
-    return {name: value[:limit] if isinstance(value, list) else value for name, value in merged.items()}

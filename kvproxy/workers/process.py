@@ -16,7 +16,8 @@ log = logging.getLogger("kvproxy")
 
 #: A fresh interpreter, and not a fork: the supervisor has an event loop, threads and locks, which a fork would copy in
 #: the middle of whatever they do, and each worker makes a TLS context of its own.
-COMMAND = (sys.executable, "-m", "kvproxy.commands.worker")
+#: In the standalone binary the interpreter is kvproxy itself.
+COMMAND = (sys.executable, *(() if getattr(sys, "frozen", False) else ("-m", "kvproxy")), "worker")
 
 
 class WorkerProcess:

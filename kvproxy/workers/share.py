@@ -1,4 +1,5 @@
-"""What of a configuration one of several workers gets: bounds of the machine are divided, files are its own."""
+"""What of a configuration one of several workers gets: bounds of the machine are divided, receipts have a file each,
+and one worker alone keeps the snapshot."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvproxy.config.cluster_schema import ClusterSettings
-from kvproxy.config.schema import Config
+from kvproxy.config.kvcache_schema import KvCacheSettings, SnapshotSettings
+from kvproxy.config.schema import Config, FilterSpec
 from kvproxy.receipts.files import worker_path
 
 #: `auto` takes no more: every worker also hears what all the others decide.
@@ -42,6 +44,7 @@ def take_share(config: Config, index: int, count: int) -> Config:
                 }
             ),
             "clusters": _with_part_of_queues(config.clusters, count),
+            "filters": config.filters if index == 0 else tuple(map(_without_snapshot, config.filters)),
         }
     )
 
@@ -54,6 +57,19 @@ def _with_part_of_queues(clusters: Mapping[str, ClusterSettings], count: int) ->
     }
 
 
+def keeps_snapshot(config: Config) -> bool:
+    """Whether the first worker restores what the others then ask it for."""
+    return any(_without_snapshot(spec) is not spec for spec in config.filters)
+
+
+def _without_snapshot(spec: FilterSpec) -> FilterSpec:
+    settings = spec.settings
+    if not isinstance(settings, KvCacheSettings) or not settings.snapshot.path:
+        return spec
+    off = settings.model_copy(update={"snapshot": SnapshotSettings()})
+    return spec.model_copy(update={"settings": off})
+
+
 def count_workers(wanted: int | str, *, cores: float | None = None) -> int:
     """`auto` leaves one core to everything else."""
     if isinstance(wanted, int):
@@ -64,7 +80,7 @@ def count_workers(wanted: int | str, *, cores: float | None = None) -> int:
 
 def usable_cores(*, cgroup: Path = _CGROUP) -> float:
     """Those the process may run on, or a container's share of their time where that is less."""
-    allowed = float(len(os.sched_getaffinity(0)))
+    allowed = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     try:
         quota, period = cgroup.read_text().split()[:2]
         return min(allowed, int(quota) / int(period))

@@ -64,7 +64,8 @@ class Served:
 class Supervisor:
     """`run` it once. It owns `public`, which it closes when a drain begins, and the workers' own sockets in `folder`.
 
-    A worker that dies before it ever served ends the start; later ones are started again after a pause.
+    A worker that dies before all serve ends the start; later ones are started again after a pause. With `first_alone`
+    the others are started once the first one serves, and can tell them what it knows.
     """
 
     def __init__(
@@ -77,9 +78,13 @@ class Supervisor:
         command: Sequence[str] = COMMAND,
         clock: Clock = time.monotonic,
         on_restart: Callable[[], object] = lambda: None,
+        first_alone: bool = False,
     ) -> None:
         self.served = served
         self.all_ready = asyncio.Event()
+        self._may_follow = asyncio.Event()
+        if not first_alone:
+            self._may_follow.set()
         self.ending = asyncio.Event()
         self.on_ended: list[Callable[[int], object]] = []  # called with the number of a worker that is gone
         self.slots = [_slot(index, folder) for index in range(count)]
@@ -104,6 +109,7 @@ class Supervisor:
     def drain(self) -> None:
         """No new requests; running ones have the drain time."""
         self.ending.set()
+        self._may_follow.set()
         for one in self._public:
             one.close()
         for process in self._processes():
@@ -128,6 +134,8 @@ class Supervisor:
         return [slot.process for slot in self.slots if slot.process is not None]
 
     async def _keep(self, slot: Slot) -> None:
+        if slot.index:
+            await self._may_follow.wait()
         while not self.ending.is_set():
             began, process = self._clock(), WorkerProcess(self._assignment(slot), self._command)
             process.told = self.served.number
@@ -168,6 +176,7 @@ class Supervisor:
         return served
 
     def _note_ready(self, process: WorkerProcess) -> None:
+        self._may_follow.set()
         if all(one.ready for one in self.slots):
             self.all_ready.set()
         if process.told != self.served.number:

@@ -6,12 +6,14 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 
 from kvproxy.clients.chat_body import tokenize_body
 from kvproxy.clients.messages_chat import chat_of_messages
 from kvproxy.clients.responses_chat import chat_of_responses
+from kvproxy.clients.sglang_messages import sglang_chat_of_messages
 from kvproxy.simulator.prompts import Prompts
+from kvproxy.simulator.sglang.requests import messages_as_chat
 from kvproxy.simulator.tokenizer import Tokenizer
 from tests.agents import messages_bodies, responses_bodies
 
@@ -28,6 +30,17 @@ def test_messages_have_the_tokens_of_their_chat(body: dict[str, Any]) -> None:
     """What `/tokenize` makes of the chat is what the engine computes."""
     asked = json.loads(tokenize_body("", chat_of_messages(raw(body))))
     assert PROMPTS.encode_tokenize(asked) == PROMPTS.encode_anthropic(body)
+
+
+@given(messages_bodies())
+def test_sglang_has_a_chat_of_its_own(body: dict[str, Any]) -> None:
+    """With other places for headers, empty texts and results; thoughts are left to its template."""
+    try:
+        chat = sglang_chat_of_messages(raw(body))
+    except ValueError:
+        assume(False)
+    prompts = Prompts(Tokenizer(), drops_header=False)
+    assert prompts.encode_tokenize(json.loads(tokenize_body("", chat))) == prompts.encode_chat(messages_as_chat(body))
 
 
 @given(responses_bodies())
@@ -215,3 +228,60 @@ def test_null_is_nothing() -> None:
     assert json.loads(chat_of_responses(raw(body))) == {"messages": [{"role": "user", "content": "Hi"}]}
     body = {"messages": [{"role": "system", "content": "S"}], "system": None, "tools": None, "thinking": None}
     assert json.loads(chat_of_messages(raw(body))) == {"messages": [{"role": "system", "content": "S"}]}
+
+
+def test_what_differs_at_sglang() -> None:
+    """Blocks of a system prompt are lines, a header one of them; what a user says stays before the results it is
+    before; results of several texts stay apart."""
+    body = {
+        "model": "m",
+        "system": [{"type": "text", "text": HEADER}, {"type": "text", "text": "You are."}],
+        "tools": [{"name": "f", "input_schema": {}}],
+        "output_config": {"effort": "xhigh"},
+        "messages": [
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "f", "input": {}}]},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "First:"},
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "t1",
+                        "content": [{"type": "text", "text": t} for t in "ab"],
+                    },
+                    {"type": "text", "text": "And now?"},
+                ],
+            },
+            {"role": "assistant", "content": []},
+        ],
+    }
+    call = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    function = {"name": "f", "description": "", "parameters": {"type": "object"}, "strict": False}
+    assert json.loads(sglang_chat_of_messages(raw(body))) == {
+        "model": "m",
+        "reasoning_effort": "max",
+        "tools": [{"type": "function", "function": function}],
+        "messages": [
+            {"role": "system", "content": f"{HEADER}\nYou are."},
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "user", "content": "First:"},
+            {"role": "tool", "tool_call_id": "t1", "content": [{"type": "text", "text": t} for t in "ab"]},
+            {"role": "user", "content": "And now?"},
+            {"role": "assistant", "content": ""},
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "system", "content": "later"}]},
+        {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm"}]}]},
+        {"messages": [{"role": "user", "content": "a"}], "thinking": {"type": "enabled"}},
+        {"messages": 1},
+    ],
+)
+def test_what_sglangs_template_decides_is_refused(fields: dict[str, Any]) -> None:
+    """No tokens are better than wrong ones."""
+    with pytest.raises(ValueError, match=r"template's business|a block of type|not a request"):
+        sglang_chat_of_messages(raw(fields))

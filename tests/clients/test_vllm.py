@@ -98,7 +98,8 @@ async def test_render_is_preferred(kind: RequestKind) -> None:
 
 
 async def test_each_kind_is_probed_on_its_own() -> None:
-    """An engine that renders chats may be too old to render messages: then these are tokenized as the chat they are."""
+    """An engine that renders chats may be too old to render messages: then these are tokenized as the chat they are,
+    which depends on whether it is SGLang: asked once, under both names of its info."""
 
     def handler(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/tokenize":
@@ -112,7 +113,7 @@ async def test_each_kind_is_probed_on_its_own() -> None:
         for kind in (RequestKind.CHAT, RequestKind.MESSAGES):
             assert len((await vllm.prompt_tokens(kind, "tiny", CHAT)).tokens) == 18
     assert [request.url.path for request in upstream.requests] == [
-        *("/v1/chat/completions/render", "/v1/messages/render", "/tokenize"),
+        *("/v1/chat/completions/render", "/v1/messages/render", "/server_info", "/get_server_info", "/tokenize"),
         *("/v1/chat/completions/render", "/tokenize"),
     ]
 

@@ -10,7 +10,9 @@ import sys
 
 import httpx
 import openai
+import pytest
 
+from kvproxy.cli import main as run_cli
 from kvproxy.commands.demo import TrafficProgress, print_table, run
 from kvproxy.commands.demo_places import DemoOptions
 from kvproxy.commands.demo_traffic import DemoReply
@@ -45,7 +47,7 @@ def test_nothing_streamed_is_no_traceback() -> None:
     """One conversation may have only whole answers: there is no first token to compare then."""
     out = io.StringIO()
     whole = [DemoReply(1, "a", False, 0.1, 10, 5)]
-    print_table({"round_robin": whole, "kv_aware": whole}, ["a"], out)
+    print_table({"round_robin": whole, "kv_aware": whole}, out)
     assert "0 of 2 requests were streamed" in out.getvalue()
     assert "nan" not in out.getvalue()
 
@@ -58,6 +60,19 @@ def test_with_sglang() -> None:
     assert "in front of 2 simulated SGLang engines" in said
     assert "follows the events" in said
     assert re.search(r"^kv_aware +sim-0:\d+ sim-1:\d+ +[1-9]\d?%", said, re.MULTILINE)
+
+
+def test_with_data_parallel_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plain proxy leaves them to the engine, kv_aware asks for one: each is an endpoint of the table. Simulated vLLM
+    engines of the demo have none."""
+    out = io.StringIO()
+    assert run(DemoOptions(1, 2, 2, stay=False, kind="sglang", ranks=2), out=out) == 0
+    said = out.getvalue()
+    assert "1 simulated SGLang engines with 2 data-parallel ranks each" in said
+    assert re.search(r"^round_robin +sim-0:\d+ ", said, re.MULTILINE)
+    assert re.search(r"^kv_aware +sim-0@0:\d+ sim-0@1:\d+ +[1-9]\d?%", said, re.MULTILINE)
+    assert run_cli(["demo", "--ranks", "2"]) == 2
+    assert "--engine sglang" in capsys.readouterr().err
 
 
 async def test_it_stays_until_ctrl_c() -> None:

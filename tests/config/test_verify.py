@@ -61,6 +61,14 @@ def test_a_good_configuration_has_no_problem() -> None:
         ("listen: {host: ''}\n", "error: listen.host: must not be empty"),
         ("listen: {tls: {certificate: /nowhere/c, private_key: /nowhere}}\n",
          "error: listen.tls.certificate: no such file: '/nowhere/c'"),
+        # Envoy's listener
+        ("picker: {host: ''}\n", "error: picker.host: must not be empty"),
+        ("picker: {port: 8889}\n", "error: picker.port: the picker has the admin listener's port"),
+        ("picker: {tls: {certificate: /nowhere/c, private_key: /nowhere}}\n",
+         "error: picker.tls.certificate: no such file: '/nowhere/c'"),
+        ("picker: {}\nclusters: {x: {endpoints: ['http://engine:8000']}}\nroutes: [{cluster: x}]\n",
+         "warning: clusters.x.endpoints[0].url: Envoy knows endpoints by address"),
+        ("picker: {ports: 1}\n", "error: picker.ports: unknown key"),
         # the router's public paths
         (ROUTER.format("paths: all"), "warning: filters[1].router.paths: every path of every"),
         (ROUTER.format("paths: [/]"), "warning: filters[1].router.paths: every path of every"),

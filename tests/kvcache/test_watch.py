@@ -174,3 +174,27 @@ async def test_an_engine_whose_counters_begin_anew_holds_nothing(counters: tuple
         index = service.kv.overlap.indexes["default"].approximate
         assert (index.held_blocks(A) > 0) is held
         assert index.capacity(A) == 400
+
+
+async def test_an_engine_that_another_process_read_is_not_read_again(clock: FakeClock) -> None:
+    """One reading an interval for all of them: whose round comes first reads and tells, the others learn as much."""
+    asked = engine(tokens=25_600)
+    async with world({"a": asked}, clock=clock) as one, world({"a": asked}, clock=clock) as other:
+        one.kv.scraper.readings.tell, other.kv.scraper.readings.tell = other.kv.scraper.hear, one.kv.scraper.hear
+        for _ in range(3):
+            await round_of(one)
+            await round_of(other)
+            clock.advance(5.0)
+        assert asked.calls["/metrics"] == 3
+        assert other.kv.overlap.indexes["default"].approximate.capacity(A) == 400
+        clock.advance(5.0)
+        await round_of(other)  # the first one says nothing any more
+        assert asked.calls["/metrics"] == 4
+
+
+async def test_what_was_read_of_an_unknown_engine_is_left_out(clock: FakeClock) -> None:
+    """Processes learn of new endpoints one after the other."""
+    async with world({"a": engine()}, clock=clock) as one, world({"b": engine()}, clock=clock) as other:
+        one.kv.scraper.readings.tell = other.kv.scraper.hear
+        await round_of(one)
+        assert other.kv.scraper.readings.take("default", "a") is None

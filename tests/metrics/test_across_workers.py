@@ -44,7 +44,14 @@ async def test_counters_and_histograms_are_summed() -> None:
 
 @pytest.mark.parametrize(
     ("rule", "one", "other", "expected"),
-    [(Across.SUM, 2, 3, 5), (Across.MAX, 2, 3, 3), (Across.MIN, 2, 3, 2), (Across.MEAN, 2, 3, 2.5)],
+    [
+        (Across.SUM, 2, 3, 5),
+        (Across.MAX, 2, 3, 3),
+        (Across.MIN, 2, 3, 2),
+        (Across.MEAN, 2, 3, 2.5),
+        (Across.REST, 0.5, 0.75, 0.25),
+        (Across.REST, 0.25, 0.5, 0.0),
+    ],
 )
 def test_a_gauge_follows_its_rule(rule: Across, one: float, other: float, expected: float) -> None:
     """Loads add up, what all look at does not, shares are averaged."""

@@ -28,6 +28,7 @@ from tests.support.until import until
 
 FAST = EngineSettings(64, 16, token_outputs=True, timing=EngineTiming(time_scale=0.001))
 TINY = SglangSettings(model="tiny", context_length=1000, engine=FAST, health_step_s=0.01)
+RANK = "x-data-parallel-rank"
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello " * 60}], "max_tokens": 3}
 
 
@@ -284,6 +285,136 @@ async def test_a_running_request_keeps_the_cache() -> None:
         assert (await engine.client.get("/flush_cache")).status_code == 400
         asked.cancel()
         await asyncio.wait([asked])
+
+
+MESSAGES = {"model": "tiny", "max_tokens": 3, "messages": [{"role": "user", "content": "hello " * 60}]}
+
+
+async def test_messages_count_what_was_not_cached() -> None:
+    """As the chat it is; cached tokens stand beside it only where there are some, and never without the flag."""
+    async with sglang() as engine:
+        cold, warm = [(await engine.ask("/v1/messages", **MESSAGES)).json() for _ in range(2)]
+        counted = (await engine.client.post("/v1/messages/count_tokens", json=MESSAGES)).json()["input_tokens"]
+        chat = (await engine.ask()).json()["usage"]["prompt_tokens"]
+    assert (cold["type"], cold["role"], cold["stop_reason"]) == ("message", "assistant", "max_tokens")
+    assert cold["usage"] == {"input_tokens": counted, "output_tokens": 3}
+    assert counted == chat
+    assert warm["usage"]["cache_read_input_tokens"] >= 48
+    assert warm["usage"]["input_tokens"] + warm["usage"]["cache_read_input_tokens"] == counted
+    async with sglang(enable_cache_report=False) as engine:
+        for _ in range(2):
+            usage = (await engine.ask("/v1/messages", **MESSAGES)).json()["usage"]
+        assert usage == {"input_tokens": counted, "output_tokens": 3}
+
+
+async def test_messages_as_a_stream() -> None:
+    """Anthropic's events; the prompt is counted in the first, and no `[DONE]` comes."""
+    async with sglang() as engine:
+        await engine.ask("/v1/messages", **MESSAGES)
+        events = sse_events((await engine.ask("/v1/messages", **MESSAGES, stream=True)).text)
+    kinds = [event["type"] for event in events]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert events[0]["message"]["usage"]["cache_read_input_tokens"] >= 48
+    assert events[-2]["usage"] == {"output_tokens": 3}
+
+
+async def test_a_billing_header_stays_in_the_prompt() -> None:
+    """In a block of `system`, and in a chat's system message: another one is another prompt from there on."""
+    header = "x-anthropic-billing-header: cch={:05x};"
+    async with sglang() as engine:
+        read = []
+        for number in range(2):
+            system = [
+                {"type": "text", "text": header.format(number * 7919)},
+                {"type": "text", "text": "You are. " * 60},
+            ]
+            usage = (await engine.ask("/v1/messages", **{**MESSAGES, "system": system})).json()["usage"]
+            said = [{"role": "system", "content": header.format(number * 7919 + 1) + "\n" + "I am. " * 60}]
+            chat = (await engine.ask(messages=said)).json()["usage"]["prompt_tokens_details"]
+            read.append((usage.get("cache_read_input_tokens", 0), chat["cached_tokens"]))
+    assert all(tokens <= 32 for tokens in read[1])
+
+
+async def test_errors_of_messages_are_anthropics() -> None:
+    """Whatever is wrong, and without what is inside; in mid-stream too."""
+    async with sglang() as engine:
+        long = [{"role": "user", "content": "word " * 2000}]
+        for fields, status, text in (
+            ({"messages": long}, 400, "longer than the model's context length"),
+            ({"messages": "x"}, 400, "valid list"),
+            ({"messages": [{"role": "user"}]}, 400, "content"),
+            ({"messages": []}, 400, "empty conversation"),
+        ):
+            answer = await engine.ask("/v1/messages", **{**MESSAGES, **fields})
+            assert answer.status_code == status
+            assert answer.json()["type"] == "error"
+            assert text in answer.json()["error"]["message"]
+        await engine.client.post("/sim/faults", json={"engine_dead": True})
+        answer = await engine.ask("/v1/messages", **MESSAGES)
+        assert answer.status_code == 500
+        assert answer.json()["error"] == {"type": "api_error", "message": "Internal server error"}
+
+
+async def test_ranks_take_turns_unless_one_is_asked_for() -> None:
+    """By the header before the body, under either name of it; `/generate` reads the body, Messages the header."""
+    async with sglang(dp_size=2) as engine:
+
+        async def ask(path: str = "/v1/completions", *, header: str | None = None, **fields: Any) -> httpx.Response:
+            body = {"model": "tiny", "max_tokens": 1, "prompt": "hello", "text": "hello", **fields}
+            return await engine.client.post(path, json=body, headers={} if header is None else {RANK: header})
+
+        def served() -> int:
+            return int(engine.app.requests[-1]["rank"])
+
+        ranks = []
+        for fields in ({}, {}, {"header": "1"}, {"header": "1"}, {"routed_dp_rank": 0}, {"data_parallel_rank": 1},
+                       {"header": "0", "routed_dp_rank": 1}, {"path": "/generate", "routed_dp_rank": 1}):  # fmt: skip
+            assert (await ask(**fields)).status_code == 200
+            ranks.append(served())
+        assert ranks == [0, 1, 1, 1, 0, 1, 0, 1]
+        await ask("/generate", header="1")
+        assert served() == 0
+        for fields, text in (
+            ({"header": "2"}, "routed_dp_rank=2 out of range [0, 2)"),
+            ({"header": "-1"}, "routed_dp_rank=-1 out of range [0, 2)"),
+            ({"header": "x"}, "must be an integer"),
+            ({"routed_dp_rank": "x"}, "valid integer"),
+        ):
+            refused = await ask(**fields)
+            assert refused.status_code == 400
+            assert text in refused.json()["message"]
+        one = {"messages": MESSAGES["messages"], "routed_dp_rank": 7}
+        assert (await ask("/v1/messages", header="1", **one)).status_code == 200
+        assert served() == 1
+        wrong = await ask("/v1/messages", header="5", **one)
+        assert (wrong.status_code, wrong.json()["type"]) == (400, "error")
+        assert "out of range" in wrong.json()["error"]["message"]
+
+
+async def test_each_rank_has_a_cache_and_figures_of_its_own() -> None:
+    """Schedulers are told apart by a label, the tokenizer counts for both; a rank's events have its port and number."""
+    async with sglang(dp_size=2, kv_events=EventSettings()) as engine:
+        for _ in range(2):
+            cached = [
+                (await engine.client.post("/v1/chat/completions", json=CHAT, headers={RANK: "1"})).json()["usage"]
+            ]
+        other = (await engine.client.post("/v1/chat/completions", json=CHAT, headers={RANK: "0"})).json()["usage"]
+        text = (await engine.client.get("/metrics")).text
+        info = (await engine.client.get("/server_info")).json()
+        first, second = [rank.publisher for rank in engine.app.ranks]
+        assert first is not None
+        assert second is not None
+        ports = [int(one.endpoint.rpartition(":")[2]) for one in (first, second)]
+        assert (await engine.client.post("/flush_cache")).status_code == 200
+    assert cached[0]["prompt_tokens_details"]["cached_tokens"] > other["prompt_tokens_details"]["cached_tokens"] == 0
+    assert text.count("sglang:num_pages{dp_rank=") == 2
+    assert 'sglang:num_requests_total{model_name="tiny"} 3.0' in text
+    assert 'sglang:realtime_tokens_total{dp_rank="1"' in text
+    assert (info["dp_size"], len(info["internal_states"]), info["kv_events"]["dp_size"]) == (2, 2, 2)
+    assert ports == [info["kv_events"]["endpoint_port_base"], info["kv_events"]["endpoint_port_base"] + 1]
+    assert (first.settings.rank, second.settings.rank) == (0, 1)
+    assert second.published > 0
 
 
 async def test_a_fleet_may_have_both_kinds() -> None:

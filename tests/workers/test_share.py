@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvproxy.config.load import load_config
-from kvproxy.workers.share import count_workers, take_share, usable_cores
+from kvproxy.workers.share import count_workers, keeps_snapshot, take_share, usable_cores
 
 CONFIG = load_config(
     {
@@ -38,6 +38,17 @@ def test_receipts_have_a_file_each() -> None:
     """Two writers of one file would cut each other's lines."""
     assert [take_share(CONFIG, index, 2).receipts.path for index in (0, 1)] == ["/tmp/r.jsonl", "/tmp/r.jsonl.worker-1"]
     assert take_share(load_config({"endpoints": {"a": "http://127.0.0.1:1"}}), 1, 2).receipts.path == ""
+
+
+def test_one_worker_keeps_the_snapshot() -> None:
+    """The others ask it, or one another; a file that all replace would hold the last one's."""
+    kvcache = {"kvcache": {"snapshot": {"path": "/tmp/s"}}}
+    filters = ["request_id", "inference_request", kvcache, "router"]
+    config = load_config({"endpoints": {"a": "http://127.0.0.1:1"}, "filters": filters})
+    paths = [take_share(config, index, 2).filters[2].settings.snapshot.path for index in (0, 1)]
+    assert paths == ["/tmp/s", ""]
+    assert keeps_snapshot(config)
+    assert not keeps_snapshot(CONFIG)
 
 
 @pytest.mark.parametrize(("wanted", "cores", "expected"), [("auto", 1, 1), ("auto", 4, 3), ("auto", 64, 8), (5, 2, 5)])

@@ -143,6 +143,18 @@ async def test_workers_that_do_not_know_the_news_are_started_again(tmp_path: Pat
         assert not supervisor.slots[1].failures
 
 
+async def test_the_others_may_follow_on_the_first(tmp_path: Path) -> None:
+    """Where it restores what they ask it for; a drain before that ends all the same."""
+    public = await bind_sockets("127.0.0.1", 0)
+    command = (sys.executable, "-S", "-E", str(STAND_IN), str(tmp_path / "allowed"))
+    supervisor = Supervisor(Served(CONFIG), count=2, public=public, folder=tmp_path, command=command, first_alone=True)
+    running = asyncio.create_task(supervisor.run())
+    await until(lambda: supervisor.slots[0].process is not None)
+    assert supervisor.slots[1].process is None
+    supervisor.drain()
+    await asyncio.wait_for(running, 60)
+
+
 @pytest.mark.parametrize(("status", "said"), [(1, "exit status 1"), (-9, "SIGKILL"), (-99, "signal 99")])
 def test_an_end_is_described(status: int, said: str) -> None:
     """As a shell's user knows it."""

@@ -18,6 +18,8 @@ from kvproxy.app import Proxy
 from kvproxy.config.load import load_config
 from kvproxy.listener.server import Server
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.sync.datagrams import Siblings
+from kvproxy.sync.peers import SyncStatus
 from kvproxy.workers.admin import WorkersAdmin
 from kvproxy.workers.assignment import Assignment
 from kvproxy.workers.control import ControlApp
@@ -25,6 +27,7 @@ from kvproxy.workers.process import WorkerProcess
 from kvproxy.workers.share import take_share
 from kvproxy.workers.supervisor import Served, Supervisor
 from kvproxy.workers.workers import Workers
+from tests.support.until import until
 
 
 @dataclass
@@ -47,6 +50,10 @@ class Together:
         """A sample of the one page; 0: it is not there."""
         lines = (await self.admin.get("/metrics")).text.splitlines()
         return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{series} ")), 0.0)
+
+    async def synced(self) -> None:
+        """Until each knows the others."""
+        await until(lambda: all(one.sync is not None and one.sync.status is SyncStatus.SYNCED for one in self.proxies))
 
     def end(self, index: int) -> None:
         """As when this worker's process is gone."""
@@ -81,7 +88,8 @@ async def begin_worker(supervisor: Supervisor, index: int) -> AsyncIterator[Prox
     assignment = Assignment(
         index, len(supervisor.slots), served.config, served.changes, (), own.fileno(), slot.path.parent, bytes(16)
     )
-    async with Proxy(take_share(served.config, index, assignment.count)) as proxy:
+    siblings = Siblings(slot.path.parent, index, assignment.count)
+    async with Proxy(take_share(served.config, index, assignment.count), siblings=siblings) as proxy:
         control = ControlApp(proxy, assignment)
         await control.repeat_changes(assignment.changes)
         async with Server(control, sockets=[own], drain_s=1.0):

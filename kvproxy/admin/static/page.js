@@ -99,7 +99,9 @@ function showHeader(live) {
   setText(byId("updated"), new Date(live.time).toLocaleTimeString());
   const policies = [...new Set(Object.values(live.routing).map(({ policy }) => policy))];
   const url = publicUrl(live);
-  setText(byId("facts"), [policies.join(", "), `up ${span(live.uptime_s)}`, url && `clients at ${url}`].filter(Boolean).join(" · "));
+  const serving = (live.workers || []).filter(({ serves }) => serves).length;
+  const workers = live.workers && `${serving} of ${live.workers.length} workers`;
+  setText(byId("facts"), [policies.join(", "), workers, `up ${span(live.uptime_s)}`, url && `clients at ${url}`].filter(Boolean).join(" · "));
   byId("links").hidden = Boolean(sessionStorage.getItem(TOKEN_KEY)); // a link carries no token
   document.title = kind === "good" ? "kvproxy" : `${said} – kvproxy`;
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import msgspec
 from kvproxy.doctor.checks.trial import TRIAL_CALLS
 from kvproxy.doctor.engine import SAMPLE_TEXT, EngineCheck, EngineFacts
 from kvproxy.doctor.report import Finding, ok, warning
-from kvproxy.errors import ClientError, Refused
+from kvproxy.errors import ClientError, NotSupported, Refused
 from kvproxy.types import RequestKind
 
 _TOOL = {"name": "look_up", "description": "Looks a word up"}
@@ -75,7 +75,7 @@ class AgentPromptsCheck(EngineCheck):
     tokenizer: EngineFacts
 
     name = "agent prompts"
-    calls = TRIAL_CALLS + 8
+    calls = TRIAL_CALLS + 12
 
     async def collect_findings(self) -> Sequence[Finding]:
         await self.engine.try_generating()  # whatever is wrong before that is reported elsewhere
@@ -86,9 +86,9 @@ class AgentPromptsCheck(EngineCheck):
         return [one for one in found if one is not None]
 
     async def _compare(self, kind: RequestKind, sample: dict[str, Any]) -> Finding | None:
-        """None where the engine does not take the sample, with tools or without."""
+        """None where the engine does not take the sample, with tools and thoughts or without."""
         model = (await self.engine.choose_model()).id
-        for body in (sample, {name: value for name, value in sample.items() if name != "tools"}):
+        for body in _variants(sample):
             raw = msgspec.json.encode({**body, "model": model})
             try:
                 counted = await self._count(kind, raw)
@@ -96,6 +96,10 @@ class AgentPromptsCheck(EngineCheck):
                 continue
             try:
                 tokens = (await self.tokenizer.vllm.prompt_tokens(kind, model, raw)).tokens
+            except ValueError:
+                continue  # what becomes of thoughts only SGLang's template knows
+            except NotSupported:
+                return None  # it cannot say tokens at all, which is reported elsewhere
             except ClientError as error:
                 return warning(self.where, f"no tokens of a prompt of /v1/{kind}: {error}", _ASK_RENDER)
             rendered = self.tokenizer.vllm.renders.get(kind) is True
@@ -107,6 +111,15 @@ class AgentPromptsCheck(EngineCheck):
         if kind is RequestKind.MESSAGES:
             return (await api.post("/v1/messages/count_tokens", raw, _Counted, timeout_s=timeout_s)).input_tokens
         return (await api.post("/v1/responses", raw, _Answer, timeout_s=timeout_s)).usage.input_tokens
+
+
+def _variants(sample: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield sample
+    yield {name: value for name, value in sample.items() if name != "tools"}
+    if "messages" in sample:
+        asked, said, answered = sample["messages"]
+        said = {**said, "content": [block for block in said["content"] if block["type"] != "thinking"]}
+        yield {**sample, "messages": [asked, said, answered]}
 
 
 def judge_agent_prompts(where: str, kind: RequestKind, *, counted: int, tokens: int, rendered: bool) -> Finding:

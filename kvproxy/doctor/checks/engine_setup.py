@@ -107,14 +107,21 @@ class RanksCheck(EngineCheck):
         answers = await engine.try_ranks()
         if answers is None:
             return []
-        named = {source.dp_rank for source in await engine.sources_or_none()}
+        named = await self._named()
         return [judge_ranks(self.where, answers, stated=engine.data_parallel.ranks, shown=shown, named=named)]
+
+    async def _named(self) -> Collection[int]:
+        """By its KV event sources; SGLang says without any how many it was started with."""
+        try:
+            return range((await self.engine.sglang_info()).dp_size)
+        except ClientError:
+            return {source.dp_rank for source in await self.engine.sources_or_none()}
 
 
 def judge_ranks(
     where: str, answers: RankAnswers, *, stated: Sequence[int], shown: Sequence[int], named: Collection[int]
 ) -> Finding:
-    """The verdict: `stated` by the configuration, `shown` by metrics, `named` by event sources."""
+    """The verdict: `stated` by the configuration, `shown` by metrics, `named` by event sources or arguments."""
     taken = _listed(sorted(answers.taken))
     if answers.refused:
         fix = _STATE % taken if taken else "set `data_parallel: {steer: false}`: it knows none"

@@ -1,8 +1,9 @@
-"""From a prompt's token ids and a request body to what the engine runs, as SGLang reads it, and its errors."""
+"""From a request body and a prompt's token ids to what an engine runs, as SGLang reads them, and its errors."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,6 +59,103 @@ def queue_full() -> SglangError:
 def engine_dead() -> SglangError:
     """500 once the scheduler is gone."""
     return SglangError("Internal server error", kind="InternalServerError", code=500)
+
+
+#: Of `/v1/messages`, by status.
+_MESSAGES_ERRORS = {400: "invalid_request_error", 500: "api_error", 503: "overloaded_error"}
+
+
+def messages_error(error: HttpError) -> dict[str, Any]:
+    """The same in the shape of `/v1/messages`, which says nothing of what went wrong inside."""
+    inside = error.status >= 500
+    message = "Internal server error" if inside else error.body["message"]
+    kind = _MESSAGES_ERRORS.get(error.status, "api_error") if inside else error.body["type"]
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+RANK_HEADER = "x-data-parallel-rank"
+#: In the body; the second is the older name.
+_RANK_FIELDS = ("routed_dp_rank", "data_parallel_rank")
+
+
+def read_rank(header: str | None, body: Mapping[str, Any], ranks: int) -> int | None:
+    """The data-parallel rank that is asked for, the header's before the body's; None: any."""
+    rank = next((body[name] for name in _RANK_FIELDS if body.get(name) is not None), None)
+    if header is not None:
+        try:
+            rank = int(header)
+        except ValueError:
+            text = f"Invalid X-Data-Parallel-Rank header: must be an integer, got '{header}'"
+            raise SglangError(text, kind="400") from None
+    if rank is None or (ranks == 1 and rank == 0):
+        return None
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise SglangError("1 validation error: routed_dp_rank: Input should be a valid integer", param="routed_dp_rank")
+    if not 0 <= rank < ranks:
+        raise SglangError(f"routed_dp_rank={rank} out of range [0, {ranks})", kind="BadRequest")
+    return rank
+
+
+def messages_as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The chat that `/v1/messages` makes of its body, of text and tools: system blocks are lines, a billing header is
+    one as any other, and what a user says stays in its order with the results of tools."""
+    if not isinstance(body.get("messages"), list) or not all(isinstance(one, dict) for one in body["messages"]):
+        raise SglangError("1 validation error: messages: Input should be a valid list", param="messages")
+    system = body.get("system") or []
+    if isinstance(system, str):
+        system = [{"text": system}] if system.strip() else []
+    lines = [block["text"] for block in system if block.get("text")]
+    chat = [{"role": "system", "content": "\n".join(lines)}] if lines else []
+    for message in body["messages"]:
+        chat += _chat_messages(message["role"], message["content"])
+    return {"messages": chat, "tools": [_chat_tool(tool) for tool in body.get("tools") or ()]}
+
+
+def _chat_messages(role: str, content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    made: list[dict[str, Any]] = []
+    said: list[str] = []
+    for block in content:
+        if block["type"] == "text":
+            said.append(block["text"])
+        elif block["type"] == "tool_result":
+            made += _said(role, said)
+            said = []
+            made.append(
+                {"role": "tool", "tool_call_id": block["tool_use_id"], "content": _result(block.get("content"))}
+            )
+    calls = [_chat_call(block) for block in content if block["type"] == "tool_use"]
+    if calls:
+        last = _said(role, said) or [{"role": role}]
+        return [*made, {**last[0], "tool_calls": calls}]
+    return made + (_said(role, said) or ([] if role == "user" else [{"role": role, "content": ""}]))
+
+
+def _said(role: str, texts: list[str]) -> list[dict[str, Any]]:
+    """At most one message; a single text is a string."""
+    if not texts:
+        return []
+    return [{"role": role, "content": texts[0] if len(texts) == 1 else [{"type": "text", "text": t} for t in texts]}]
+
+
+def _result(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content or ""
+    parts = [{"type": "text", "text": block["text"]} for block in content if block.get("text")]
+    return parts[0]["text"] if len(parts) == 1 else parts or ""
+
+
+def _chat_call(block: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": block["name"], "arguments": json.dumps(block.get("input") or {})}
+    return {"id": block["id"], "type": "function", "function": function}
+
+
+def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    schema = {**tool["input_schema"]}
+    schema.setdefault("type", "object")
+    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": schema}
+    return {"type": "function", "function": {**function, "strict": bool(tool.get("strict"))}}
 
 
 _LENGTH_FIELDS = ("max_completion_tokens", "max_tokens", "max_new_tokens")

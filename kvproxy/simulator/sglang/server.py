@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import time
@@ -14,11 +15,22 @@ from kvproxy.simulator.engine_io import EngineLoad, SimRequest
 from kvproxy.simulator.engine_runner import GenerationGroup
 from kvproxy.simulator.generation import Answer, GenerationPlan
 from kvproxy.simulator.http_call import EVENT_STREAM, HttpApp, HttpCall, HttpError
+from kvproxy.simulator.kv_event_publisher import KvEventPublisher
 from kvproxy.simulator.prompts import Prompts
-from kvproxy.simulator.sglang.engine import HEALTH_CHECK, SglangEngine
-from kvproxy.simulator.sglang.requests import SglangError, SglangPlanner, engine_dead, flatten, queue_full
+from kvproxy.simulator.sglang.engine import HEALTH_CHECK, SglangEngine, SglangMetrics, with_event_ports
+from kvproxy.simulator.sglang.requests import (
+    RANK_HEADER,
+    SglangError,
+    SglangPlanner,
+    engine_dead,
+    flatten,
+    messages_as_chat,
+    messages_error,
+    queue_full,
+    read_rank,
+)
 from kvproxy.simulator.sglang.settings import SglangSettings, describe_model, describe_server
-from kvproxy.simulator.sglang.shapes import SglangChat, SglangCompletion, SglangGenerate
+from kvproxy.simulator.sglang.shapes import SglangChat, SglangCompletion, SglangGenerate, SglangMessages
 from kvproxy.simulator.tokenizer import Tokenizer
 from kvproxy.simulator.vllm_errors import VllmError
 from kvproxy.simulator.vllm_generate import Shape
@@ -27,44 +39,61 @@ from kvproxy.simulator.vllm_state import FaultError, Faults
 from kvproxy.types import Clock
 
 _KEPT_REQUESTS = 256
-_RANK_HEADER = "x-data-parallel-rank"
 _FLUSHED = b"Cache flushed.\nPlease check backend logs for more details.\n"
 
 Handler = Callable[[HttpCall], Awaitable[None]]
 
 
 class SglangApp(HttpApp):
-    """Serve it (it is an ASGI app) while it is entered (it is an async context manager)."""
+    """Serve it (it is an ASGI app) while it is entered (it is an async context manager). `ranks` are its engines."""
 
     def __init__(
         self, settings: SglangSettings, *, clock: Clock, wall_clock: Callable[[], float], rng: random.Random
     ) -> None:
-        self.settings = settings
+        self.settings = settings = with_event_ports(settings)
         self._wall_clock = wall_clock
         self._rng = rng
         self._started_at = wall_clock()
         self._tokenizer = Tokenizer(word_pieces=True)
-        self._prompts = Prompts(self._tokenizer)
+        self._prompts = Prompts(self._tokenizer, drops_header=False)
         self._planner = SglangPlanner(settings, self._tokenizer)
-        self._engine = SglangEngine(settings, clock=clock, wall_clock=wall_clock)
-        self.publisher = self._engine.publisher
-        self._runner = self._engine.runner
+        self.ranks = [
+            SglangEngine(
+                settings,
+                rank,
+                clock=clock,
+                wall_clock=wall_clock,
+                on_output=lambda *seen: self._metrics.observe(*seen),
+            )
+            for rank in range(settings.dp_size)
+        ]
+        self._metrics = SglangMetrics(settings, [one.engine for one in self.ranks])
+        self._turn = 0  # whose it is, where no rank is asked for
+        self._stack = contextlib.AsyncExitStack()
         self.faults = Faults()
         self.calls: Counter[str] = Counter()
         self.requests: deque[dict[str, Any]] = deque(maxlen=_KEPT_REQUESTS)
         self._routes = self._build_routes()
 
     @property
+    def publisher(self) -> KvEventPublisher | None:
+        """The first rank's."""
+        return self.ranks[0].publisher
+
+    @property
     def load(self) -> EngineLoad:
-        """How busy its engine is."""
-        return self._engine.load
+        """How busy its engines are, the fullest one's KV usage."""
+        loads = [one.engine.load for one in self.ranks]
+        running, waiting = (sum(getattr(load, name) for load in loads) for name in ("running", "waiting"))
+        return EngineLoad(running, waiting, max(load.kv_usage for load in loads))
 
     async def __aenter__(self) -> SglangApp:
-        await self._engine.__aenter__()
+        for engine in self.ranks:
+            await self._stack.enter_async_context(engine)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._engine.__aexit__(*_)
+        await self._stack.aclose()
 
     def _build_routes(self) -> dict[tuple[str, str], Handler]:
         chat, completion = self._answer_chat, self._answer_completion
@@ -72,6 +101,8 @@ class SglangApp(HttpApp):
         routes: dict[tuple[str, str], Handler] = {
             ("POST", "/v1/chat/completions"): chat,
             ("POST", "/v1/completions"): completion,
+            ("POST", "/v1/messages"): self._answer_messages,
+            ("POST", "/v1/messages/count_tokens"): self._answer_count,
             ("POST", "/generate"): self._answer_generate,
             ("POST", "/tokenize"): self._answer_tokenize,
             ("POST", "/v1/tokenize"): self._answer_tokenize,
@@ -117,41 +148,72 @@ class SglangApp(HttpApp):
         shape = SglangCompletion(report=self.settings.enable_cache_report)
         await self._generate(call, body, self._prompts.encode_completion(body), shape)
 
-    async def _answer_generate(self, call: HttpCall) -> None:
+    async def _answer_messages(self, call: HttpCall) -> None:
+        """The body names no rank here, and errors are Anthropic's."""
         body = await _read_json(call)
+        shape = SglangMessages(report=self.settings.enable_cache_report)
+        ranked = {name: value for name, value in body.items() if not name.endswith("_rank")}
+        try:
+            await self._generate(call, ranked, [self._encode_messages(body)], shape)
+        except (SglangError, VllmError) as error:
+            flat = error if isinstance(error, SglangError) else HttpError(error.status, flatten(error.body))
+            raise HttpError(flat.status, messages_error(flat)) from error
+
+    async def _answer_count(self, call: HttpCall) -> None:
+        await call.reply_json({"input_tokens": len(self._encode_messages(await _read_json(call)))})
+
+    def _encode_messages(self, body: Mapping[str, Any]) -> list[int]:
+        try:
+            chat = messages_as_chat(body)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise SglangError(f"1 validation error: {error}") from error
+        return self._prompts.encode_chat(chat)
+
+    async def _answer_generate(self, call: HttpCall) -> None:
+        """The header is not looked at."""
+        body = await _read_json(call)
+        call.headers.pop(RANK_HEADER, None)
         prompt = body.get("input_ids") if body.get("text") is None else body["text"]
         wanted = {**body, **(body.get("sampling_params") or {}), "prompt": prompt}
         await self._generate(call, wanted, self._prompts.encode_completion(wanted)[:1], SglangGenerate())
 
     async def _generate(self, call: HttpCall, body: Mapping[str, Any], prompts: list[list[int]], shape: Shape) -> None:
         """One generation from body to last byte; a client that leaves frees the engine at once."""
-        rank = call.headers.get(_RANK_HEADER)
-        if rank is not None and not rank.lstrip("-").isdigit():
-            raise SglangError(f"Invalid value for {_RANK_HEADER} header: {rank}")
+        rank = read_rank(call.headers.get(RANK_HEADER), body, len(self.ranks))
         plan = self._planner.plan(body, prompts, str(body.get("rid") or f"{self._rng.getrandbits(128):032x}"))
-        self._admit()
+        engine = self._next_rank() if rank is None else self.ranks[rank]
+        self._admit(engine)
         record = {"path": call.path, "id": plan.id, "priority": body.get("priority"), "outcome": "running"}
+        record["rank"] = engine.rank
         self.requests.append(record)
         try:
-            finished = await call.run_while_connected(self._answer(call, plan, shape, record))
+            finished = await call.run_while_connected(self._answer(call, engine, plan, shape, record))
             record["outcome"] = record["outcome"] if finished else "disconnected"
         except SglangError:
             record["outcome"] = "error"
             raise
 
-    def _admit(self) -> None:
+    def _next_rank(self) -> SglangEngine:
+        """In turn, whatever they hold."""
+        engine = self.ranks[self._turn % len(self.ranks)]
+        self._turn += 1
+        return engine
+
+    def _admit(self, engine: SglangEngine) -> None:
         values = self.faults.values
         if values.engine_dead:
             raise engine_dead()
         if self.faults.use_up("fail_next"):
             raise SglangError("Internal server error", kind="InternalServerError", code=values.fail_status)
         limit = self.settings.max_queued_requests
-        if self.faults.use_up("busy_next") or (limit is not None and self._engine.load.waiting >= limit):
+        if self.faults.use_up("busy_next") or (limit is not None and engine.engine.load.waiting >= limit):
             raise queue_full()
 
-    async def _answer(self, call: HttpCall, plan: GenerationPlan, shape: Shape, record: dict[str, Any]) -> None:
+    async def _answer(
+        self, call: HttpCall, engine: SglangEngine, plan: GenerationPlan, shape: Shape, record: dict[str, Any]
+    ) -> None:
         await self.faults.stall(self.faults.values.stall_head_s)
-        with self._runner.run_requests(plan.requests) as group:
+        with engine.runner.run_requests(plan.requests) as group:
             answer = Answer(
                 plan,
                 group,
@@ -217,7 +279,7 @@ class SglangApp(HttpApp):
     async def _answer_health_generate(self, call: HttpCall) -> None:
         request = SimRequest(id=f"{HEALTH_CHECK}{self._rng.getrandbits(64)}", block_hashes=(), prompt_tokens=1,
                              output_tokens=1, token_ids=(0, 0))  # fmt: skip
-        with self._runner.run_requests([request]) as group:
+        with self._next_rank().runner.run_requests([request]) as group:
             await asyncio.sleep(self.settings.health_step_s)
             well = group.ended and not group.failed and not self.faults.values.engine_dead
         await call.send_reply(200 if well else 503)
@@ -233,15 +295,18 @@ class SglangApp(HttpApp):
 
     async def _answer_metrics(self, call: HttpCall) -> None:
         headers = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
-        await call.send_reply(200, self._engine.metrics.render_exposition(), headers)
+        await call.send_reply(200, self._metrics.render_exposition(), headers)
 
     async def _answer_flush(self, call: HttpCall) -> None:
-        """400 while anything runs. What it says of it goes out with the next events."""
-        await call.send_reply(200 if self._engine.reset_prefix_cache() else 400, _FLUSHED)
+        """400 while anything runs, at any rank. What they say of it goes out with the next events."""
+        done = [engine.reset_prefix_cache() for engine in self.ranks]
+        await call.send_reply(200 if all(done) else 400, _FLUSHED)
 
     async def _set_faults(self, call: HttpCall) -> None:
         try:
-            values = self.faults.apply_changes(await _read_json(call), self._runner, self.publisher)
+            changes = await _read_json(call)
+            for engine in self.ranks:
+                values = self.faults.apply_changes(changes, engine.runner, engine.publisher)
         except FaultError as error:
             raise SglangError(str(error)) from error
         await call.reply_json(values)

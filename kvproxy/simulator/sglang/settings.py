@@ -39,6 +39,7 @@ class SglangSettings:
 
     `kv_events` None publishes nothing. `speculative_algorithm` EAGLE keys the radix tree by pairs of tokens.
     `health_generates`: `/health` runs a request and looks after `health_step_s` whether its token came.
+    `dp_size` ranks behind one address, `engine` that of each, with KV events a port above those of the rank before.
     `old_names` answers under `/get_server_info` alone. `tokenizes_chats`: what older releases' `/tokenize` cannot.
     """
 
@@ -58,6 +59,7 @@ class SglangSettings:
     old_names: bool = False
     tokenizes_chats: bool = True
     default_output_tokens: int = 128
+    dp_size: int = 1
     version: str = "0.5.23"
 
     def __post_init__(self) -> None:
@@ -87,7 +89,7 @@ class SglangSettings:
 
 
 def describe_server(settings: SglangSettings, publisher: KvEventPublisher | None) -> dict[str, Any]:
-    """Its arguments, what it made of them, and each rank's state: the same again."""
+    """Its arguments, what it made of them, and each rank's state: the same again. `publisher` is the first rank's."""
     arguments = _arguments(settings, publisher)
     described: dict[str, Any] = {}
     events = settings.kv_events
@@ -98,7 +100,10 @@ def describe_server(settings: SglangSettings, publisher: KvEventPublisher | None
         "status": "ready",
         "max_total_num_tokens": settings.max_total_num_tokens,
         "max_req_input_len": settings.context_length - 6,
-        "internal_states": [{**arguments, "last_gen_throughput": 0.0, "effective_max_running_requests_per_dp": 256}],
+        "internal_states": [
+            {**arguments, "last_gen_throughput": 0.0, "effective_max_running_requests_per_dp": 256}
+            for _ in range(settings.dp_size)
+        ],
         "version": settings.version,
         **described,
     }
@@ -131,7 +136,7 @@ def _arguments(settings: SglangSettings, publisher: KvEventPublisher | None) -> 
         "schedule_low_priority_values_first": settings.schedule_low_priority_values_first,
         "page_size": settings.page_size,
         "tp_size": 1,
-        "dp_size": 1,
+        "dp_size": settings.dp_size,
         "enable_metrics": settings.enable_metrics,
         "enable_cache_report": settings.enable_cache_report,
         "enable_hierarchical_cache": False,
@@ -156,7 +161,7 @@ def _descriptor(settings: SglangSettings, publisher: KvEventPublisher) -> dict[s
         "endpoint_port_base": int(publisher.endpoint.rpartition(":")[2]),
         "topic": publisher.settings.topic,
         "block_size": settings.page_size,
-        "dp_size": 1,
+        "dp_size": settings.dp_size,
     }
 
 

@@ -1,4 +1,4 @@
-"""Answers in the JSON and SSE shapes SGLang gives them: chat and text completions, and its own `/generate`."""
+"""Answers in SGLang's JSON and SSE shapes: chat and text completions, Messages, and its own `/generate`."""
 
 from __future__ import annotations
 
@@ -120,6 +120,62 @@ class SglangGenerate:
         """A failure in mid-stream."""
         yield format_event({"error": body})
         yield DONE
+
+
+class SglangMessages:
+    """`/v1/messages`; an instance serves one request. A stream names the prompt's tokens at its beginning alone, in a
+    count that leaves out cached ones where they are reported at all."""
+
+    def __init__(self, *, report: bool) -> None:
+        self._report = report
+        self._opened = False
+
+    def build_body(self, answer: Answer) -> dict[str, Any]:
+        """The whole body."""
+        whole = answer.read_choice(0)
+        usage = {**self._input(answer), "output_tokens": answer.count_usage().completion_tokens}
+        content = [{"type": "text", "text": whole.text}]
+        return {**self._message(answer), "content": content, "stop_reason": _stop_reason(whole), "usage": usage}
+
+    def build_events(self, answer: Answer, deltas: list[Delta], *, last: bool) -> Iterator[bytes]:
+        """Anthropic's sequence, and nothing behind it."""
+        for delta in deltas:
+            if not self._opened:
+                self._opened = True
+                usage = {**self._input(answer), "output_tokens": 0}
+                yield _named("message_start", message={**self._message(answer), "content": [], "usage": usage})
+                yield _named("content_block_start", index=0, content_block={"type": "text", "text": ""})
+            yield _named("content_block_delta", index=0, delta={"type": "text_delta", "text": delta.text})
+        if last:
+            stop = {"stop_reason": _stop_reason(answer.read_choice(0))}
+            yield _named("content_block_stop", index=0)
+            usage = {"output_tokens": answer.count_usage().completion_tokens}
+            yield _named("message_delta", delta=stop, usage=usage)
+            yield _named("message_stop")
+
+    def build_error_events(self, body: Any) -> Iterator[bytes]:
+        """A failure in mid-stream."""
+        if self._opened:
+            yield _named("content_block_stop", index=0)
+        yield _named("error", error={"type": "api_error", "message": body["message"]})
+        yield _named("message_stop")
+
+    def _message(self, answer: Answer) -> dict[str, Any]:
+        return {"id": f"msg_{answer.plan.id}", "type": "message", "role": "assistant", "model": answer.plan.model}
+
+    def _input(self, answer: Answer) -> dict[str, int]:
+        usage = answer.count_usage()
+        cached = usage.cached_tokens if self._report else 0
+        counts = {"input_tokens": usage.prompt_tokens - cached}
+        return {**counts, "cache_read_input_tokens": cached} if cached else counts
+
+
+def _stop_reason(whole: Delta) -> str:
+    return "max_tokens" if whole.finish_reason == "length" else "end_turn"
+
+
+def _named(name: str, **fields: Any) -> bytes:
+    return f"event: {name}\n".encode() + format_event({"type": name, **fields})
 
 
 def _head(answer: Answer, name: str) -> dict[str, Any]:

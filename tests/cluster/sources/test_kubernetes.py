@@ -490,6 +490,5 @@ async def test_a_watch_that_falls_silent_is_begun_anew(
     fake, where = api
     monkeypatch.setattr("kvproxy.clients.kubernetes._IDLE_S", 0.05)
     async with follow(**service(where)) as one:
-        await until(lambda: len(fake.watches) >= 3)
+        await until(lambda: len(fake.watches) >= 3 and one.failing == 0)
         assert len(fake.lists) == 1
-        assert one.failing == 0

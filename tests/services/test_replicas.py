@@ -1,0 +1,327 @@
+"""Replicas that meet at a real Redis or NATS: partitions, a store that is killed or slow, a death in mid-action."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import shutil
+import signal
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from kvproxy.app import Proxy
+from kvproxy.config.load import load_config
+from kvproxy.listener.server import Server
+from kvproxy.sync.peers import SyncStatus
+from kvproxy.sync.stores import RedisLink
+from kvproxy.sync.wire import Origin
+from tests.support.fake_engine import FakeEngine
+from tests.support.loopback import serve
+from tests.support.proxy import chat
+from tests.support.until import until
+
+SERVERS = {"redis": "redis-server", "nats": "nats-server"}
+PASSWORD = "s3cret-of-the-store"
+
+pytestmark = pytest.mark.services
+
+
+@dataclass
+class Store:
+    """A server in a process of its own, always at the same port, and the way there that a test may cut."""
+
+    kind: str
+    folder: Path
+    port: int = 0
+    process: asyncio.subprocess.Process | None = None
+    connections: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def program(self) -> list[str]:
+        at = ["127.0.0.1", str(self.port)]
+        if self.kind == "redis":
+            return ["redis-server", "--bind", at[0], "--port", at[1], "--save", "", "--requirepass", PASSWORD]
+        return ["nats-server", "-a", at[0], "-p", at[1], "--user", "kvproxy", "--pass", PASSWORD]
+
+    def url(self, port: int | None = None) -> str:
+        user = "" if self.kind == "redis" else "kvproxy"
+        return f"{self.kind}://{user}:{PASSWORD}@127.0.0.1:{port or self.port}"
+
+    async def start(self) -> None:
+        """Until it takes connections."""
+        if not self.port:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                self.port = free.getsockname()[1]
+        null = asyncio.subprocess.DEVNULL
+        self.process = await asyncio.create_subprocess_exec(
+            *self.program, cwd=self.folder, stdout=null, stderr=null
+        )  # fmt: skip
+        async with asyncio.timeout(30):
+            while not await self._is_up():  # noqa: ASYNC110 - another process: there is no event to wait for
+                await asyncio.sleep(0.02)
+
+    async def kill(self) -> None:
+        assert self.process is not None
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+
+    def halt(self) -> None:
+        """It takes connections, and does nothing."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+    async def _is_up(self) -> bool:
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        except OSError:
+            return False
+        writer.close()
+        return True
+
+
+@pytest.fixture(params=list(SERVERS))
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
+    if shutil.which(SERVERS[request.param]) is None:
+        pytest.skip(f"needs {SERVERS[request.param]} (make test-services)")
+    found = Store(request.param, tmp_path)
+    await found.start()
+    yield found
+    found.go_on()
+    await found.kill()
+
+
+class Wire:
+    """One replica's way to the store, which can be cut."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.cut = False
+        self.port = 0
+
+    async def __aenter__(self) -> Wire:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        self.break_off()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def break_off(self) -> None:
+        """Every connection that there is ends."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.cut:
+            writer.close()
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        there = None
+        try:
+            there = await asyncio.open_connection("127.0.0.1", self._store.port)
+            async with asyncio.TaskGroup() as both:
+                both.create_task(_carry(reader, there[1]))
+                both.create_task(_carry(there[0], writer))
+        except (OSError, ExceptionGroup, asyncio.CancelledError):
+            pass
+        finally:
+            self._tasks.discard(task)
+            for one in (writer, there[1] if there else writer):
+                one.close()
+
+
+async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(65536):
+        writer.write(data)
+        await writer.drain()
+    raise ConnectionError
+
+
+@dataclass
+class Replica:
+    proxy: Proxy
+    client: httpx.AsyncClient
+
+    @property
+    def status(self) -> SyncStatus:
+        assert self.proxy.sync is not None
+        return self.proxy.sync.status
+
+    def entries(self) -> int:
+        assert self.proxy.kvcache is not None
+        return self.proxy.kvcache.overlap.indexes["default"].approximate.entries
+
+    async def ask(self, text: str) -> int:
+        return (await self.client.post("/v1/chat/completions", json=chat(text))).status_code
+
+    @property
+    def weight(self) -> float:
+        assert self.proxy.sync is not None
+        return self.proxy.sync.journal.weight
+
+
+@contextlib.asynccontextmanager
+async def replica(store: Store, name: str, engine: str, *, port: int | None = None) -> AsyncIterator[Replica]:
+    raw: dict[str, Any] = {
+        "endpoints": {"a": engine},
+        "policy": "kv_aware",
+        "health": {"active": False},
+        "filters": ["inference_request", "kvcache", {"rate_limit": {"requests_per_minute": 60}}, "router"],
+        "sync": {store.kind: store.url(port), "replica": name, "heartbeat": "100ms"},
+    }
+    async with (
+        Proxy(load_config(raw)) as proxy,
+        Server(proxy, drain_s=2.0) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as client,
+    ):
+        yield Replica(proxy, client)
+
+
+def text(number: int) -> str:
+    return f"{number} " * 800
+
+
+async def test_replicas_know_what_each_other_serves(store: Store) -> None:
+    """A third one starts with what the two know; no credential is in what is shown."""
+    async with serve(FakeEngine("a")) as engine, replica(store, "one", engine) as one:
+        async with replica(store, "two", engine) as two:
+            await until(lambda: one.status is two.status is SyncStatus.SYNCED)
+            await one.ask(text(1))
+            await until(lambda: two.entries() == one.entries() > 0)
+            await two.ask(text(2))
+            await until(lambda: two.entries() == one.entries())
+            async with replica(store, "three", engine) as three:
+                await until(lambda: three.status is SyncStatus.SYNCED)
+                assert three.entries() == one.entries()
+        await until(lambda: one.status is SyncStatus.ALONE)
+        assert one.proxy.sync is not None
+        assert PASSWORD not in str(one.proxy.sync.describe_state())
+
+
+async def test_a_store_that_is_killed_and_comes_back(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """Requests go on without it, limits fall to a share, and what was missed is there again afterwards."""
+    async with (
+        serve(FakeEngine("a")) as engine,
+        replica(store, "one", engine) as one,
+        replica(store, "two", engine) as two,
+    ):
+        await until(lambda: one.status is two.status is SyncStatus.SYNCED)
+        await store.kill()
+        await until(lambda: one.status is two.status is SyncStatus.ALONE)
+        assert one.weight == two.weight == 2.0
+        assert await one.ask(text(1)) == 200
+        assert await two.ask(text(2)) == 200
+        assert one.entries() != 0
+        await store.start()
+        await until(lambda: one.status is two.status is SyncStatus.SYNCED)
+        await until(lambda: one.entries() == two.entries() > 10)
+        assert one.weight == two.weight == 1.0
+        said = [record.getMessage() for record in caplog.records if "goes on alone" in record.getMessage()]
+        assert len(said) == 2
+        assert PASSWORD not in caplog.text
+
+
+async def test_a_partition_between_replicas(store: Store) -> None:
+    """One loses its way to the store, the other does not: afterwards both know the same."""
+    async with (
+        serve(FakeEngine("a")) as engine,
+        Wire(store) as wire,
+        replica(store, "one", engine) as one,
+        replica(store, "two", engine, port=wire.port) as two,
+    ):
+        await until(lambda: one.status is two.status is SyncStatus.SYNCED)
+        wire.cut = True
+        wire.break_off()
+        await until(lambda: one.status is two.status is SyncStatus.ALONE)
+        assert (one.weight, two.weight) == (1.0, 2.0)
+        for number in range(5):
+            await one.ask(text(number))
+            await two.ask(text(100 + number))
+        wire.cut = False
+        await until(lambda: one.status is two.status is SyncStatus.SYNCED)
+        await until(lambda: one.entries() == two.entries())
+
+
+async def test_a_store_that_answers_nothing_holds_no_request_up(store: Store) -> None:
+    """What is meant for it waits within a bound; later it is asked for."""
+    async with (
+        serve(FakeEngine("a")) as engine,
+        replica(store, "one", engine) as one,
+        replica(store, "two", engine) as two,
+    ):
+        await until(lambda: one.status is two.status is SyncStatus.SYNCED)
+        store.halt()
+        async with asyncio.timeout(10):
+            for number in range(20):
+                assert await one.ask(text(number)) == 200
+        await until(lambda: one.status is two.status is SyncStatus.ALONE)
+        store.go_on()
+        await until(lambda: one.status is two.status is SyncStatus.SYNCED)
+        await until(lambda: one.entries() == two.entries() > 0)
+
+
+async def test_what_is_to_be_done_once_is_done_once(store: Store) -> None:
+    """Of three that want it one may; when that one dies in the middle of it, another may once its time is over."""
+    async with (
+        serve(FakeEngine("a")) as engine,
+        replica(store, "one", engine) as one,
+        replica(store, "two", engine) as two,
+    ):
+        others = [one.proxy.sync, two.proxy.sync]
+        async with replica(store, "three", engine) as three:
+            everyone = [*others, three.proxy.sync]
+            await until(lambda: all(one is not None and len(one.peers.living) == 2 for one in everyone))
+            granted = [one is not None and await one.claim("pin a 17", 1.0) for one in everyone]
+            assert sorted(granted) == [False, False, True]
+            winner = everyone[granted.index(True)]
+            assert winner is not None
+            assert await winner.claim("pin a 17", 1.0)
+            losers = [one for one in others if one is not winner]
+        await until(lambda: all(one is not None and len(one.peers.living) == 1 for one in others))
+
+        async def granted_later() -> bool:
+            return any([one is not None and await one.claim("pin a 17", 1.0) for one in losers])
+
+        async with asyncio.timeout(10):
+            while not await granted_later():  # noqa: ASYNC110 - its time to live has to run out
+                await asyncio.sleep(0.05)
+
+
+async def test_a_wrong_password_is_said_without_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither the right one nor the wrong one is in the log."""
+    if shutil.which("redis-server") is None:
+        pytest.skip("needs redis-server (make test-services)")
+    store = Store("redis", tmp_path)
+    await store.start()
+    link = RedisLink(
+        SecretStr(f"redis://:wrong-one@127.0.0.1:{store.port}"),
+        "topic",
+        Origin("h", 0, 1),
+        on_message=lambda data: None,
+        on_change=lambda reached: None,
+        rng=random.Random(0),
+    )
+    async with link:
+        await until(lambda: "is away" in caplog.text)
+    await store.kill()
+    assert "wrong-one" not in caplog.text
+    assert PASSWORD not in caplog.text

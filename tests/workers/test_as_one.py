@@ -1,0 +1,90 @@
+"""What one worker decides is known in the others: over real datagrams, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from starlette.types import Send
+
+from kvproxy.listener.server import serve
+from tests.kvcache.support import Fake
+from tests.support.fake_engine import Call, FakeEngine, start_stream
+from tests.support.proxy import chat
+from tests.support.until import until
+from tests.workers.together import together
+
+pytestmark = pytest.mark.anyio
+CHAT = "/v1/chat/completions"
+
+
+async def test_a_rate_limit_holds_for_all_workers_together() -> None:
+    """What one let through counts in the other, in its headers and for its refusal."""
+    filters = ["request_id", {"rate_limit": {"requests_per_minute": 4}}, "router"]
+    async with serve(FakeEngine("a")) as url, together({"a": url}, filters=filters) as both:
+        await both.synced()
+        one, other = both.clients
+        for _ in range(3):
+            assert (await one.post(CHAT, json=chat())).status_code == 200
+        (limits,) = both.proxies[1]._generation.limits
+        await until(lambda: sum(missing for _, _, missing in limits.missing(both.proxies[1].clock())) > 2.5)
+        assert (await other.post(CHAT, json=chat())).status_code == 200
+        assert (await other.post(CHAT, json=chat())).status_code == 429
+
+
+async def test_what_one_worker_routed_the_other_knows() -> None:
+    """The next turn goes where the first one went, through whichever worker it comes."""
+    async with serve(FakeEngine("a")) as a, serve(FakeEngine("b")) as b:
+        filters = ["request_id", "inference_request", "kvcache", "router"]
+        async with together({"a": a, "b": b}, policy="kv_aware", filters=filters) as both:
+            await both.synced()
+            prompt = chat("a long prompt " * 500)
+            first = await both.clients[0].post(CHAT, json=prompt)
+            entries = [proxy.kvcache for proxy in both.proxies]
+            await until(
+                lambda: all(one is not None and one.overlap.indexes["default"].approximate.entries for one in entries)
+            )
+            again = await both.clients[1].post(CHAT, json=prompt, headers={"x-kvproxy-debug": "1"})
+            assert again.headers["x-kvproxy-endpoint"] == first.headers["x-kvproxy-endpoint"]
+            assert "matched=none" not in again.headers["x-kvproxy-decision"]
+            live = await both.live()
+            assert live["sync"]["status"] == "synced"
+            assert len(live["sync"]["peers"]) == 2
+
+
+async def test_an_engines_metrics_are_read_once_for_all() -> None:
+    """By whose round comes first; the others know as much."""
+    engine = Fake({"/metrics": lambda _: b"vllm:kv_cache_usage_perc 0.5\nvllm:num_requests_running 3\n"})
+    filters = ["request_id", "inference_request", "kvcache", "router"]
+    async with serve(engine) as url, together({"a": url}, filters=filters) as both:
+        await both.synced()
+        scrapers = [proxy.kvcache.scraper for proxy in both.proxies if proxy.kvcache is not None]
+        asked = engine.calls["/metrics"]
+        await scrapers[0].scrape_all()
+        endpoint = both.proxies[1].clusters["default"].endpoints[0]
+        await until(lambda: scrapers[1].signals.latest_scrape(endpoint) is not None and scrapers[1].readings._heard)
+        await scrapers[1].scrape_all()
+        assert engine.calls["/metrics"] == asked + 1
+        assert await both.metric('kvproxy_engine_requests{cluster="default",endpoint="a",state="running"}') == 3
+
+
+async def test_requests_of_one_worker_are_load_in_the_other() -> None:
+    """And are counted once in the one page's metrics."""
+    go_on = asyncio.Event()
+
+    async def once_it_may(engine: FakeEngine, call: Call, send: Send) -> None:
+        await start_stream(send)
+        await go_on.wait()
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    async with serve(FakeEngine("a", once_it_may)) as url, together({"a": url}) as both:
+        await both.synced()
+        asking = asyncio.create_task(both.clients[0].post(CHAT, json=chat()))
+        loads = [proxy.clusters["default"].endpoints[0].load for proxy in both.proxies]
+        await until(lambda: [load.in_flight for load in loads] == [1, 1])
+        assert await both.metric('kvproxy_in_flight_requests{cluster="default",endpoint="a"}') == 1
+        live = await both.live()
+        assert [one["in_flight"] for one in live["endpoints"]] == [1]
+        go_on.set()
+        assert (await asking).status_code == 200
+        await until(lambda: [load.in_flight for load in loads] == [0, 0])
