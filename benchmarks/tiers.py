@@ -26,7 +26,7 @@ from kvproxy.replay.pooled import measure_bound
 from kvproxy.replay.results import summarize_outcomes
 from kvproxy.replay.settings import ReplayFleet, TierPlan
 
-LOAD, INSTANCES = 0.7, 8
+LOADS, INSTANCES = (0.7, 0.9), 8
 SPEEDS = (20.0, 5.0, 1.5)
 AWARE, BLIND = "kv_aware", "kv_aware+tier_blind"
 FALSE, FAILING = "a fifth of the placements false", "a fifth of the reads fail"
@@ -40,10 +40,11 @@ class Cell:
     policy: str
     gb_per_s: float
     variant: str = ""
+    load: float = LOADS[0]
 
 
 CELLS = (
-    *(Cell(policy, speed) for speed in SPEEDS for policy in (BLIND, AWARE)),
+    *(Cell(policy, speed, load=load) for load in LOADS for speed in SPEEDS for policy in (BLIND, AWARE)),
     *(Cell(AWARE, speed, variant) for speed in SPEEDS for variant in (FALSE, FAILING)),
 )
 
@@ -56,10 +57,11 @@ class Job:
 
     def __call__(self, name: str) -> list[dict[str, Any]]:
         fleet = ReplayFleet(instances=INSTANCES, capacity_tokens=CAPACITY_TOKENS.get(name, 819_200))
-        bound = measure_bound(trace_of(name), fleet, LOAD)
-        trace = bound.trace.cut(min(self._requests, bound.trace.requests))
+        bounds = {load: measure_bound(trace_of(name), fleet, load) for load in LOADS}
         rows = []
         for cell in CELLS:
+            bound = bounds[cell.load]
+            trace = bound.trace.cut(min(self._requests, bound.trace.requests))
             plan = TierPlan(
                 device=0.25, host=4.0, gb_per_s=cell.gb_per_s, failing_reads=5 if cell.variant == FAILING else 0
             )
@@ -81,18 +83,18 @@ class Job:
 
 def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
     """The report."""
-    found = {(row["trace"], row["policy"], row["gb_per_s"], row["variant"]): row for row in rows}
+    found = {(row["trace"], row["policy"], row["gb_per_s"], row["variant"], row["load"]): row for row in rows}
     traces = list(dict.fromkeys(row["trace"] for row in rows))
 
-    def ratio(speed: float, figure: str, *, to: tuple[str, str], of: tuple[str, str]) -> dict[str, float]:
-        return {
-            trace: found[trace, to[0], speed, to[1]][figure] / found[trace, of[0], speed, of[1]][figure]
+    def ratio(speed: float, load: float, figure: str, *, to: tuple[str, str], of: tuple[str, str]) -> list[float]:
+        return [
+            found[trace, to[0], speed, to[1], load][figure] / found[trace, of[0], speed, of[1], load][figure]
             for trace in traces
-        }
+        ]
 
     lines = [
         "# Tiers: what routing gains by knowing what is in host memory", "",
-        f"`{command}`. {INSTANCES} simulated engines at load {LOAD} of what they serve with all memory on the device "
+        f"`{command}`. {INSTANCES} simulated engines at a load of what they serve with all memory on the device "
         "and in one pool; engine memory cut to a quarter, host memory of four times that, written through. "
         "A token's KV is 131,072 bytes: 32 layers, 8 KV heads, 128 values each, keys and values, two bytes. "
         "TTFT in ratios; the last column is the geometric mean over the traces.", "",
@@ -100,9 +102,11 @@ def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
         "|---|" + "---|" * (len(traces) + 2),
     ]  # fmt: skip
     for figure, name in (("ttft_mean_s", "mean TTFT"), ("ttft_p99_s", "p99 TTFT")):
-        for speed in SPEEDS:
-            row = ratio(speed, figure, to=(AWARE, ""), of=(BLIND, ""))
-            lines.append(_row(f"{name}, {speed:g} GB/s", row, AWARE_TARGET if figure == "ttft_mean_s" else None))
+        for load in LOADS:
+            for speed in SPEEDS:
+                row = ratio(speed, load, figure, to=(AWARE, ""), of=(BLIND, ""))
+                target = AWARE_TARGET if figure == "ttft_mean_s" else None
+                lines.append(_row(f"{name}, {speed:g} GB/s, load {load}", row, target))
     lines += [
         "",
         f"| tier-aware, mean TTFT | {' | '.join(traces)} | all | target |",
@@ -110,29 +114,30 @@ def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
     ]
     for variant, target in ((FALSE, FALSE_TARGET), (FAILING, None)):
         for speed in SPEEDS:
-            row = ratio(speed, "ttft_mean_s", to=(AWARE, variant), of=(AWARE, ""))
-            lines.append(_row(f"{variant} / none, {speed:g} GB/s", row, target))
+            row = ratio(speed, LOADS[0], "ttft_mean_s", to=(AWARE, variant), of=(AWARE, ""))
+            lines.append(_row(f"{variant} / none, {speed:g} GB/s, load {LOADS[0]}", row, target))
     lines += ["", "| what | " + " | ".join(traces) + " |", "|---|" + "---|" * len(traces)]
     for speed in SPEEDS:
         for policy in (BLIND, AWARE):
-            cells = [found[trace, policy, speed, ""] for trace in traces]
+            cells = [found[trace, policy, speed, "", LOADS[0]] for trace in traces]
             shown = " | ".join(f"{1000 * each['ttft_mean_s']:.0f} ms, {each['hit_ratio']:.2f}" for each in cells)
             lines.append(f"| {policy}, {speed:g} GB/s: mean TTFT, hit ratio | {shown} |")
         true_us = 131_072 / speed / 1000
-        prices = [found[trace, AWARE, speed, ""]["onboarding_us_per_token"].get("host", 0.0) for trace in traces]
+        learned = [found[trace, AWARE, speed, "", LOADS[0]]["onboarding_us_per_token"] for trace in traces]
+        prices = [each.get("host", 0.0) for each in learned]
         lines.append(f"| host onboarding learned at {speed:g} GB/s, us a token (true: {true_us:.1f}) | "
                      + " | ".join(f"{price:.1f}" for price in prices) + " |")  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
-def _row(what: str, ratios: dict[str, float], target: float | None) -> str:
-    mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+def _row(what: str, ratios: Sequence[float], target: float | None) -> str:
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     verdict = "-"
     if target is not None:
         verdict = f"{target:.2f}: " + (
             "reached" if mean <= target else f"**missed by {100 * (mean / target - 1):.0f} %**"
         )
-    return f"| {what} | {' | '.join(f'{value:.2f}' for value in ratios.values())} | **{mean:.2f}** | {verdict} |"
+    return f"| {what} | {' | '.join(f'{value:.2f}' for value in ratios)} | **{mean:.2f}** | {verdict} |"
 
 
 def main() -> None:
@@ -146,7 +151,7 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
         rows = [row for group in pool.imap(Job(args.requests), names) for row in group]
     command = "python -m benchmarks.tiers" + (f" --requests {args.requests}" if args.requests != 4000 else "")
-    (args.out / "tiers.json").write_text(json.dumps({"command": command, "load": LOAD, "runs": rows}) + "\n")
+    (args.out / "tiers.json").write_text(json.dumps({"command": command, "runs": rows}) + "\n")
     text = as_markdown(rows, command)
     (args.out / "tiers.md").write_text(text)
     print(text)

@@ -86,8 +86,7 @@ class Scheduling(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """One tier below an engine's memory: what its events call it, its size, and what a read takes. Every
-    `failing_reads`-th read fails; 0: none does."""
+    """A tier below an engine's memory, by its name in events. Every `failing_reads`-th read fails; 0: none."""
 
     medium: str
     capacity_blocks: int
@@ -96,7 +95,7 @@ class TierSettings:
     failing_reads: int = 0
 
     def __post_init__(self) -> None:
-        if self.capacity_blocks < 1 or self.read_block_s < 0 or self.latency_s < 0 or self.failing_reads < 0:
+        if self.capacity_blocks < 1 or min(self.read_block_s, self.latency_s, self.failing_reads) < 0:
             raise ValueError("a tier has room for a block at least, and no negative times")
 
 
@@ -109,9 +108,7 @@ class EngineSettings:
     kept, looked for, counted or reported. A prompt among others computes at most `long_prefill_token_threshold` tokens
     a step; 0: as many as the step has left. Reports of stored blocks name `lookahead_tokens` beyond the last of them.
     With `checkpoints` its model is a hybrid one. Requests of `max_loras` adapters run at a time (0: of all), and to
-    load one takes `lora_load_s`. `tiers` are below its memory, the nearest first; what is stored is written through to
-    them, or with `offload_on_eviction` when it leaves its memory.
-    """
+    load one takes `lora_load_s`. `tiers` get what is stored, or with `offload_on_eviction` what leaves its memory."""
 
     capacity_blocks: int = 1600
     block_size: int = 512

@@ -72,12 +72,12 @@ def directory_lookup(answer: WireDirectory, *, prompt_tokens: int) -> DirectoryL
     chunk_tokens = _chunk_tokens(answer, prompt_tokens)
     shared = _leading(chunk.shared for chunk in chunks)
     named = {name for chunk in chunks for name in chunk.own}
-    by_instance = {name: _held(chunks, name, chunk_tokens) for name in named}
+    held = {name: _held(chunks, name, chunk_tokens) for name in named}
     return DirectoryLookup(
         chunks=answer.chunks,
         chunk_tokens=chunk_tokens,
         holders=tuple(frozenset(chunk.own) for chunk in chunks),
-        by_instance={name: held for name, held in by_instance.items() if held.tokens},
+        by_instance={name: each for name, each in held.items() if each.tokens},
         shared_tokens=shared * chunk_tokens,
     )
 
@@ -99,15 +99,11 @@ def _chunks(results: Sequence[_Result]) -> list[_Chunk]:
     return list(chunks.values())
 
 
-def _held(chunks: Sequence[_Chunk], name: str, chunk_tokens: int) -> HeldPrefix:
+def _held(chunks: Sequence[_Chunk], name: str, size: int) -> HeldPrefix:
     count = _leading(chunk.shared or name in chunk.own for chunk in chunks)
-    far = [chunk for chunk in chunks[:count] if name not in chunk.l1]
-    return HeldPrefix(
-        l1_tokens=_leading(name in chunk.l1 for chunk in chunks) * chunk_tokens,
-        tokens=count * chunk_tokens,
-        disk_tokens=sum(name in chunk.own for chunk in far) * chunk_tokens,
-        shared_tokens=sum(name not in chunk.own for chunk in far) * chunk_tokens,
-    )
+    disk = sum(name in chunk.own - chunk.l1 for chunk in chunks[:count])
+    shared = sum(name not in chunk.own for chunk in chunks[:count])
+    return HeldPrefix(_leading(name in chunk.l1 for chunk in chunks) * size, count * size, disk * size, shared * size)
 
 
 def _leading(held: Iterable[bool]) -> int:
