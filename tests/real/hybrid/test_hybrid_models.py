@@ -1,6 +1,6 @@
-"""A real vLLM with a model of sliding-window layers: what it reuses is what its events, by group of layers, predict.
+"""A real vLLM with hybrid models: what it reuses is what its events, by group of layers, predict.
 
-It keeps the last window of a prompt's blocks at few places (`--prefix-cache-retention-interval`): a prompt that leaves
+It keeps the last window of a prompt's blocks, or the state of its linear attention, at few places: a prompt that leaves
 another one in between finds all of its attention layers' blocks, and reuses up to the last such place.
 """
 
@@ -29,16 +29,18 @@ from tests.support.until import until
 pytestmark = pytest.mark.real
 A = EndpointId("a")
 WINDOW = 256
+STEP_TOKENS = 160  # blocks are as long where there are states
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, saw: Saw) -> Iterator[Vllm]:
+@pytest.fixture(scope="module", params=[WINDOW, 0], ids=["sliding window", "linear attention"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, saw: Saw) -> Iterator[Vllm]:
     needs_memory(gib=4)
-    folder = tmp_path_factory.mktemp("hybrid")
+    folder, window = tmp_path_factory.mktemp("hybrid"), str(request.param)
     script, size = HERE / "inside" / "hybrid_model.py", str(TINY.max_tokens)
-    subprocess.run([VLLM.python, script, folder, TINY.folder, size, str(WINDOW)], check=True)
-    one = Vllm("hybrid", _model(folder), core=0)
-    saw("starting a vLLM server with a model of sliding-window layers")
+    subprocess.run([VLLM.python, script, folder, TINY.folder, size, window], check=True)
+    further = () if request.param else ("--mamba-cache-mode", "align")
+    one = Vllm("hybrid", _model(folder), core=0, further=further)
+    saw(f"starting a vLLM server with a model of {request.node.name}")
     with vllm.running([one]):
         warm_up(one)
         yield one
@@ -88,15 +90,15 @@ async def test_events_by_group_predict_what_is_reused(server: Vllm, saw: Saw) ->
             predicted, source, cached = await ask(proxy, base[:length])
             saw(f"{length} tokens again: {predicted} predicted ({source}), {cached} reused")
             assert source == "precise"
-            assert cached > length - 2 * BLOCK_TOKENS
+            assert cached > length - 2 * STEP_TOKENS
             assert abs(predicted - cached) <= BLOCK_TOKENS
         shorter = 0
         for cut in (150, 400, 1000, 1490, 2200):
             predicted, source, cached = await ask(proxy, base[:cut] + tokens_of(200, seed=cut))
             saw(f"another after {cut} tokens: {predicted} predicted ({source}), {cached} reused")
             assert abs(predicted - cached) <= BLOCK_TOKENS
-            shorter += cached < cut - 2 * BLOCK_TOKENS
-        assert shorter >= 3  # else nothing was put to the test
+            shorter += cached < cut - 2 * STEP_TOKENS
+        assert shorter >= 2  # else nothing was put to the test
 
 
 async def test_what_is_predicted_without_events(server: Vllm, saw: Saw) -> None:
@@ -107,11 +109,11 @@ async def test_what_is_predicted_without_events(server: Vllm, saw: Saw) -> None:
         predicted, source, cached = await ask(proxy, base)
         saw(f"2000 tokens again: {predicted} predicted ({source}), {cached} reused")
         assert source == "approximate"
-        assert abs(predicted - cached) <= 0.1 * cached
+        assert abs(predicted - cached) <= STEP_TOKENS
         other = base[:1200] + tokens_of(200, seed="other")
         predicted, _, cached = await ask(proxy, other)
         saw(f"another after 1200 tokens: {predicted} predicted, {cached} reused")
-        assert cached == 0 < predicted
+        assert cached < predicted - STEP_TOKENS
         predicted, _, cached = await ask(proxy, other)
         saw(f"the same again: {predicted} predicted, {cached} reused")
-        assert abs(predicted - cached) <= 0.1 * cached
+        assert abs(predicted - cached) <= STEP_TOKENS
