@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 
 import pytest
 from starlette.types import Send
@@ -65,6 +66,14 @@ async def test_a_worker_that_starts_again_is_told_everything() -> None:
             entries = [one.kvcache.overlap.indexes["default"].approximate.entries
                        for one in (both.proxies[0], again) if one.kvcache is not None]  # fmt: skip
             assert entries[0] == entries[1] > 0
+
+
+async def test_workers_on_whatever_port_is_free_are_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their processes differ, and without a port nothing else tells one proxy of a machine from another."""
+    pids = count(1)
+    monkeypatch.setattr("os.getpid", lambda: next(pids))
+    async with together({"a": "http://127.0.0.1:9"}, listen="127.0.0.1:0") as both:
+        assert len({one.sync.origin.host for one in both.proxies if one.sync is not None}) == 1
 
 
 async def test_an_engines_metrics_are_read_once_for_all() -> None:
