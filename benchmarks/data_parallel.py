@@ -20,7 +20,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from copy import copy
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,8 @@ def main() -> int:
         if simulated:
             runs = asyncio.run(measure_simulated(shape, repeats=repeats, folder=folder))
         else:
-            model = MID if arguments["model"] == MID.name else replace(TINY, name=MID.name)  # what clients ask for
+            model = copy(MID if arguments["model"] == MID.name else TINY)
+            model.name = MID.name  # what clients ask for
             engine = f"vLLM 0.32.0 (CPU build, model {arguments['model']}, `--data-parallel-size 2`, a core a rank)"
             server = Vllm("ranks", model, core=0, ranks=2)
             with vllm.running([server]):

@@ -111,17 +111,17 @@ def watched(world: World) -> Stopwatch:
         "route": "approximate index, claim",
     }  # fmt: skip
     local.approximate = InFrontOf(local.approximate, watch, {**tree, "confirm": "approximate index, confirm"})  # type: ignore[assignment]
-    found = InFrontOf(local.precise, watch, {})
+    found: Any = InFrontOf(local.precise, watch, {})
 
     def lookup(hashes_at: Callable[[int], object]) -> object:
         return precise(watch.timed("token hashes", hashes_at))
 
     found.match_prompt = watch.timed("precise index, lookup", lookup)
-    local.precise = found  # type: ignore[assignment]
+    local.precise = found
     overlap.tokens.recall_tokens = watch.timed("token memory", overlap.tokens.recall_tokens)  # type: ignore[method-assign]
     kv.feedback.finished = watch.timed("compare with the engine", kv.feedback.finished)  # type: ignore[method-assign]
-    kv.gather = watch.timed("facts", kv.gather)  # type: ignore[method-assign]
-    kv.placed = watch.timed("claim", kv.placed)  # type: ignore[method-assign]
+    kv.gather = watch.timed("facts", kv.gather)
+    kv.placed = watch.timed("claim", kv.placed)
     kv.finished = watch.timed("follow up", kv.finished)  # type: ignore[method-assign]
     cluster.policy.choose = watch.timed("cost", cluster.policy.choose)  # type: ignore[method-assign]
     cluster.pick = watch.timed("screen, reserve", cluster.pick)  # type: ignore[method-assign]

@@ -177,7 +177,7 @@ class World:
         whole = tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS]
         hashes = tuple(token_blocks(whole, BLOCK_TOKENS, 1))
         self.local.precise.apply_events(endpoint, 0, [BlockStored(hashes, None, whole, BLOCK_TOKENS)])
-        self.kv.overlap.tokens.remember_tokens(facts, tokens)
+        self.kv.overlap.tokens.remember_tokens(facts, tokens, parts=len(facts.request.prompt.parts))
 
 
 def _pick_request(request: InferenceRequest, facts: RequestFacts) -> PickRequest:

@@ -75,8 +75,8 @@ def _row(repeat: str, mode: str, requests: _Requests) -> str:
     short = [one["ttft_s"] for one in requests if one["tokens"] < _SHORT_BELOW]
     long = [one["ttft_s"] for one in requests if one["tokens"] >= _SHORT_BELOW]
     e2e = statistics.fmean(one["e2e_s"] for one in requests)
-    figures = (statistics.fmean(ttfts), statistics.median(ttfts), p99(ttfts))
-    figures = (*figures, statistics.fmean(short), statistics.fmean(long), e2e)
+    figures = [statistics.fmean(ttfts), statistics.median(ttfts), p99(ttfts)]
+    figures += [statistics.fmean(short), statistics.fmean(long), e2e]
     return f"| {repeat} | {mode} | " + " | ".join(f"{figure:.2f}" for figure in figures) + " |"
 
 

@@ -105,7 +105,7 @@ def _alone(client: Client, lines: int, turns: int) -> float:
 def _session(client: Client, lines: int, turns: int, rng: random.Random) -> list[tuple[InferenceRequest, bytes]]:
     dialogue = Dialogue.begun(rng, lines=lines, header=True)
     dialogue.tools = Dialogue.begun(random.Random(1)).tools  # those of the client
-    found = []
+    found = list[tuple[InferenceRequest, bytes]]()
     for turn in range(turns):
         if turn:
             dialogue.go_on(rng)

@@ -12,7 +12,7 @@ from kvproxy.routing.kv_aware import KvAware
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.routing.work import Features
 from kvproxy.simulator.timing import EngineTiming
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, LowerTokens
 
 
 class KnownSpeeds(SpeedModel):
@@ -30,7 +30,14 @@ class KnownSpeeds(SpeedModel):
         return [self.slowness(endpoint, now) for endpoint in endpoints]
 
     def observe(
-        self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool = False
+        self,
+        endpoint: EndpointId,
+        work: Features,
+        busy_s: float,
+        now: float,
+        *,
+        lower: LowerTokens = (),
+        scraped: bool = False,
     ) -> None:
         """It knows better."""
 

@@ -82,7 +82,8 @@ def envoy_file(mode: tuple[str, str] | None, ports: Mapping[int, int]) -> dict[s
             "request_trailer_mode": trailers, "response_trailer_mode": trailers,
         }  # fmt: skip
     static["listeners"] = [listener]
-    return _renumbered(raw, ports)
+    renumbered: dict[str, Any] = _renumbered(raw, ports)
+    return renumbered
 
 
 def _renumbered(part: Any, ports: Mapping[int, int]) -> Any:

@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def _figures(checkout: Path, entries: int) -> dict[str, float]:
-    found = {}
+    found = dict[str, float]()
     for shape in prefix_data.shapes(entries):
         row = _run(checkout, "--entries", str(entries), "--child", "precise", shape.name)
         found |= {f"{shape.name}, {name}": row[name] for name in ("blocks_per_s", "bytes_per_entry", "lookup_p50_us")}

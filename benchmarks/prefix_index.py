@@ -20,6 +20,7 @@ import time
 import tracemalloc
 from array import array
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,7 @@ def _hashing() -> dict[str, float]:
             spans.append(1e6 * (time.perf_counter() - start))
         return statistics.median(spans)
 
-    return {f"blocks of {size}": best(lambda size=size: token_blocks(tokens, size, seed)) for size in (16, 64, 256)}
+    return {f"blocks of {size}": best(partial(token_blocks, tokens, size, seed)) for size in (16, 64, 256)}
 
 
 def _write(

@@ -78,7 +78,7 @@ class Session:
             "stream_options": {"include_usage": True},
         }
         started = time.perf_counter()
-        ttft_s, answered, usage = 0.0, "", {}
+        ttft_s, answered, usage = 0.0, "", dict[str, Any]()
         headers = {"x-session-id": self._seed}  # what policy `session` goes by
         async with http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
             response.raise_for_status()

@@ -37,18 +37,14 @@ class AdapterState(StrEnum):
 class Adapters:
     """One engine's. `elsewhere` has the names that any engine of its cluster lists."""
 
-    __slots__ = ("_elsewhere", "_recent", "_requests", "names", "use")
+    __slots__ = ("_recent", "_requests", "elsewhere", "names", "use")
 
     def __init__(self, elsewhere: Mapping[str, int]) -> None:
-        self._elsewhere = elsewhere
+        self.elsewhere = elsewhere
         self._requests: Counter[str] = Counter()  # of ours that are under way, by adapter
         self._recent: OrderedDict[str, None] = OrderedDict()  # adapters placed here of late, the latest last
         self.names: frozenset[str] = frozenset()  # as the engine lists them
         self.use: LoraUse | None = None
-
-    def serves(self, model: str) -> bool | None:
-        """Whether the engine serves an adapter of this name; None: no engine of the cluster lists one."""
-        return (model in self.names) if model in self._elsewhere else None
 
     def state(self, adapter: str) -> AdapterState:
         """By what the engine said last, and what was placed there since."""

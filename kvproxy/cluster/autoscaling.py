@@ -11,7 +11,7 @@ from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.routing.demand import Demand
 from kvproxy.routing.load import Reservation
 from kvproxy.routing.speeds import SpeedModel
-from kvproxy.routing.work import prefill_s, seconds_of
+from kvproxy.routing.work import seconds_of
 
 TAKING = (Condition.UP, Condition.SATURATED)
 
@@ -35,17 +35,9 @@ class Autoscaling:
         self._cluster = cluster
         self._demand = Demand()
 
-    def placed(self, reservation: Reservation, now: float) -> None:
-        """A request has its place."""
-        speeds = self._cluster.speeds
-        if speeds is None:
-            return
-        uncached, cached, onboarding_s = (
-            reservation.uncached_tokens,
-            reservation.cached_tokens,
-            reservation.onboarding_s,
-        )
-        if self._demand.placed(prefill_s(uncached, cached, onboarding_s, speeds.seconds), now):
+    def placed(self, reservation: Reservation, speeds: SpeedModel, now: float) -> None:
+        """A request has its place, in a cluster whose speeds are learned."""
+        if self._demand.placed(seconds_of(reservation.features, speeds.seconds), now):
             self._demand.sample(self._backlog_s(speeds, now), now)
 
     def saturation(self, now: float) -> float | None:

@@ -19,7 +19,7 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.engine_priority import ClusterPriority, utc_seconds
 from kvproxy.cluster.membership import STATIC, Membership
-from kvproxy.cluster.pick import AttemptOutcome, Pick, expected_first_token_at, reserve
+from kvproxy.cluster.pick import Pick, expected_first_token_at, reserve
 from kvproxy.cluster.policies import PolicySet
 from kvproxy.cluster.router_queue import RouterQueue
 from kvproxy.cluster.screening import KnownRanks, Refusal, Screening, refusal_of, skip_reason
@@ -65,6 +65,8 @@ class Cluster:
         self._rng = rng
         self._screening = Screening()
         self._members = Membership(self)
+        #: The member of an id.
+        self.find_endpoint = self._members.find_endpoint
         #: What attempts and probes say of its engines.
         self.verdicts = Verdicts(
             name,
@@ -157,10 +159,6 @@ class Cluster:
     def speeds(self) -> SpeedModel | None:
         """What is being learned about the engines' speeds, if something learns them."""
         return self.policies.speeds
-
-    def find_endpoint(self, endpoint_id: EndpointId) -> Endpoint | None:
-        """The member of this id."""
-        return self._members.find_endpoint(endpoint_id)
 
     def find_named(self, name: EndpointId) -> Sequence[Endpoint]:
         """The member of this id, or the ranks of the engine of this id; () for none."""
@@ -271,8 +269,10 @@ class Cluster:
         if decision.request.adapter_s is not None:
             expected_at = expected_first_token_at(decision, self.speeds, now)
             placement = self.adapters.place_request(endpoint.engine.adapters, decision.request.model, expected_at)
-        reservation = reserve(endpoint, decision.request, self.speeds, now)
-        self.scaling.placed(reservation, now)
+        speeds = self.policies.speeds
+        reservation = reserve(endpoint, decision.request, speeds, now)
+        if speeds is not None:
+            self.scaling.placed(reservation, speeds, now)
         if reservation.hidden:
             self._hiding.add(endpoint)
         if endpoint.load.in_flight == endpoint.max_in_flight:
@@ -301,10 +301,6 @@ class Cluster:
         if not endpoint.metrics.closed:
             endpoint.ended.read_counters(reading, self._clock())
 
-    def record_outcome(self, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None:
-        """Draw the conclusions of an attempt; called by its pick."""
-        self.verdicts.record_outcome(endpoint.engine, outcome, now)
-
     def forget_process(self, engine: Engine) -> None:
         """It is another process than before: what it was found to heed or to refuse is open again."""
         for endpoint in self.of_engine(engine):
@@ -318,10 +314,6 @@ class Cluster:
             self._screening.invalidate()
         if endpoint.removed:
             self._members.on_idle(endpoint)
-        self.on_load_decrease()
-
-    def on_load_decrease(self) -> None:
-        """A first token or an end: a request that waits may go on."""
         if self.queue is not None:
             self.queue.on_load_decrease()
 

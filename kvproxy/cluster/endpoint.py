@@ -62,6 +62,7 @@ class Endpoint:
         "origin",
         "priority",
         "rank",
+        "reads_shared_kv",
         "ready",
         "removed",
         "retry",
@@ -112,6 +113,7 @@ class Endpoint:
         self.ready = config.ready
         self.models = frozenset(config.models)
         self.instance_id = config.instance_id or config.id
+        self.reads_shared_kv = config.shared_kv
         self.kv_event_sources = config.kv_event_sources  # of an engine that cannot say it
         self.authorization = self.engine.authorization
         self.labels = dict(config.labels)
@@ -157,8 +159,8 @@ class Endpoint:
         what none lists an endpoint without `models` is asked."""
         if not model or model in self.models:
             return True
-        listed = self.engine.adapters.serves(model)
-        return not self.models if listed is None else listed
+        adapters = self.engine.adapters
+        return model in adapters.names if model in adapters.elsewhere else not self.models
 
     def condition(self, now: float) -> Condition:
         """Whether it may be picked now."""

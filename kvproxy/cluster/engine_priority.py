@@ -67,6 +67,8 @@ class EndpointPriority:
         self.mode = settings.engine_priority or cluster.engine_priority
         self.order = settings.engine_priority_order or cluster.engine_priority_order
         self.off = self.mode is EnginePriorityMode.OFF  # nothing is sent and nothing is looked for
+        if self.off:
+            self._trial.drop_pair()
 
     @property
     def state(self) -> PriorityState:

@@ -10,9 +10,10 @@ import msgspec
 
 from kvproxy.cluster.adapters import Placement
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.engine import Engine
 from kvproxy.resilience.breaker import BreakerState, Permit
 from kvproxy.routing.load import Reservation
-from kvproxy.routing.policy import NO_FACTS, PickRequest, best_of
+from kvproxy.routing.policy import NO_FACTS, Ledgered, PickRequest, best_of
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import count_lower, cut_lower
@@ -32,14 +33,26 @@ class AttemptOutcome(StrEnum):
 _UNSERVED = frozenset({AttemptOutcome.BUSY, AttemptOutcome.FAILURE, AttemptOutcome.UNPROVEN})
 
 
+class Judge(Protocol):
+    """What draws the conclusions of attempts."""
+
+    def record_outcome(self, engine: Engine, outcome: AttemptOutcome, now: float) -> None: ...
+
+
+class WaitingRoom(Protocol):
+    """Where requests wait for room."""
+
+    def on_load_decrease(self) -> None: ...
+
+
 class Picker(Protocol):
     """The cluster, as a pick sees it."""
 
-    def record_outcome(self, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None: ...
-
+    @property
+    def verdicts(self) -> Judge: ...
+    @property
+    def queue(self) -> WaitingRoom | None: ...
     def on_release(self, endpoint: Endpoint, now: float) -> None: ...
-
-    def on_load_decrease(self) -> None: ...
 
 
 class Pick(msgspec.Struct, eq=False):
@@ -88,7 +101,8 @@ class Pick(msgspec.Struct, eq=False):
             self.placement.first_token(now)
         if not (self.reservation.hidden or self.endpoint.priority.off):
             self.endpoint.priority.first_token(self, self.reservation.started_at, now)
-        self.picker.on_load_decrease()
+        if self.picker.queue is not None:
+            self.picker.queue.on_load_decrease()
         if self.permit is not None and self.endpoint.breaker.state is BreakerState.HALF_OPEN:
             self.permit.record_success()  # a probe that streams for minutes must not hold the breaker half open so long
 
@@ -124,7 +138,8 @@ class Pick(msgspec.Struct, eq=False):
         self.endpoint.load.release(self.reservation, now)
         if self.placement is not None:
             self.placement.end()
-        self.endpoint.priority.forget_request(self)
+        if not self.endpoint.priority.off:
+            self.endpoint.priority.forget_request(self)
 
     def _record(self, outcome: AttemptOutcome, now: float) -> None:
         if self.permit is not None:
@@ -134,10 +149,10 @@ class Pick(msgspec.Struct, eq=False):
                 self.permit.record_failure()
             else:
                 self.permit.record_cancellation()
-        self.picker.record_outcome(self.endpoint, outcome, now)
+        self.picker.verdicts.record_outcome(self.endpoint.engine, outcome, now)
 
 
-def reserve(endpoint: Endpoint, request: PickRequest, speeds: SpeedModel | None, now: float) -> Reservation:
+def reserve(endpoint: Ledgered, request: PickRequest, speeds: SpeedModel | None, now: float) -> Reservation:
     """Count the request in where it goes, by what is known to be cached there."""
     facts, hidden = request.facts, not request.streams
     if facts is NO_FACTS:

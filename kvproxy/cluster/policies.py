@@ -93,6 +93,8 @@ class PolicySet:
         self.deciding_speeds: SpeedModel | None = None
         #: Whether one of them, the shadow included, asks loads for live blocks.
         self.counts_live_blocks = False
+        #: Whether one of them, the shadow included, wants to hear what engines reused.
+        self.hears_reuse = False
         #: The same speeds, or what the shadow has learned.
         self.speeds: SpeedModel | None = None
         self._list_policies()
@@ -177,6 +179,7 @@ class PolicySet:
             if policy.speeds is not None:
                 policy.speeds.onboarding.weights = self._settings.tier_weights
         self.counts_live_blocks = any(policy.counts_live_blocks for policy in every)
+        self.hears_reuse = any(type(policy).observe_reuse is not Policy.observe_reuse for policy in every)
 
     def _counted(self, name: PolicyName, policy: Policy) -> NamedPolicy:
         return NamedPolicy(name.value, policy, cluster=self._cluster, metrics=self._metrics)

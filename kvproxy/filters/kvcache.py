@@ -169,11 +169,12 @@ class KvCacheLearning(RequestObserver):
 
     def finished(self, exchange: Exchange, now: float) -> None:
         """Learn from it, and do what is to be done about it."""
-        result = result_of(exchange)
+        result, state = result_of(exchange), self._service.state
         self._service.finished(self._facts, result)
-        state = self._service.state
-        exchange.outcome.cache_loss = state.losses.recent_reason(self._facts.cluster.name, result.endpoint)
-        exchange.outcome.prefix_break = state.breaks.finished(self._facts, result)
+        if state.losses.known:
+            exchange.outcome.cache_loss = state.losses.recent_reason(self._facts.cluster.name, result.endpoint)
+        if self._facts.text is not None:
+            exchange.outcome.prefix_break = state.breaks.finished(self._facts, result)
 
 
 def announce(scope: Scope, preferred: EndpointId | None, *, header: bytes) -> None:

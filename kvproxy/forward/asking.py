@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 
+import msgspec
+
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import Pick
 from kvproxy.config.cluster_schema import PriorityOrder
@@ -39,68 +41,54 @@ _ORDERED = frozenset({RequestKind.CHAT, RequestKind.COMPLETION, RequestKind.MESS
 _PRIORITY_MEMBER = b'"priority":%d,'
 
 
-class Asking:
+class Asking(msgspec.Struct, eq=False):
     """What all attempts of one request have in common. What an engine may not know (a `priority`, the data-parallel
     rank) costs no request its answer: it is asked once more without, at once."""
 
-    __slots__ = ("_body", "_cluster", "_exchange", "_head", "_method", "_pool", "_target", "_timeouts", "own_rank")
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        *,
-        pool: UpstreamPool,
-        timeouts: Timeouts,
-        cluster: Cluster,
-        method: str,
-        target: bytes,
-        head: RequestHead,
-        body: RequestBody,
-    ) -> None:
-        self._exchange = exchange
-        self._pool = pool
-        self._timeouts = timeouts
-        self._cluster = cluster
-        self._method = method.encode()
-        self._target = target
-        self._head = head
-        self._body = body
-        #: The data-parallel rank that a trusted client asks for itself: its word stands.
-        self.own_rank = head.repeated.rank if exchange.trusted else None
+    exchange: Exchange
+    pool: UpstreamPool
+    timeouts: Timeouts
+    cluster: Cluster
+    method: bytes
+    target: bytes
+    head: RequestHead
+    body: RequestBody
+    #: The data-parallel rank that a trusted client asks for itself: its word stands.
+    own_rank: bytes | None
 
     @property
     def level(self) -> int:
         """Of the request's class: what the configured header says, larger first."""
-        header = self._cluster.settings.queue.priority_header
-        return priority_of(self._head.headers, header.lower().encode()) if header else 0
+        header = self.cluster.settings.queue.priority_header
+        return priority_of(self.head.headers, header.lower().encode()) if header else 0
 
     def other_ranks(self) -> frozenset[EndpointId]:
         """Endpoints that a request for its own rank cannot mean; none where no engine is known to have that rank."""
         asked = self.own_rank or b""
-        ranked = {one.id: b"%d" % one.rank for one in self._cluster.endpoints if one.rank is not None}
+        ranked = {one.id: b"%d" % one.rank for one in self.cluster.endpoints if one.rank is not None}
         return frozenset(one for one, rank in ranked.items() if rank != asked and asked in ranked.values())
 
     def ask_engine(self, pick: Pick) -> Coroutine[None, None, Answer]:
         """The engine's answer. (A coroutine around `_send` would be resumed with it.)"""
-        endpoint, head = pick.endpoint, self._head
+        endpoint, head = pick.endpoint, self.head
         if endpoint.authorization is not None:
             head = head.with_credential(endpoint.authorization)
-        if self._exchange.trace_parent:
-            head = head.with_trace_parent(self._exchange.trace_parent)
+        if self.exchange.trace_parent:
+            head = head.with_trace_parent(self.exchange.trace_parent)
         if endpoint.rank is None or self.own_rank is not None:
             return self._ask(pick, head)
         return self._ask_rank(pick, head, endpoint.engine.ranks.number(endpoint.rank))
 
     def _rank_member(self, pick: Pick, number: int) -> bytes:
         """The field for engines that do not read the header everywhere."""
-        inference = self._exchange.inference
+        inference = self.exchange.inference
         if not pick.endpoint.engine.ranks.in_body or inference is None or inference.kind not in _WITH_FIELD:
             return b""
         return _RANK_MEMBER % number if inference.model or inference.prompt.parts else b""
 
     async def _ask_rank(self, pick: Pick, head: RequestHead, number: int) -> Answer:
         response, status, first = await self._ask(pick, head.with_rank(number), self._rank_member(pick, number))
-        if status != _BAD_REQUEST or self._body.whole is None:
+        if status != _BAD_REQUEST or self.body.whole is None:
             return response, status, first
         first, refused = await _refused(response, first, lambda error: _NO_SUCH_RANK.search(error) is not None)
         if not refused:
@@ -108,25 +96,20 @@ class Asking:
         named = b"rank" in first.lower()
         response, status, first = await self._ask(pick, head)
         if status < 400:
-            self._cluster.ranks.record_refusal(pick.endpoint, number, named=named)
+            self.cluster.ranks.record_refusal(pick.endpoint, number, named=named)
         return response, status, first
 
     def _ask(self, pick: Pick, head: RequestHead, member: bytes = b"") -> Coroutine[None, None, Answer]:
         """`member` is written in front of those of the body."""
-        whole = self._body.whole
+        whole = self.body.whole
         if whole is None:
-            return self._send(pick, head, self._body.take())
-        if self._exchange.tells_priority:
-            start, at = with_priority(whole, self._exchange, self._cluster, pick, level=self.level)
+            return self._send(pick, head, self.body.take())
+        if self.exchange.tells_priority:
+            start, at = with_priority(whole, self.exchange, self.cluster, pick, level=self.level)
             if start:
                 return self._ask_with_priority(pick, head, whole, start, at, member)
-        return self._send_whole(pick, head, whole, member)
-
-    def _send_whole(self, pick: Pick, head: RequestHead, whole: bytes, member: bytes) -> Coroutine[None, None, Answer]:
-        if not member:
-            return self._send(pick, head, whole)
-        at = whole.index(b"{") + 1
-        return self._send(pick, head, memoryview(whole)[at:], start=whole[:at] + member)
+        start, rest = in_front(whole, member) if member else (b"", whole)
+        return self._send(pick, head, rest, start=start)
 
     async def _ask_with_priority(
         self, pick: Pick, head: RequestHead, whole: bytes, start: bytes, at: int, member: bytes
@@ -137,8 +120,9 @@ class Asking:
         first, refused = await _refused(response, first, names_priority)
         if not refused:
             return response, status, first
-        self._exchange.outcome.engine_priority = None
-        response, status, first = await self._send_whole(pick, head, whole, member)
+        self.exchange.outcome.engine_priority = None
+        start, rest = in_front(whole, member)
+        response, status, first = await self._send(pick, head, rest, start=start)
         if status < 400:
             pick.endpoint.refused_priority()
         return response, status, first
@@ -151,14 +135,14 @@ class Asking:
         *,
         start: bytes = b"",
     ) -> Answer:
-        response = await self._pool.request(
+        response = await self.pool.request(
             pick.endpoint.origin,
-            self._method,
-            self._target,
-            head.own if self._body.whole is not None else head.own + self._body.framing,
+            self.method,
+            self.target,
+            head.own if self.body.whole is not None else head.own + self.body.framing,
             body,
             start=start,
-            timeouts=self._timeouts,
+            timeouts=self.timeouts,
             early=False,
             repeated=head.repeated,
         )
@@ -172,6 +156,12 @@ class Asking:
         except BaseException:
             response.abort()
             raise
+
+
+def in_front(body: bytes, member: bytes) -> tuple[bytes, memoryview]:
+    """The beginning of a JSON object, its brace and the member, and the rest of it."""
+    at = body.index(b"{") + 1
+    return body[:at] + member, memoryview(body)[at:]
 
 
 async def _refused(response: UpstreamResponse, first: bytes, names: Callable[[bytes], bool]) -> tuple[bytes, bool]:

@@ -104,14 +104,15 @@ class Forwarding:
         raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
         query: bytes = scope["query_string"]
         self._asking = Asking(
-            exchange,
+            exchange=exchange,
             pool=shared.pool,
             timeouts=shared.timeouts,
             cluster=cluster,
-            method=self._method,
+            method=self._method.encode(),
             target=raw_path + b"?" + query if query else raw_path,
             head=head,
             body=body,
+            own_rank=head.repeated.rank if exchange.trusted else None,
         )
         self._body = body
         self._downstream = downstream
@@ -405,10 +406,11 @@ class Forwarding:
             pick.endpoint.metrics.attempt_failure(error.reason)
         pick.endpoint.metrics.count_request(response.status)
         pick.settle(verdict, now=now)
-        if (cached_tokens := self._exchange.outcome.cached_tokens) is not None:
-            self._cluster.observe_reuse(pick, cached_tokens, now)
-        if succeeded and (output_tokens := self._exchange.outcome.completion_tokens) is not None:
-            self._cluster.policies.observe_answer(pick.endpoint.id, pick.reservation, output_tokens, now)
+        policies, outcome = self._cluster.policies, self._exchange.outcome
+        if policies.hears_reuse and outcome.cached_tokens is not None:
+            self._cluster.observe_reuse(pick, outcome.cached_tokens, now)
+        if succeeded and outcome.completion_tokens is not None:
+            policies.observe_answer(pick.endpoint.id, pick.reservation, outcome.completion_tokens, now)
         return _Next.DELIVERED
 
 

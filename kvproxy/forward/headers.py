@@ -243,9 +243,7 @@ def _public_location(location: bytes, origin: Origin | None) -> bytes:
 
 
 def _is_internal(host: str) -> bool:
-    if host == "localhost":
-        return True
     try:
-        return not ipaddress.ip_address(host).is_global
+        return host == "localhost" or not ipaddress.ip_address(host).is_global
     except ValueError:
         return False

@@ -118,8 +118,13 @@ class MetricsScraper(BackgroundTask):
 
     async def _read_all(self) -> None:
         self.signals.note_host(self._sample_host())
-        reads = [self._read(cluster, engine) for cluster in self._clusters.values() for engine in cluster.engines]
-        await asyncio.gather(self._read_provider(), *reads)
+        engines = [(cluster, engine) for cluster in self._clusters.values() for engine in cluster.engines]
+        reads = [self._read(cluster, engine) for cluster, engine in engines]
+        outcomes = await asyncio.gather(self._read_provider(), *reads, return_exceptions=True)
+        read = ["LMCache", *(f"{cluster.name}/{engine.id}" for cluster, engine in engines)]
+        for name, outcome in zip(read, outcomes, strict=True):
+            if isinstance(outcome, Exception):  # the others are read all the same
+                log.error("[kvcache] the reading of %s is broken", name, exc_info=outcome)
         for name, cluster in self._clusters.items():
             readings = [self.signals.latest_scrape(endpoint) for endpoint in cluster.endpoints]
             self._indexes[name].note_kinds([reading[1].kind for reading in readings if reading is not None])

@@ -58,7 +58,8 @@ class CacheState:
     def note_count(self, model: str, keys: Sequence[int], prompt_bytes: int, prompt_tokens: int) -> None:
         """An engine counted so many tokens in a prompt of `model` with these keys."""
         self.bytes_per_token.observe_prompt(model, prompt_bytes, prompt_tokens)
-        self.counted.note_prompt(keys, prompt_bytes, prompt_tokens)
+        if keys:
+            self.counted.note_prompt(keys, prompt_bytes, prompt_tokens)
 
     def hotness(self, settings: KvCacheSettings) -> Hotness:
         """Message prefixes by use."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.json_scan import Members
@@ -53,9 +54,9 @@ class HasHooks(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What really happened to a forwarded request; filled in by the router filter."""
+class Outcome(msgspec.Struct, eq=False):
+    """What really happened to a forwarded request; filled in by the router filter. (A struct, as the exchange: one is
+    made in C.)"""
 
     endpoint: EndpointId | None = None  # that served (or failed last)
     cluster: str = ""
@@ -81,64 +82,36 @@ class Outcome:
         self.status = self.status or CLIENT_CLOSED_REQUEST
 
 
-class Exchange:
+class Exchange(msgspec.Struct, eq=False, kw_only=True):
     """State of one request on its way through the chain."""
 
-    __slots__ = (
-        "body",
-        "debug",
-        "facts",
-        "facts_source",
-        "followed",
-        "held_bytes",
-        "hooks",
-        "inference",
-        "isolated",
-        "may_debug",
-        "members",
-        "observers",
-        "outcome",
-        "own_priority",
-        "policy",
-        "preferred",
-        "received_at",
-        "received_bytes",
-        "request_id",
-        "tells_priority",
-        "tenant",
-        "trace_id",
-        "trace_parent",
-        "trusted",
-    )
-
-    def __init__(self, *, received_at: float) -> None:
-        self.received_at = received_at
-        self.request_id = ""
-        self.tenant = ""  # name of the API key that authenticated; "" when none
-        self.trusted = False  # its key says that it speaks for engines, not for users
-        self.may_debug = True  # with `auth`: only if its key says so
-        self.isolated = False  # what it has cached is for its tenant alone
-        self.tells_priority = False  # its cluster tells engines in which order to admit: a client's own word is cut
-        self.own_priority: int | None = None  # what a trusted client said instead, in its body
-        self.body: bytes | None = None  # the whole body once inference_request read it
-        self.held_bytes = 0  # of it, that are counted among those of all requests
-        self.received_bytes = 0  # of the body, from the client
-        self.inference: InferenceRequest | None = None
-        self.members: Members | None = None  # of a scanned body: those that are read, guarded or salted
-        #: That the client asked for and gets; "": the cluster's own. It decides alone, preference or not.
-        self.policy = ""
-        self.preferred: EndpointId | None = None
-        self.facts: OverlapFacts | None = None
-        #: Brings facts and preference up to date from what is known here; must not raise, block or wait.
-        self.facts_source: Callable[[Exchange], None] | None = None
-        self.debug = False  # the client asked for x-kvproxy-decision
-        self.trace_id = ""  # W3C, 32 hex digits; "" without `tracing`
-        self.trace_parent = b""  # W3C `traceparent` of the present attempt; b"": the one in the headers
-        self.followed = False  # a Downstream notifies the observers of its response already
-        self.outcome = Outcome()
-        #: What hears of this request's stages, in this order (`attach`), and the hooks that some of it has.
-        self.observers: tuple[HasHooks, ...] = ()
-        self.hooks: frozenset[str] = frozenset()
+    received_at: float
+    request_id: str = ""
+    tenant: str = ""  # name of the API key that authenticated; "" when none
+    trusted: bool = False  # its key says that it speaks for engines, not for users
+    may_debug: bool = True  # with `auth`: only if its key says so
+    isolated: bool = False  # what it has cached is for its tenant alone
+    tells_priority: bool = False  # its cluster tells engines in which order to admit: a client's own word is cut
+    own_priority: int | None = None  # what a trusted client said instead, in its body
+    body: bytes | None = None  # the whole body once inference_request read it
+    held_bytes: int = 0  # of it, that are counted among those of all requests
+    received_bytes: int = 0  # of the body, from the client
+    inference: InferenceRequest | None = None
+    members: Members | None = None  # of a scanned body: those that are read, guarded or salted
+    #: That the client asked for and gets; "": the cluster's own. It decides alone, preference or not.
+    policy: str = ""
+    preferred: EndpointId | None = None
+    facts: OverlapFacts | None = None
+    #: Brings facts and preference up to date from what is known here; must not raise, block or wait.
+    facts_source: Callable[[Exchange], None] | None = None
+    debug: bool = False  # the client asked for x-kvproxy-decision
+    trace_id: str = ""  # W3C, 32 hex digits; "" without `tracing`
+    trace_parent: bytes = b""  # W3C `traceparent` of the present attempt; b"": the one in the headers
+    followed: bool = False  # a Downstream notifies the observers of its response already
+    outcome: Outcome = msgspec.field(default_factory=Outcome)
+    #: What hears of this request's stages, in this order (`attach`), and the hooks that some of it has.
+    observers: tuple[HasHooks, ...] = ()
+    hooks: frozenset[str] = frozenset()
 
     def attach(self, *observers: HasHooks) -> None:
         """These hear of the request from now on, after those that are there."""

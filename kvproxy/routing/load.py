@@ -63,19 +63,13 @@ class Reservation(msgspec.Struct, eq=False):
     uncached_tokens: int
     cached_tokens: int
     started_at: float
-    onboarding_s: float = 0.0  # pooled, to bring up those of the cached ones that are on lower tiers
-    lower: LowerTokens = ()  # which these are
+    features: Features  # its prefill work
+    lower: LowerTokens = ()  # of the cached ones, which are on lower tiers
     hidden: bool = False  # its first token cannot be seen
     live: tuple[LiveBlocks, Sequence[int]] | None = None  # its prompt's blocks, and the ledger they are counted in
     first_token_at: float | None = None
     sequences: float = 0.0  # in flight there when its first token came; at its end the mean of then and now
     released: bool = False
-
-    @property
-    def features(self) -> Features:
-        """This request's prefill work: features_of its tokens."""
-        uncached = self.uncached_tokens
-        return (1.0, uncached, uncached * (self.cached_tokens + uncached * 0.5), self.onboarding_s)
 
 
 class Backlog(msgspec.Struct, frozen=True):
@@ -235,7 +229,8 @@ class EndpointLoad:
         blocks: Sequence[int] = (),
     ) -> Reservation:
         """Count a request in, in the same step as the pick. `hidden`: its first token will not be seen."""
-        reservation = Reservation(uncached_tokens, cached_tokens, now, onboarding_s, lower, hidden)
+        work = (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), onboarding_s)
+        reservation = Reservation(uncached_tokens, cached_tokens, now, work, lower, hidden)
         if self._live is not None:
             self._live.add(blocks)
             reservation.live = self._live, blocks
@@ -243,8 +238,9 @@ class EndpointLoad:
         self.pending_tokens += uncached_tokens
         self.resident_tokens += uncached_tokens + cached_tokens
         self.hidden_requests += hidden
-        work = (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), onboarding_s)
         pending, head = self._pending, self._head
+        if not pending and self.elsewhere is not None:
+            self._close_sample(self._last, now)  # which was left open: others' first tokens are heard of late
         if pending:
             self._work = sum_of(self._work, work)
             if head is not None and head[1] < HEAD_TOKENS and head[0] < HEAD_REQUESTS:  # it has all that is pending
@@ -255,7 +251,7 @@ class EndpointLoad:
             self._lower = ()
             self._work = self._head = work  # not a sum: ends the drift of adding and subtracting floats
             if self.elsewhere is not None:
-                self.elsewhere.take_prefilled()  # before this sample began
+                self._anchor = self._last = self.elsewhere.begin_sample(self._shown_at, now)
         pending[reservation] = work
         self._priced_at = None
         if self.watch is not None:
@@ -264,7 +260,8 @@ class EndpointLoad:
 
     def first_token(self, reservation: Reservation, now: float) -> None:
         """The engine finished this request's prefill; of a hidden one only that it did so at some time is known."""
-        self._presume_before(reservation)
+        if self.hidden_requests:
+            self._presume_before(reservation)
         if reservation.hidden:
             self._void(reservation, now)
             return
@@ -279,7 +276,7 @@ class EndpointLoad:
         if reservation.lower:
             self._lower += reservation.lower
         self._last = self._begun = self._shown_at = now
-        if not self._pending:
+        if not self._pending and self.elsewhere is None:
             self._close_sample(now, now)
 
     def release(self, reservation: Reservation, now: float) -> None:
@@ -291,7 +288,8 @@ class EndpointLoad:
             stay_s = now - reservation.started_at
             reservation.sequences = 0.5 * (reservation.sequences + self.in_flight)
             self._stay_s = self._stay_s + _STAY_GAIN * (stay_s - self._stay_s) if self._stay_s else stay_s
-        self._void(reservation, now)
+        if reservation in self._pending:
+            self._void(reservation, now)
         self.in_flight -= 1
         if reservation.live is not None:
             live, blocks = reservation.live
@@ -391,7 +389,7 @@ class EndpointLoad:
             self._lower = ()
             self._anchor = self._last = self._begun = self._shown_at = now
             if self.elsewhere is not None:
-                self.elsewhere.take_prefilled()
+                self.elsewhere.take_prefilled(now)
 
     def _presume_before(self, shown: Reservation) -> None:
         """What was placed before a request that shows its first token, or ends, was prefilled before it."""
@@ -424,7 +422,9 @@ class EndpointLoad:
 
     def _close_sample(self, ended_at: float, now: float) -> None:
         """What waited for memory or a slot says nothing of how fast prefill is."""
-        work = self._done if self.elsewhere is None else sum_of(self._done, self.elsewhere.take_prefilled())
+        work = self._done
+        if self.elsewhere is not None and ended_at > self._anchor:
+            work = sum_of(work, self.elsewhere.take_prefilled(ended_at + GROUP_GAP_S))
         if self.on_sample is not None and ended_at > self._anchor and not self._room_s(now):
             self.on_sample(work, ended_at - self._anchor, now, lower=self._lower)
             if self.watch is not None:

@@ -96,31 +96,32 @@ class PriorityTrial:
         if request is not self._first and request is not self._second:
             self._others += self._second is not None
         elif self._second is None:
-            self._clear()
+            self.drop_pair()
         elif self._order is None:
             if self._others < _OTHERS or now - self._second_at < LEAST_WAIT_S:
-                self._clear()
+                self.drop_pair()
             else:
                 self._order = (request is self._second, now)
         else:
             second_came_first, at = self._order
             if now - at > _SAME_STEP_S:
                 self._count(second_came_first is self._ahead)
-            self._clear()
+            self.drop_pair()
 
     def ended(self, request: object) -> None:
         """A request is over, maybe without a first token."""
         if request is not self._first and request is not self._second:
             return
         if self._order is None or request is not (self._second if self._order[0] else self._first):
-            self._clear()  # else it came first, and the other one is still awaited
+            self.drop_pair()  # else it came first, and the other one is still awaited
 
     def _count(self, in_order: bool) -> None:
         self.pairs += 1
         self.in_order += in_order
         self._evidence += _IN_ORDER if in_order else _OUT_OF_ORDER
 
-    def _clear(self) -> None:
+    def drop_pair(self) -> None:
+        """The pair under way proves nothing."""
         self._first = self._second = self._order = None
         self._others = 0
 

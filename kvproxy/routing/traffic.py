@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 import msgspec
 
@@ -107,6 +108,7 @@ class EndpointArrivals(msgspec.Struct):
     at: float  # when both were brought up to date
 
 
+_AT = attrgetter("at")
 #: What was brought up to date so shortly ago is good enough.
 REFRESH_S = 0.02
 
@@ -152,7 +154,7 @@ class ArrivalStats:
             return
         self._by_endpoint.update(zip(endpoints, estimated, strict=True))
         self._listed, self._entries = endpoints, estimated
-        self._oldest_at = min([past.at for past in estimated])
+        self._oldest_at = min(map(_AT, estimated))
 
     def record_arrival(self, endpoint: EndpointId, *, requests: int = 1) -> None:
         """Requests go there, now, that would have cost much more elsewhere; nothing to count before an `update`."""

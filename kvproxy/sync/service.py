@@ -51,7 +51,10 @@ class SyncService:
         self._settings = settings = config.sync
         self._siblings = siblings
         self._metrics, self._clock, self._wall_clock = metrics, clock, wall_clock
-        host = settings.replica or f"{socket.gethostname()}:{config.listen.port or os.getpid()}"
+        host = (
+            settings.replica
+            or f"{socket.gethostname()}:{config.listen.port or (os.getpid() if siblings is None else 0)}"
+        )
         if siblings is not None and not settings.replica:
             host = f"{host}-{xxh3_64_intdigest(str(siblings.folder).encode()) & 0xFFFF:04x}"
         self.origin = Origin(host, 0 if siblings is None else siblings.number, int(wall_clock() * 1e6))

@@ -115,7 +115,8 @@ class RunningCluster:
         found = self.cluster.find_endpoint(endpoint)
         if found is not None:
             found.load_told(in_flight_before)
-            self.cluster.on_load_decrease()
+            if self.cluster.queue is not None:
+                self.cluster.queue.on_load_decrease()
 
     def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool) -> None:
         self.cluster.policies.observe_sample(endpoint, work, busy_s, now, scraped=scraped)

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import lru_cache
 from operator import itemgetter
 
+import msgspec
+
 from kvproxy.errors import UnsafeRequest
 from kvproxy.types import Headers
 from kvproxy.upstream.origin import Origin
@@ -31,18 +33,13 @@ _NAME = itemgetter(0)
 Write = Callable[[bytes | memoryview], Awaitable[None]]
 
 
-class WireRequest:
+class WireRequest(msgspec.Struct, eq=False):
     """One request encoded: `buffers` are written at once; a body that is longer or still on its way is uploaded."""
 
-    __slots__ = ("body", "buffers", "length_bytes", "method")
-
-    def __init__(
-        self, method: bytes, buffers: tuple[bytes | memoryview, ...], body: Body, length_bytes: int | None
-    ) -> None:
-        self.method = method
-        self.buffers = buffers
-        self.length_bytes = length_bytes  # of the body; None: chunked
-        self.body = body  # what `buffers` do not hold of it
+    method: bytes
+    buffers: tuple[bytes | memoryview, ...]
+    body: Body  # what `buffers` do not hold of it
+    length_bytes: int | None  # of the body; None: chunked
 
     @property
     def replayable(self) -> bool:

@@ -28,7 +28,7 @@ class Learner:
 
     def reuse(self, held: int, cached: int, prefix: int | None = None) -> None:
         prefix = self.rng.getrandbits(60) if prefix is None else prefix
-        self.steps.observe_reuse(A, held_tokens=held, cached_tokens=cached, prefix=prefix)
+        self.steps.observe_reuse(A, held_tokens=held, cached_tokens=cached, blocks=[prefix])
 
     def serve(self, engine_step: int, held: Iterable[int]) -> None:
         """Prompts of which so much is held, each of a prefix of its own."""

@@ -14,7 +14,7 @@ from kvproxy.kvcache.actions.signals import HostUse
 from kvproxy.routing.room import Room
 from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
 from tests.kvcache.fleet import simulated
-from tests.kvcache.support import A, Fake, Service, chat, cluster_of, controller, long_text, running, settings, world
+from tests.kvcache.support import A, B, Fake, Service, chat, cluster_of, controller, long_text, running, settings, world
 from tests.kvcache.support import engine as answering
 from tests.support.clock import FakeClock
 from tests.support.until import until
@@ -174,6 +174,20 @@ async def test_an_engine_whose_counters_begin_anew_holds_nothing(counters: tuple
         index = service.kv.overlap.indexes["default"].approximate
         assert (index.held_blocks(A) > 0) is held
         assert index.capacity(A) == 400
+
+
+async def test_a_reading_that_breaks_spares_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    """What an engine's answer leads to may fail in ways nobody thought of: it is logged, and the round is finished."""
+    async with world({"a": engine(tokens=25_600), "b": engine(tokens=25_600)}) as service:
+        first, _ = service.cluster.engines
+        first.adapters = None  # type: ignore[assignment]
+        await round_of(service)
+        capacity = service.kv.overlap.indexes["default"].approximate.capacity
+        assert capacity(B) == 400 != capacity(A)
+        assert service.kv.scraper.signals.latest_scrape(service.cluster.endpoints[1]) is not None
+    broken = [record for record in caplog.records if "is broken" in record.message]
+    assert [record.message for record in broken] == ["[kvcache] the reading of default/a is broken"]
+    assert broken[0].exc_info is not None
 
 
 async def test_an_engine_that_another_process_read_is_not_read_again(clock: FakeClock) -> None:

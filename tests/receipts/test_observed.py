@@ -6,6 +6,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvproxy.cluster.cluster import Cluster
@@ -118,9 +119,9 @@ def test_a_failure_before_any_placement_is_nobodys(clock: FakeClock) -> None:
 def test_a_decision_that_cannot_be_noted_harms_no_request(clock: FakeClock, caplog: pytest.LogCaptureFixture) -> None:
     """It is missing on the receipt, and that is said."""
     pool, observed = cluster(clock, 2, "round_robin"), AttemptLog()
-    shadowed = pool.settings.model_copy(update={"shadow_policy": PolicyName.KV_AWARE})
-    pool.reconfigure(shadowed, probe=None)
-    pool.policies.speeds = SimpleNamespace(requests_without_sample=0)  # type: ignore[assignment]
-    assert Told(observed).pick(pool, clock()) is not None
+    decision = pool.decide(PickRequest(), clock())
+    assert not isinstance(decision, Refusal)
+    cannot_be_noted = msgspec.structs.replace(decision, speeds=SimpleNamespace())  # type: ignore[arg-type]
+    notify(RequestObserver.placed, Told(observed).exchange, cannot_be_noted, clock())
     assert observed.decisions == []
     assert "an observer of requests failed: AttemptLog at `placed`" in caplog.text

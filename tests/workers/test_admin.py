@@ -103,11 +103,6 @@ async def test_a_worker_that_starts_later_knows_what_was_changed(audit: list[str
         await both.admin.post("/endpoints/default/a/drain")
         both.end(1)
         audit.clear()
-        slot = both.workers.supervisor.slots[1]
-        slot.control = slot.control.__class__(1)  # the one there was ended with its worker
-        slot.path = slot.path.with_name("again")
-        slot.control.bind(str(slot.path))
-        slot.control.listen()
         async with begin_worker(both.workers.supervisor, 1) as proxy:
             states = {str(one.id): one.draining for one in proxy.clusters["default"].endpoints}
             assert states == {"a": True, "b": False}

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 
 import pytest
 from starlette.types import Send
 
 from kvproxy.listener.server import serve
+from kvproxy.sync.peers import SyncStatus
 from tests.kvcache.support import Fake
 from tests.support.fake_engine import Call, FakeEngine, start_stream
 from tests.support.proxy import chat
 from tests.support.until import until
-from tests.workers.together import together
+from tests.workers.together import begin_worker, together
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
@@ -33,7 +35,7 @@ async def test_a_rate_limit_holds_for_all_workers_together() -> None:
 
 
 async def test_what_one_worker_routed_the_other_knows() -> None:
-    """The next turn goes where the first one went, through whichever worker it comes."""
+    """What the next turn finds cached is known through whichever worker it comes."""
     async with serve(FakeEngine("a")) as a, serve(FakeEngine("b")) as b:
         filters = ["request_id", "inference_request", "kvcache", "router"]
         async with together({"a": a, "b": b}, policy="kv_aware", filters=filters) as both:
@@ -45,11 +47,33 @@ async def test_what_one_worker_routed_the_other_knows() -> None:
                 lambda: all(one is not None and one.overlap.indexes["default"].approximate.entries for one in entries)
             )
             again = await both.clients[1].post(CHAT, json=prompt, headers={"x-kvproxy-debug": "1"})
-            assert again.headers["x-kvproxy-endpoint"] == first.headers["x-kvproxy-endpoint"]
-            assert "matched=none" not in again.headers["x-kvproxy-decision"]
+            assert f"matched={first.headers['x-kvproxy-endpoint']}:" in again.headers["x-kvproxy-decision"]
             live = await both.live()
             assert live["sync"]["status"] == "synced"
             assert len(live["sync"]["peers"]) == 2
+
+
+async def test_a_worker_that_starts_again_is_told_everything() -> None:
+    """By a sibling, before it serves: its index is as full as theirs."""
+    filters = ["request_id", "inference_request", "kvcache", "router"]
+    async with serve(FakeEngine("a")) as url, together({"a": url}, policy="kv_aware", filters=filters) as both:
+        await both.synced()
+        await both.clients[0].post(CHAT, json=chat("a long prompt " * 500))
+        both.end(1)
+        async with begin_worker(both.workers.supervisor, 1) as again:
+            assert again.sync is not None
+            await until(lambda: again.sync is not None and again.sync.status is SyncStatus.SYNCED)
+            entries = [one.kvcache.overlap.indexes["default"].approximate.entries
+                       for one in (both.proxies[0], again) if one.kvcache is not None]  # fmt: skip
+            assert entries[0] == entries[1] > 0
+
+
+async def test_workers_on_whatever_port_is_free_are_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their processes differ, and without a port nothing else tells one proxy of a machine from another."""
+    pids = count(1)
+    monkeypatch.setattr("os.getpid", lambda: next(pids))
+    async with together({"a": "http://127.0.0.1:9"}, listen="127.0.0.1:0") as both:
+        assert len({one.sync.origin.host for one in both.proxies if one.sync is not None}) == 1
 
 
 async def test_an_engines_metrics_are_read_once_for_all() -> None:

@@ -59,6 +59,10 @@ class Together:
         """As when this worker's process is gone."""
         slot = self.workers.supervisor.slots[index]
         slot.process = None
+        slot.control = socket.socket(socket.AF_UNIX)  # in the same process the one there was ends with its worker
+        slot.path = slot.path.with_name(f"{slot.path.name}-again")
+        slot.control.bind(str(slot.path))
+        slot.control.listen()
         for call in self.workers.supervisor.on_ended:
             call(index)
 
@@ -71,6 +75,7 @@ async def together(endpoints: dict[str, str], *, count: int = 2, **config: Any) 
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         supervisor = Supervisor(served, count=count, public=(), folder=folder)
+        stack.callback(supervisor._close)
         workers = await stack.enter_async_context(Workers(supervisor, metrics=metrics))
         proxies = [await stack.enter_async_context(begin_worker(supervisor, index)) for index in range(count)]
         admin = WorkersAdmin(workers, clock=time.monotonic)

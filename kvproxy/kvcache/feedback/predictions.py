@@ -8,7 +8,8 @@ from collections.abc import Collection
 from kvproxy.kvcache.feedback.trust import LossReason
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
 from kvproxy.kvcache.overlap.last_served import NO_BLOCKS, NO_NAMES
-from kvproxy.kvcache.overlap.lookup import EmptyLookups, LookupClient
+from kvproxy.kvcache.overlap.lookup import LookupClient
+from kvproxy.kvcache.overlap.lookup_service import EmptyLookups
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
@@ -106,10 +107,9 @@ class PredictionFeedback:
         )
         if cached is None:
             return False
-        bytes_per_token, history = self._bytes_per_token.look_up(facts.model), facts.request.continues is not None
-        if tokens and not history:
-            bytes_per_token = facts.prompt_bytes / tokens
-        cached_blocks = int(cached * bytes_per_token) // TEXT_BLOCK_BYTES
+        history = facts.request.continues is not None
+        counted = facts.prompt_bytes / tokens if tokens and not history else None
+        cached_blocks = int(cached * (counted or self._bytes_per_token.look_up(facts.model))) // TEXT_BLOCK_BYTES
         if history:
             cached_blocks = min(cached_blocks, len(facts.hashes))
         lost = False
@@ -142,5 +142,5 @@ class PredictionFeedback:
                 request_id=result.request_id,
             )
             if contradicted:
-                self._lookups.note_contradiction(endpoint, facts.hashes, cached)
+                self._lookups.note_contradiction(endpoint, facts.hashes, cached, cached_blocks, overlap.lower)
         return lost

@@ -8,6 +8,7 @@ what it reused.
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping, Sequence
 from math import gcd
 
 from kvproxy.kvcache.overlap.merge import tolerated_tokens
@@ -25,6 +26,8 @@ _SHORT_TOKENS, _SHORT_SHARE = 32, 32
 #: (an engine behind the same address, blocks loaded from elsewhere).
 _WINDOW, _WRONG_AT = 16, 2
 MAX_ENDPOINTS = 4096
+#: Blocks of text by which prompts are told from each other: 4 kB, and with that a system prompt that many share.
+_BEGINNING = 16
 
 
 class ReuseSteps:
@@ -42,9 +45,11 @@ class ReuseSteps:
             learned.tell(block_tokens)
             self._note(endpoint, learned.tokens)
 
-    def observe_reuse(self, endpoint: EndpointId, *, held_tokens: int, cached_tokens: int, prefix: int) -> None:
-        """The engine reused `cached_tokens` of a prompt of which it held `held_tokens` by what is known of it; `prefix`
-        names the prompt's beginning."""
+    def observe_reuse(
+        self, endpoint: EndpointId, *, held_tokens: int, cached_tokens: int, blocks: Sequence[int]
+    ) -> None:
+        """The engine reused `cached_tokens` of a prompt of which it held `held_tokens` by what is known of it; `blocks`
+        are the chained hashes of the prompt."""
         if cached_tokens <= 0:
             return  # lost, or shorter than a step: it says nothing of which
         learned = self._learned.get(endpoint)
@@ -52,13 +57,25 @@ class ReuseSteps:
             if not _is_short(held_tokens, cached_tokens):
                 return  # nearly every response of nearly every engine
             learned = self._make(endpoint)
-        learned.observe_reuse(held_tokens, cached_tokens, prefix)
+        learned.observe_reuse(held_tokens, cached_tokens, blocks[:_BEGINNING][-1] if blocks else 0)
         self._note(endpoint, learned.tokens)
 
     def forget_endpoint(self, endpoint: EndpointId) -> None:
         """The endpoint left, or is another engine now."""
         self._learned.pop(endpoint, None)
         self.known.pop(endpoint, None)
+
+    def state(self) -> dict[str, tuple[int, int]]:
+        """Of each endpoint what was learned and what the engine says, for another process."""
+        return {str(endpoint): self._learned[endpoint].state for endpoint in self.known}
+
+    def resume(self, state: Mapping[str, tuple[int, int]], *, keep: Container[str]) -> None:
+        """Go on from such a state, of the endpoints in `keep`."""
+        for name, (tokens, told) in state.items():
+            if name in keep and tokens >= LEAST_STEP_TOKENS:
+                endpoint = EndpointId(name)
+                self._make(endpoint).resume(tokens, told)
+                self._note(endpoint, tokens)
 
     def _make(self, endpoint: EndpointId) -> LearnedStep:
         if len(self._learned) >= MAX_ENDPOINTS:
@@ -89,6 +106,15 @@ class LearnedStep:
         self._proofs: set[tuple[int, int]] = set()  # what was reused of which prefix
         self._wrong = 0  # a bit for each of the latest reuses
         self._wrong_step = 0  # that would explain those
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """The step, and what the engine says."""
+        return self.tokens, self._told
+
+    def resume(self, tokens: int, told: int) -> None:
+        """Go on from there."""
+        self.tokens, self._told = tokens, told
 
     def tell(self, block_tokens: int) -> None:
         """What the engine says. Said again it changes nothing; another size is another engine, or another setting."""

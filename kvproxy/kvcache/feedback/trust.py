@@ -165,19 +165,19 @@ class CacheLosses:
     def __init__(self, metrics: Metrics, *, clock: Clock) -> None:
         self._counter = metrics.endpoint.cache_losses
         self._clock = clock
-        self._latest: dict[tuple[str, EndpointId], tuple[LossReason, float]] = {}
+        self.known: dict[tuple[str, EndpointId], tuple[LossReason, float]] = {}  # the latest of each; mostly empty
 
     def note_loss(self, cluster: str, endpoint: EndpointId, reason: LossReason) -> None:
         """The endpoint lost all that it held."""
-        if (cluster, endpoint) not in self._latest:
+        if (cluster, endpoint) not in self.known:
             for each in LossReason:
                 self._counter.labels(cluster, endpoint, each.value)
         self._counter.labels(cluster, endpoint, reason.value).inc()
-        self._latest[cluster, endpoint] = (reason, self._clock())
+        self.known[cluster, endpoint] = (reason, self._clock())
 
     def latest_loss(self, cluster: str, endpoint: EndpointId) -> Loss | None:
         """The endpoint's last one; None: it lost nothing while it was known."""
-        found = self._latest.get((cluster, endpoint))
+        found = self.known.get((cluster, endpoint))
         return None if found is None else Loss(found[0], self._clock() - found[1])
 
     def recent_reason(self, cluster: str, endpoint: EndpointId | None) -> str:
@@ -187,7 +187,7 @@ class CacheLosses:
 
     def keep_only(self, present: Collection[tuple[str, EndpointId]]) -> None:
         """Forget all endpoints but these."""
-        for cluster, endpoint in self._latest.keys() - set(present):
-            del self._latest[cluster, endpoint]
+        for cluster, endpoint in self.known.keys() - set(present):
+            del self.known[cluster, endpoint]
             for reason in LossReason:
                 self._counter.remove(cluster, endpoint, reason.value)

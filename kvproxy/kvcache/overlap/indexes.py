@@ -39,19 +39,12 @@ SHORT_BYTES = 4096
 #: An engine's start time is the same in every reading, but for the rounding of clocks.
 _SAME_START_S = 2.0
 
-#: Blocks of text by which prompts are told from each other: 4 kB, and with that a system prompt that many share.
-_BEGINNING = 16
-
 _EVENTS = frozenset({FactSource.PRECISE})
 #: What speaks for LMCache.
 LOOKUPS = frozenset({FactSource.LMCACHE_CONTROLLER, FactSource.LMCACHE_COORDINATOR})
 
 #: Models and cache salts whose chains were begun of late; salts come from clients.
 _REMEMBERED_SEEDS = 1024
-
-
-def _beginning(hashes: array[int]) -> int:
-    return hashes[min(_BEGINNING, len(hashes)) - 1] if hashes else 0
 
 
 def _seed(model: str, cache_salt: str | None) -> int:
@@ -145,11 +138,12 @@ class LocalIndexes:
         short one there are keys only where something goes by them. Blocks and keys are not to be changed.
         """
         seed, prompt, kind = self._seed(model, request.cache_salt), request.prompt, request.kind
-        drops_header, short = self.state.drops_header, prompt.size_bytes <= SHORT_BYTES and not self._keyed
+        drops_header, sent_bytes = self.state.drops_header, prompt.size_bytes
+        short = sent_bytes <= SHORT_BYTES and not self._keyed
         if kind in RULED and not short:
             return self.sessions.identified(kind, prompt, seed, drops_header=drops_header)
-        prompt = prompt_identity(kind, prompt, drops_header=drops_header)
-        prompt_bytes = prompt.size_bytes
+        prompt = prompt_identity(kind, sent := prompt, drops_header=drops_header)
+        prompt_bytes = sent_bytes if prompt is sent else prompt.size_bytes
         if short:
             return text_blocks(prompt, seed), (), prompt_bytes, None
         keys = message_chain(prompt, seed)
@@ -279,7 +273,7 @@ class LocalIndexes:
         """
         if held_tokens:
             self.steps.observe_reuse(
-                endpoint, held_tokens=held_tokens, cached_tokens=cached_tokens, prefix=_beginning(cursor.hashes)
+                endpoint, held_tokens=held_tokens, cached_tokens=cached_tokens, blocks=cursor.hashes
             )
         if self.follows_events:
             _test(self.trust, endpoint, _EVENTS, overlap, cached_tokens)

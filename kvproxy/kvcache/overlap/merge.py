@@ -157,7 +157,7 @@ def tolerated_tokens(predicted_tokens: int) -> int:
 
 def is_contradicted(predicted_tokens: int, cached_tokens: int) -> bool:
     """Whether an engine reused too little for the prediction to have been right."""
-    return cached_tokens + tolerated_tokens(predicted_tokens) < predicted_tokens
+    return cached_tokens < predicted_tokens and cached_tokens + tolerated_tokens(predicted_tokens) < predicted_tokens
 
 
 def preferred_endpoint(

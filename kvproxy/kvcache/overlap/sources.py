@@ -17,7 +17,8 @@ from kvproxy.kvcache.overlap.gauges import show_indexes
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, follow_events
 from kvproxy.kvcache.overlap.last_served import NO_BLOCKS, NO_NAMES, Served
-from kvproxy.kvcache.overlap.lookup import Connection, LookupClient
+from kvproxy.kvcache.overlap.lookup import LookupClient
+from kvproxy.kvcache.overlap.lookup_service import Connection
 from kvproxy.kvcache.overlap.lookup_task import LookupTask
 from kvproxy.kvcache.overlap.merge import HolderOverlap, in_steps, preferred_endpoint
 from kvproxy.kvcache.overlap.tokens import TokenSource
@@ -169,7 +170,8 @@ class OverlapSources:
             rest = 0 if facts.tokens_exact else facts.prompt_bytes - facts.tokens_bytes
             prompt_tokens = len(tokens) + int(rest / bytes_per_token)
         else:
-            bytes_per_token = self._counted.find_ratio(facts.keys) or self._bytes_per_token.look_up(facts.model)
+            counted = self._counted.find_ratio(facts.keys) if facts.keys else None
+            bytes_per_token = counted or self._bytes_per_token.look_up(facts.model)
             prompt_tokens = int(facts.prompt_bytes / bytes_per_token)
         indexes, cursor, history = facts.indexes, facts.cursor, None
         if facts.request.continues is not None:
@@ -189,7 +191,7 @@ class OverlapSources:
             _add_history(found, history, indexes.steps.known.get(history.endpoint), prompt_tokens)
         block_tokens = TEXT_BLOCK_BYTES / bytes_per_token
         hot_tokens = int(indexes.approximate.hot_blocks(cursor) * block_tokens)
-        facts.overlaps = OverlapFacts(prompt_tokens, found, hot_tokens, facts.hashes, block_tokens)
+        facts.overlaps = OverlapFacts(prompt_tokens, found, hot_tokens, cursor.hashes, block_tokens)
         facts.preferred = None
         if found:
             facts.preferred = preferred_endpoint(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from kvproxy.prefix.approximate.age_histogram import GENERATIONS, AgeHistogram
 from kvproxy.prefix.approximate.heat import Run
@@ -162,8 +163,7 @@ class EndpointLru:
         self._front = 0
 
 
-@dataclass(slots=True, eq=False)
-class SpeculativeEntry:
+class SpeculativeEntry(msgspec.Struct, eq=False):
     """One routed request's speculative entry: confirm it or roll it back, once."""
 
     endpoint: EndpointId

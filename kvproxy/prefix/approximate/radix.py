@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+import msgspec
+
 
 class Node:
     """A run of blocks every holder has wholly or not at all. Siblings are linked, so that a subtree can be walked."""
@@ -27,22 +29,20 @@ class Node:
 N = TypeVar("N", bound=Node)
 
 
-class PrefixCursor(Generic[N]):
+class PrefixCursor(msgspec.Struct, Generic[N], eq=False):
     """Where a prompt's hashes lead in a tree, found once for everything a request asks of it and changes in it.
 
     The tree may change between two uses; `RadixTree.renew` walks again only if it did so on this path.
     """
 
-    __slots__ = ("counted", "depth", "edits", "hashes", "inside", "partial", "path", "splits")
-
-    def __init__(self, hashes: array[int]) -> None:
-        self.hashes = hashes  # not to be changed
-        self.path: list[N] = []  # nodes wholly on the path
-        self.depth = 0  # blocks they cover
-        self.partial: N | None = None  # a node that follows and matches in part,
-        self.inside = 0  # with so many blocks
-        self.counted = False  # among the requests for these blocks
-        self.edits = self.splits = -1  # of the tree, when it was renewed last
+    hashes: array[int]  # not to be changed
+    path: list[N] = msgspec.field(default_factory=list)  # nodes wholly on the path
+    depth: int = 0  # blocks they cover
+    partial: N | None = None  # a node that follows and matches in part,
+    inside: int = 0  # with so many blocks
+    counted: bool = False  # among the requests for these blocks
+    edits: int = -1  # of the tree, when it was renewed last
+    splits: int = -1
 
 
 class RadixTree(Generic[N]):
