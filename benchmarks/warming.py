@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 DOCUMENTS, WORDS = 8, 3000
 BEFORE, AFTER, RATE = 80, 50, 2.0
 PAUSE_S = 5.0
-ROUNDS = 3
+ROUNDS = 2
 
 
 async def play(*, warming: bool, seed: int) -> dict[str, float]:
