@@ -48,7 +48,8 @@ class Report:
 
     def __init__(self, folder: Path, *, shape: Mapping[str, int], before: str, how: str, resume: bool) -> None:
         self._folder = folder
-        self._said = about(os.cpu_count() or 1, shlex.join(["python", "-m", "benchmarks.agents", *sys.argv[1:]]))
+        said = [Path(each).name if each.startswith("/") else each for each in sys.argv[1:]]  # no paths of a machine
+        self._said = about(os.cpu_count() or 1, shlex.join(["python", "-m", "benchmarks.agents", *said]))
         self._words: dict[str, Any] = {**shape, "before": before, "how": how, "command": self._said["command"]}
         known = folder / "agents.json"
         self._runs: list[dict[str, Any]] = json.loads(known.read_text())["runs"] if resume and known.exists() else []
