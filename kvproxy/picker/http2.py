@@ -206,15 +206,18 @@ class Http2Connection(asyncio.Protocol):
             return
         if len(payload) % 6:
             raise ConnectionFault(Code.FRAME_SIZE_ERROR, "settings are cut off")
+        window = self._peer_window
         for setting, value in struct.iter_unpack("!HI", payload):
             if setting == _SET_WINDOW:
                 if value > wire.LARGEST:
                     raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "a window is too large")
-                change, self._peer_window = value - self._peer_window, value
-                for stream in self.streams.values():
-                    stream.credit += change
+                window = value
             elif setting == _SET_FRAME:
                 self.peer_frame_bytes = min(max(value, wire.FRAME_BYTES), 4 * wire.FRAME_BYTES)
+        if change := window - self._peer_window:
+            self._peer_window = window
+            for stream in self.streams.values():
+                stream.credit += change
         self._answer(encode_frame(wire.SETTINGS, wire.ACK, 0))
         self._unblock()
 
