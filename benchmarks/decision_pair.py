@@ -74,7 +74,7 @@ class World:
         self.cancelled = module("cluster.pick").AttemptOutcome.CANCELLED
         self.holders, self.most = round(holders * endpoints), in_flight * endpoints
         self.under_way: deque[Any] = deque()
-        features_of = module("routing.load", "balancing.load").features_of
+        features_of = module("routing.work", "routing.load", "balancing.load").features_of
         for name in self.names:
             self.cluster.policy.observe_sample(name, features_of(4000, 0), self.rng.uniform(0.3, 0.9), self.now)
         for _ in range(3 * self.most + BATCH):

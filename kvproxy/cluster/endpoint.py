@@ -62,6 +62,7 @@ class Endpoint:
         "origin",
         "priority",
         "rank",
+        "reads_shared_kv",
         "ready",
         "removed",
         "retry",
@@ -112,6 +113,7 @@ class Endpoint:
         self.ready = config.ready
         self.models = frozenset(config.models)
         self.instance_id = config.instance_id or config.id
+        self.reads_shared_kv = config.shared_kv
         self.kv_event_sources = config.kv_event_sources  # of an engine that cannot say it
         self.authorization = self.engine.authorization
         self.labels = dict(config.labels)

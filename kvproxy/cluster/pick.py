@@ -13,7 +13,7 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.resilience.breaker import BreakerState, Permit
 from kvproxy.routing.load import Reservation
-from kvproxy.routing.policy import NO_FACTS, PickRequest, best_of
+from kvproxy.routing.policy import NO_FACTS, Ledgered, PickRequest, best_of
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import count_lower, cut_lower
@@ -152,7 +152,7 @@ class Pick(msgspec.Struct, eq=False):
         self.picker.verdicts.record_outcome(self.endpoint.engine, outcome, now)
 
 
-def reserve(endpoint: Endpoint, request: PickRequest, speeds: SpeedModel | None, now: float) -> Reservation:
+def reserve(endpoint: Ledgered, request: PickRequest, speeds: SpeedModel | None, now: float) -> Reservation:
     """Count the request in where it goes, by what is known to be cached there."""
     facts, hidden = request.facts, not request.streams
     if facts is NO_FACTS:

@@ -117,6 +117,15 @@ def show_learned(metrics: Metrics, clusters: Callable[[], Iterable[Cluster]], *,
                 for endpoint in cluster.endpoints:
                     yield (cluster.name, str(endpoint.id)), cluster.speeds.slowness(endpoint.id, clock())
 
+    def onboarding() -> Iterable[tuple[tuple[str, ...], float]]:
+        for cluster in clusters():
+            if cluster.speeds is not None:
+                known = cluster.speeds.onboarding.known(cluster.speeds.seconds[1])
+                for endpoint, prices in known.items():
+                    slowness = cluster.speeds.slowness(endpoint, clock())
+                    for tier, price_s in prices.items():
+                        yield (cluster.name, str(endpoint), tier.value), slowness * price_s
+
     def saturation() -> Iterable[tuple[tuple[str, ...], float]]:
         found = ((cluster.name, cluster.scaling.saturation(clock())) for cluster in clusters())
         return [((name,), value) for name, value in found if value is not None]
@@ -129,3 +138,4 @@ def show_learned(metrics: Metrics, clusters: Callable[[], Iterable[Cluster]], *,
     metrics.endpoint.wanted_endpoints.set_source(wanted)
     metrics.cache.learned_tokens_per_s.set_source(speeds)
     metrics.cache.learned_slowness.set_source(slowness)
+    metrics.cache.learned_onboarding.set_source(onboarding)

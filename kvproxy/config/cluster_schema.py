@@ -289,6 +289,8 @@ class EndpointSettings(Model):
     """Share of traffic relative to the others; of an engine with data-parallel ranks, that of each."""
     instance_id: str = ""
     """Its id at the LMCache controller; empty: the same as `id`."""
+    shared_kv: bool = True
+    """It reads the store that LMCache's directory calls shared: what any engine put there counts for it, too."""
     api_key: Secret | None = None
     """Sent to this endpoint alone as `Authorization: Bearer`, instead of the client's."""
     ca_file: str = ""

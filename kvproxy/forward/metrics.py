@@ -13,6 +13,7 @@ from kvproxy.request.exchange import RESULTS, Exchange, Outcome, result_of
 from kvproxy.request.observer import RequestObserver
 from kvproxy.routing.policy import Overlap
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.types import Tier
 
 #: Pairs of model and tenant told apart; further ones are counted together.
 MAX_PAIRS = 200
@@ -27,12 +28,19 @@ class _ClusterSeries:
         self.cached_tokens: CounterCell = catalog.latency.cached_tokens.labels(cluster)
         self.completion_tokens: CounterCell = catalog.latency.completion_tokens.labels(cluster)
         self.window = catalog.cache.hit_windows.of(cluster)
-        self.device_hits, self.lower_hits = (
-            catalog.cache.tier_hits.labels(cluster, tier) for tier in ("device", "lower")
-        )
-        self.device_tokens, self.lower_tokens = (
-            catalog.cache.tier_hit_tokens.labels(cluster, tier) for tier in ("device", "lower")
-        )
+        self._catalog, self._cluster = catalog, cluster
+        self._tiers: dict[Tier, tuple[CounterCell, CounterCell]] = {}
+        self.count_tier(Tier.DEVICE, 0)
+
+    def count_tier(self, tier: Tier, tokens: int) -> None:
+        """So many tokens of a prompt were believed to be on it."""
+        cells = self._tiers.get(tier)
+        if cells is None:
+            cache, labels = self._catalog.cache, (self._cluster, tier.value)
+            cells = self._tiers[tier] = (cache.tier_hits.labels(*labels), cache.tier_hit_tokens.labels(*labels))
+        if tokens:
+            cells[0].value += 1.0
+            cells[1].value += tokens
 
 
 class RouteMetrics(RequestObserver):
@@ -132,12 +140,9 @@ class RouteMetrics(RequestObserver):
 
 
 def _count_tiers(series: _ClusterSeries, held: Overlap) -> None:
-    if held.device_tokens:
-        series.device_hits.value += 1.0
-        series.device_tokens.value += held.device_tokens
-    if held.lower_tokens:
-        series.lower_hits.value += 1.0
-        series.lower_tokens.value += held.lower_tokens
+    series.count_tier(Tier.DEVICE, held.device_tokens)
+    for tier, tokens in held.lower:
+        series.count_tier(tier, tokens)
 
 
 class Savings:

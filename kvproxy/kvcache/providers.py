@@ -10,11 +10,12 @@ from typing import Protocol
 from kvproxy.clients.lmcache.controller import LMCacheControllerClient
 from kvproxy.clients.lmcache.controller_wire import ActionResult
 from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
-from kvproxy.clients.lmcache.coordinator_wire import CacheScope
+from kvproxy.clients.lmcache.coordinator_wire import CacheScope, HeldPrefix
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.config.kvcache_schema import CacheStrategySettings
 from kvproxy.errors import BadResponse, NotSupported, Refused
 from kvproxy.routing.policy import FactSource
+from kvproxy.types import LowerTokens, Tier
 
 
 class ActionKind(StrEnum):
@@ -37,13 +38,18 @@ class Prefix:
     cache_salt: str = ""
 
 
+#: What is in a store that all of them read, whichever put it there.
+EVERY_INSTANCE = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Holder:
     """One instance and how much of the prompt it can load; `contiguous` when the number is surely a prefix."""
 
-    instance_id: str
+    instance_id: str  # or EVERY_INSTANCE
     tokens: int
     contiguous: bool
+    lower: LowerTokens = ()  # the same by tier; (): host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +154,11 @@ class CoordinatorProvider:
 
     async def lookup(self, prefix: Prefix, *, timeout_s: float) -> Sequence[Holder]:
         found = await self._client.directory_lookup(self._scope(prefix), prefix.tokens, timeout_s=timeout_s)
-        return [Holder(name, held.tokens, True) for name, held in found.by_instance.items()]
+        holders = [Holder(name, held.tokens, True, _tiers_of(held)) for name, held in found.by_instance.items()]
+        if found.shared_tokens:
+            shared = ((Tier.SHARED, found.shared_tokens),)
+            holders.append(Holder(EVERY_INSTANCE, found.shared_tokens, True, shared))
+        return holders
 
     async def act(self, kind: ActionKind, instance_id: str, prefix: Prefix) -> Effect:
         scope = self._scope(prefix)
@@ -185,6 +195,14 @@ async def is_coordinator(client: LMCacheCoordinatorClient) -> bool:
     except (Refused, BadResponse):
         return False
     return True
+
+
+def _tiers_of(held: HeldPrefix) -> LowerTokens:
+    if not held.disk_tokens and not held.shared_tokens:
+        return ()
+    host = held.tokens - held.disk_tokens - held.shared_tokens
+    found = ((Tier.HOST, host), (Tier.DISK, held.disk_tokens), (Tier.SHARED, held.shared_tokens))
+    return tuple([(tier, tokens) for tier, tokens in found if tokens])
 
 
 def _effect(result: ActionResult) -> Effect:

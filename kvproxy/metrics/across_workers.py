@@ -74,6 +74,7 @@ RULES: Mapping[str, Across] = {
             "kvproxy_cache_miss_ratio",
             "kvproxy_learned_prefill_tokens_per_second",
             "kvproxy_learned_slowness",
+            "kvproxy_learned_onboarding_seconds_per_token",
             "kvproxy_kvcache_trust_ratio",
             "kvproxy_endpoint_cache_hit_ratio",
         ),

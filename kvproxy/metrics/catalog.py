@@ -123,7 +123,7 @@ class CacheUseMetrics:
         self.tier_hits = Counter(
             "kvproxy_tier_hits", "Requests placed where a tier was believed to hold some of the prompt",
             ["cluster", "tier"], registry=r,
-        )  # fmt: skip  # device, lower
+        )  # fmt: skip
         self.tier_hit_tokens = Counter(
             "kvproxy_tier_hit_tokens", "Prompt tokens it was believed to hold", ["cluster", "tier"], registry=r
         )
@@ -143,6 +143,11 @@ class CacheUseMetrics:
             "kvproxy_learned_slowness",
             "An endpoint's prefill time against its pool's, as learned; no series before the first sample",
             ["cluster", "endpoint"], registry=r,
+        )  # fmt: skip
+        self.learned_onboarding = CallbackGauge(
+            "kvproxy_learned_onboarding_seconds_per_token",
+            "What bringing a token up from a tier takes, as learned; no series of tiers that nothing came from",
+            ["cluster", "endpoint", "tier"], registry=r,
         )  # fmt: skip
         self.hit_windows = HitWindows()
         self.hit_ratio.set_source(self.hit_windows.hit_ratios)

@@ -74,7 +74,7 @@ LABELS: Mapping[str, str] = {
     "processes `alive` or `silent`",
     "stream": "`true` for streamed answers, whose first byte comes before the rest; `false` for others",
     "tenant": "name of the API key, empty without `auth`; `other` beyond 200 pairs of model and tenant",
-    "tier": "`device` or `lower` (host memory, disk)",
+    "tier": "`device` (engine memory), `pinned`, `host`, `disk` or `shared` (a store that several engines read)",
     "status": "HTTP status",
     "version": "of kvproxy",
     "what": "which of a few things; the meaning of the metric names them",

@@ -117,20 +117,24 @@ class PartRules:
     def apply(self, index: int, part: bytes) -> bytes:
         """The bytes that name the message at that place."""
         if not part.startswith(_HEADS_OF_TEXT):
-            if len(part) <= self._left_bytes and MARK in part:
-                self.marked += 1
-                if self._may_look_into(part):
-                    part = without_marks(part, parts_of_message)
-            begins = _begins_with_text(part)
-            ends_with_content = begins is not None and _CALLS not in part  # within a text its quotes are escaped
-            if begins is not None and ends_with_content and part.endswith(b'"}]}'):
-                # Of one part that is the message with its text; of several it is no JSON, so equal to nothing but
-                # another spelling of the same.
-                part = begins[1] + part[begins.end() : -len(b"}]}")] + b"}"
-            elif not (_begins_as_usual(part) if begins is None else ends_with_content and part.endswith(b"]}")):
-                part = self._in_usual_order(part)
+            part = _plain_text(part) or self._as_text(part)
         if index == 0 and self._may_begin_with_header and (header := _header_of_message(part)):
             return header[1] + part[header.end() :]
+        return part
+
+    def _as_text(self, part: bytes) -> bytes:
+        if len(part) <= self._left_bytes and MARK in part:
+            self.marked += 1
+            if self._may_look_into(part):
+                part = without_marks(part, parts_of_message)
+        begins = _begins_with_text(part)
+        ends_with_content = begins is not None and _CALLS not in part  # within a text its quotes are escaped
+        if begins is not None and ends_with_content and part.endswith(b'"}]}'):
+            # Of one part that is the message with its text; of several it is no JSON, so equal to nothing but
+            # another spelling of the same.
+            return begins[1] + part[begins.end() : -len(b"}]}")] + b"}"
+        if not (_begins_as_usual(part) if begins is None else ends_with_content and part.endswith(b"]}")):
+            return self._in_usual_order(part)
         return part
 
     def _may_look_into(self, message: bytes) -> bool:
@@ -156,6 +160,14 @@ class PartRules:
         colon, comma = (b": ", b", ") if _is_spaced(message) else (b":", b",")
         names = ["role", "content", *sorted(fields.keys() - {"role", "content"})]
         return b"{%b}" % comma.join([msgspec.json.encode(name) + colon + bytes(fields[name]) for name in names])
+
+
+def _plain_text(part: bytes) -> bytes:
+    """The message with its text as a string, if a text without quotes is all it has: twice as fast."""
+    begins = _begins_with_text(part)
+    if begins is None or part.find(b'"', begins.end() + 1) != len(part) - 4 or not part.endswith(b'"}]}'):
+        return b""
+    return begins[1] + part[begins.end() : -len(b"}]}")] + b"}"
 
 
 def shape_identity(kind: RequestKind, shape: bytes, *, drops_header: bool = True) -> bytes:

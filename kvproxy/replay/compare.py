@@ -29,6 +29,11 @@ from kvproxy.simulator.timing import TokenGaps
 
 #: Behind a policy's name: with the router queue in front of it, and with a priority for the engine in each request.
 QUEUE_SUFFIX, PRIORITY_SUFFIX = "+queue", "+priority"
+#: ...and without what events say of tiers below the engines' memory.
+BLIND_SUFFIX = "+tier_blind"
+
+
+_SUFFIXES = (QUEUE_SUFFIX, PRIORITY_SUFFIX, BLIND_SUFFIX)
 
 
 class UnknownPolicy(KvproxyError):
@@ -42,6 +47,7 @@ class PolicySpec:
     name: PolicyName
     queue: bool = False
     priority: bool = False
+    tier_blind: bool = False
 
     @classmethod
     def parse(cls, text: str) -> PolicySpec:
@@ -52,17 +58,19 @@ class PolicySpec:
             alias = POLICY_ALIASES.get(re.sub(r"[^a-z0-9]", "", name.casefold()))
             hint = f"did you mean {str(alias)!r}?" if alias else spelling_hint(name, map(str, PolicyName))
             raise UnknownPolicy(f"no policy {name!r} ({hint})")
-        if unknown := [suffix for suffix in suffixes if suffix not in (QUEUE_SUFFIX, PRIORITY_SUFFIX)]:
-            hint = spelling_hint(unknown[0], (QUEUE_SUFFIX, PRIORITY_SUFFIX))
+        if unknown := [suffix for suffix in suffixes if suffix not in _SUFFIXES]:
+            hint = spelling_hint(unknown[0], _SUFFIXES)
             raise UnknownPolicy(f"nothing {unknown[0]!r} goes behind a policy ({hint})")
-        if suffixes and not POLICIES[PolicyName(name)].learns_speeds:
+        timed = [suffix for suffix in suffixes if suffix != BLIND_SUFFIX]
+        if timed and not POLICIES[PolicyName(name)].learns_speeds:
             raise UnknownPolicy(
-                f"{name} does not know how long a prefill takes; {suffixes[0]} needs kv_aware or least_ttft"
+                f"{name} does not know how long a prefill takes; {timed[0]} needs kv_aware or least_ttft"
             )
-        return cls(PolicyName(name), QUEUE_SUFFIX in suffixes, PRIORITY_SUFFIX in suffixes)
+        return cls(PolicyName(name), *(suffix in suffixes for suffix in _SUFFIXES))
 
     def __str__(self) -> str:
-        return self.name.value + (QUEUE_SUFFIX if self.queue else "") + (PRIORITY_SUFFIX if self.priority else "")
+        chosen = zip(_SUFFIXES, (self.queue, self.priority, self.tier_blind), strict=True)
+        return self.name.value + "".join(suffix for suffix, has in chosen if has)
 
     def make(self, *, rng: Random, prior_factor: float = 1.0, settings: ClusterSettings | None = None) -> Policy:
         """A fresh policy; learned speeds start from priors wrong by `prior_factor`."""
@@ -84,6 +92,7 @@ def play_policy(
     *,
     queue: bool = False,
     priority: bool = False,
+    tier_blind: bool = False,
     seed: int = 0,
     streamed: float = 1.0,
     token_gaps: TokenGaps | None = None,
@@ -96,12 +105,15 @@ def play_policy(
     fleet = replace(fleet, scheduling=Scheduling.PRIORITY) if priority else fleet
     blocks, duration_s = fleet.blocks_of(trace), pace.duration_s(trace)
     settings = [fleet.engine_settings(blocks.size, index, duration_s) for index in range(fleet.instances)]
-    endpoints = [SimEndpoint(endpoint_id(index), index, Engine(each)) for index, each in enumerate(settings)]
+    store = fleet.shared_store(blocks.size)
+    endpoints = [
+        SimEndpoint(endpoint_id(index), index, Engine(each, store=store)) for index, each in enumerate(settings)
+    ]
     changes = [
-        Change(share * duration_s, endpoints[index], Engine(settings[index]) if joins else None)
+        Change(share * duration_s, endpoints[index], Engine(settings[index], store=store) if joins else None)
         for share, index, joins in fleet.changes()
     ]
-    view = IndexView(fleet, blocks.size, rng=Random(seed + 1))
+    view = IndexView(fleet, blocks.size, rng=Random(seed + 1), tier_blind=tier_blind)
     held = QueueSettings(limit=100_000) if queue else None
     first = [endpoints[index] for index in sorted(fleet.there_at_first())]
     router = router_type(first, policy, view, queue=held, priority=priority, reports_cached=fleet.reports_cached)
@@ -171,6 +183,7 @@ def compare(trace: Trace, plan: ComparisonPlan, *, err: TextIO, bound: Bound | N
                 policy,
                 queue=spec.queue,
                 priority=spec.priority,
+                tier_blind=spec.tier_blind,
                 seed=seed,
                 streamed=plan.streamed,
                 token_gaps=token_gaps,

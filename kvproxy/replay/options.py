@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "by name; `list` prints them all")  # fmt: skip
     parser.add_argument("--policy", default=DEFAULT_POLICIES, metavar="P,P...", help="policies, side by side; "
                         "behind kv_aware or least_ttft, +queue adds the router queue, +priority has engines "
-                        "admit in the router's order (default %(default)s)")  # fmt: skip
+                        "admit in the router's order; behind any, +tier_blind hides tiers below engine memory "
+                        "(default %(default)s)")  # fmt: skip
     parser.add_argument("--baseline", default="", metavar="P", help="policy of the last column (default: the first)")
     parser.add_argument("--instances", type=int, default=8, metavar="N", help="engines (default %(default)s)")
     parser.add_argument("--load", type=float, metavar="X", help="share of their throughput with one pooled cache "
@@ -91,6 +92,10 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
                        help="the next turn finds the blocks of an answer, as with vLLM")  # fmt: skip
     group.add_argument("--capacity-tokens", type=int, metavar="N",
                        help=f"KV cache of each (default {fleet.capacity_tokens})")  # fmt: skip
+    group.add_argument("--tiers", default="", metavar="NAME=X,...",
+                       help="tiers below engine memory: device=0.25,host=4,gbps=20 leaves a quarter of it, with "
+                       "host memory of four times that, read at 20 GB/s (a token's KV is 128 KiB); shared=N adds a "
+                       "store of N times an engine's memory that all read, at shared_gbps (2.5)")  # fmt: skip
     group.add_argument("--prefill-tokens-per-s", type=float, metavar="X",
                        help=f"(default {timing.prefill_tokens_per_s:g})")  # fmt: skip
     group.add_argument("--quadratic-tokens", type=float, metavar="X",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvproxy.cluster.engine_priority import ClusterPriority
+from kvproxy.cluster.pick import reserve
 from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.trace import Turn
 from kvproxy.replay.view import CacheView, Settle
@@ -209,9 +210,7 @@ class VirtualRouter:
         matched = facts.matched_tokens(endpoint.id)
         request.outcome.endpoint, request.outcome.placed_at = endpoint.index, now
         request.outcome.predicted_tokens = matched
-        reservation = endpoint.load.reserve(
-            turn.prompt_tokens - matched, matched, now, hidden=not request.streams, blocks=facts.blocks
-        )
+        reservation = reserve(endpoint, pick, self._policy.speeds, now)
         settle = self._view.routed(endpoint.index, turn)
         return Placement(request, endpoint, reservation, settle, self._priority_of(request, facts, endpoint.id, now))
 

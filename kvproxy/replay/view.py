@@ -52,13 +52,16 @@ class CacheView(Protocol):
 
 class IndexView:
     """What a proxy's own sources know. In `events` mode the precise index follows every engine without a gap; in
-    `approximate` mode what was routed, with the engines' capacity, is all.
+    `approximate` mode what was routed, with the engines' capacity, is all. `tier_blind`: events of lower tiers pass
+    unheard, as if nothing were kept below the engines' memory.
     """
 
-    def __init__(self, fleet: ReplayFleet, block_size: int, *, rng: Random) -> None:
+    def __init__(self, fleet: ReplayFleet, block_size: int, *, rng: Random, tier_blind: bool = False) -> None:
         self._block_size = block_size
         self._ids = [endpoint_id(index) for index in range(fleet.instances)]
         self._events = fleet.index is IndexMode.EVENTS
+        self._tier_blind = tier_blind
+        self._misleading = "GPU" if fleet.tiers is None else "CPU"  # where false entries say that blocks are
         capacity_blocks = int(fleet.capacity_tokens * fleet.index_capacity) // block_size
         state = IndexState(endpoints=fleet.instances, capacity_blocks=capacity_blocks)
         self._local = LocalIndexes(state, learn_capacity=fleet.learn_capacity, follows_events=self._events)
@@ -111,7 +114,8 @@ class IndexView:
         local.settle_entry(entry, prefilled=True, lost=lost)
 
     def observe(self, endpoint: int, events: Sequence[KvEvent]) -> None:
-        self._local.precise.apply_events(self._ids[endpoint], 0, [_on_the_wire(event) for event in events])
+        heard = [_on_the_wire(event) for event in events if not self._tier_blind or _is_device(event)]
+        self._local.precise.apply_events(self._ids[endpoint], 0, heard)
 
     def forget(self, endpoint: int) -> None:
         self._local.forget_endpoint(self._ids[endpoint])
@@ -137,7 +141,7 @@ class IndexView:
         if not self._events:
             self._local.approximate.insert(endpoint, self._local.approximate.locate(turn.blocks))
         elif turn.blocks:
-            event = _on_the_wire(BlockStored(tuple(turn.blocks), None))
+            event = _on_the_wire(BlockStored(tuple(turn.blocks), None, medium=self._misleading))
             self._local.precise.apply_events(endpoint, 0, [event])
 
 
@@ -148,7 +152,12 @@ def endpoint_id(index: int) -> EndpointId:
 
 def _on_the_wire(event: KvEvent) -> wire.KvEvent:
     if isinstance(event, BlockStored):
-        return wire.BlockStored(event.block_hashes, event.parent, array("I", event.block_hashes), _BLOCK_TOKENS)
+        hashes = array("I", event.block_hashes)
+        return wire.BlockStored(event.block_hashes, event.parent, hashes, _BLOCK_TOKENS, medium=event.medium)
     if isinstance(event, BlockRemoved):
-        return wire.BlockRemoved((event.block_hash,))
+        return wire.BlockRemoved((event.block_hash,), medium=event.medium)
     return wire.AllBlocksCleared()
+
+
+def _is_device(event: KvEvent) -> bool:
+    return not isinstance(event, BlockStored | BlockRemoved) or event.medium == "GPU"

@@ -3,6 +3,7 @@ other, so that what is lost on the way heals with the next word. Pure; the time 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable
 from typing import Protocol
 
@@ -10,6 +11,9 @@ import msgspec
 
 from kvproxy.routing.room import HEAD_TOKENS
 from kvproxy.routing.work import NO_WORK, Features, Finite, difference, sum_of
+
+#: Words of others that a sample of speed may still need.
+MAX_SHOWN = 256
 
 
 class LoadRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -43,13 +47,14 @@ class _Told(msgspec.Struct, frozen=True, gc=False):
 class Elsewhere:
     """Others' load on one endpoint, added to the totals of its ledger."""
 
-    __slots__ = ("_load", "_told", "busy_at", "in_flight", "pending", "prefilled", "resident_tokens", "shown_at")
+    __slots__ = ("_load", "_prefilled", "_told", "busy_at", "in_flight", "pending", "resident_tokens", "shown_at")
 
     def __init__(self, load: SharedLoad) -> None:
         self._load = load
         self._told: dict[Hashable, _Told] = {}
         self.in_flight = self.resident_tokens = 0
-        self.pending = self.prefilled = NO_WORK  # prefilled: since it was taken last
+        self.pending = NO_WORK
+        self._prefilled: deque[tuple[float, Features]] = deque(maxlen=MAX_SHOWN)  # when first tokens showed what work
         self.busy_at = self.shown_at = 0.0
 
     def tell(self, origin: Hashable, row: LoadRow | None, now: float) -> LoadRow | None:
@@ -58,14 +63,29 @@ class Elsewhere:
         if row is not None:
             self._told[origin] = _Told(row, now - row.busy_s, now - row.shown_s)
             if before is not None:
-                self.prefilled = sum_of(self.prefilled, difference(row.prefilled, before.row.prefilled))
+                done = difference(row.prefilled, before.row.prefilled)
+                if done[0]:
+                    self._prefilled.append((now - row.shown_s, done))
         self._sum()
         return None if before is None else before.row
 
-    def take_prefilled(self) -> Features:
-        """The work that others' first tokens showed since the last call."""
-        done, self.prefilled = self.prefilled, NO_WORK
-        return done
+    def take_prefilled(self, until: float) -> Features:
+        """The work that others' first tokens showed up to then, as far as it was not taken yet."""
+        taken, later = NO_WORK, deque[tuple[float, Features]](maxlen=MAX_SHOWN)
+        for at, work in self._prefilled:
+            if at <= until:
+                taken = sum_of(taken, work)
+            else:
+                later.append((at, work))
+        self._prefilled = later
+        return taken
+
+    def begin_sample(self, shown_at: float, now: float) -> float:
+        """When the engine began with what it is at work on, now that a request comes to a ledger without any; the
+        latest first token of that ledger was at `shown_at`."""
+        begun = min(now, max(self.busy_at, self.shown_at, shown_at)) if self.pending[0] else now
+        self.take_prefilled(begun)
+        return begun
 
     def head_of_both(self, head: Features) -> Features:
         """What the engine is at once at work on, where `head` is that of our own work."""

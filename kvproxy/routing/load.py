@@ -239,6 +239,8 @@ class EndpointLoad:
         self.resident_tokens += uncached_tokens + cached_tokens
         self.hidden_requests += hidden
         pending, head = self._pending, self._head
+        if not pending and self.elsewhere is not None:
+            self._close_sample(self._last, now)  # which was left open: others' first tokens are heard of late
         if pending:
             self._work = sum_of(self._work, work)
             if head is not None and head[1] < HEAD_TOKENS and head[0] < HEAD_REQUESTS:  # it has all that is pending
@@ -249,7 +251,7 @@ class EndpointLoad:
             self._lower = ()
             self._work = self._head = work  # not a sum: ends the drift of adding and subtracting floats
             if self.elsewhere is not None:
-                self.elsewhere.take_prefilled()  # before this sample began
+                self._anchor = self._last = self.elsewhere.begin_sample(self._shown_at, now)
         pending[reservation] = work
         self._priced_at = None
         if self.watch is not None:
@@ -274,7 +276,7 @@ class EndpointLoad:
         if reservation.lower:
             self._lower += reservation.lower
         self._last = self._begun = self._shown_at = now
-        if not self._pending:
+        if not self._pending and self.elsewhere is None:
             self._close_sample(now, now)
 
     def release(self, reservation: Reservation, now: float) -> None:
@@ -387,7 +389,7 @@ class EndpointLoad:
             self._lower = ()
             self._anchor = self._last = self._begun = self._shown_at = now
             if self.elsewhere is not None:
-                self.elsewhere.take_prefilled()
+                self.elsewhere.take_prefilled(now)
 
     def _presume_before(self, shown: Reservation) -> None:
         """What was placed before a request that shows its first token, or ends, was prefilled before it."""
@@ -420,7 +422,9 @@ class EndpointLoad:
 
     def _close_sample(self, ended_at: float, now: float) -> None:
         """What waited for memory or a slot says nothing of how fast prefill is."""
-        work = self._done if self.elsewhere is None else sum_of(self._done, self.elsewhere.take_prefilled())
+        work = self._done
+        if self.elsewhere is not None and ended_at > self._anchor:
+            work = sum_of(work, self.elsewhere.take_prefilled(ended_at + GROUP_GAP_S))
         if self.on_sample is not None and ended_at > self._anchor and not self._room_s(now):
             self.on_sample(work, ended_at - self._anchor, now, lower=self._lower)
             if self.watch is not None:

@@ -7,6 +7,7 @@ from collections.abc import Container, Sequence
 from typing import Protocol
 
 from kvproxy.simulator.engine_io import GROUP, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from kvproxy.simulator.lower_tiers import LowerTiers
 
 
 class PrefixCache(Protocol):
@@ -63,7 +64,7 @@ class BlockCache:
     cached prompt recomputes its last block), and evicting any of them is announced, as vLLM does.
     """
 
-    def __init__(self, capacity_blocks: int, *, record_events: bool = True) -> None:
+    def __init__(self, capacity_blocks: int, *, record_events: bool = True, lower: LowerTiers | None = None) -> None:
         if capacity_blocks < 1:
             raise ValueError("a cache needs at least one block")
         self.capacity_blocks = capacity_blocks
@@ -74,6 +75,7 @@ class BlockCache:
         self._copies: dict[int, list[int]] = {}
         self._states: set[int] = set()
         self._record = record_events
+        self._lower = lower
         self._events: list[KvEvent] = []
 
     def __len__(self) -> int:
@@ -137,6 +139,9 @@ class BlockCache:
             if self._block_of.setdefault(block_hash, block) != block:
                 self._copies.setdefault(block_hash, []).append(block)
         self.announce(event)
+        if self._lower is not None:
+            for each in self._lower.stored(event):
+                self.announce(each)
 
     @property
     def states(self) -> Container[int]:
@@ -162,6 +167,8 @@ class BlockCache:
                 free[block] = None
                 if hash_of[block] is None:
                     free.move_to_end(block, last=False)
+        if self._lower is not None:
+            self._lower.used([each for block in blocks if (each := hash_of[block]) is not None])
 
     def clear(self) -> bool:
         """Forgets every hash, unless a sequence is running (False: nothing happened)."""
@@ -184,6 +191,9 @@ class BlockCache:
         copies = self._copies.get(block_hash)
         if copies is None:
             del self._block_of[block_hash]
+            if self._lower is not None:
+                for event in self._lower.evicted(block_hash):
+                    self.announce(event)
             if block_hash in self._states:
                 self._states.remove(block_hash)
                 self.announce(BlockRemoved(block_hash, GROUP))

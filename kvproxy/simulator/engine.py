@@ -21,6 +21,7 @@ from kvproxy.simulator.engine_io import (
     SimRequest,
     Tokens,
 )
+from kvproxy.simulator.lower_tiers import LowerTier, LowerTiers
 from kvproxy.simulator.scheduler import Batch, Scheduler
 from kvproxy.simulator.sequence import LoraSlots, Sequence
 from kvproxy.simulator.timing import Stretch
@@ -31,12 +32,17 @@ class Engine:
 
     `now` is seconds and never goes back. `submit` and `cancel` act at `now`; a request that arrives during a step
     joins at the step's end. Several engines may be given one `cache`: a pool no real fleet has, but a bound for it.
+    They may also share a `store`, below their own tiers.
     """
 
-    def __init__(self, settings: EngineSettings, *, cache: PrefixCache | None = None) -> None:
+    def __init__(
+        self, settings: EngineSettings, *, cache: PrefixCache | None = None, store: LowerTier | None = None
+    ) -> None:
         self._settings = settings
-        own = BlockCache(settings.capacity_blocks, record_events=settings.kv_events)
-        self._scheduler = Scheduler(settings, own if cache is None else cache)
+        tiers = [*map(LowerTier, settings.tiers), *(() if store is None else (store,))]
+        lower = LowerTiers(tiers, on_eviction=settings.offload_on_eviction) if tiers else None
+        own = BlockCache(settings.capacity_blocks, record_events=settings.kv_events, lower=lower)
+        self._scheduler = Scheduler(settings, own if cache is None else cache, lower=lower)
         self._sequences: dict[str, Sequence] = {}
         self._batch: Batch | None = None
         self._stretch = Stretch(0.0, 0.0)
@@ -145,7 +151,7 @@ class Engine:
         if batch.decodes:
             step_s = timing.decode_s(batch.decodes, self._scheduler.count_resident_tokens())
         if batch.chunks:
-            step_s += timing.prefill_step_s + batch.loads * self._settings.lora_load_s
+            step_s += timing.prefill_step_s + batch.loads * self._settings.lora_load_s + batch.reads_s
             step_s += sum(timing.prefill_s(tokens, sequence.computed) for sequence, tokens in batch.chunks)
             step_s = step_s if batch.decodes else max(step_s, timing.prefill_floor_s)
             return Stretch(now, step_s * factor)

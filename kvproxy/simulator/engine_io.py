@@ -57,6 +57,7 @@ class BlockStored:
     extra_keys: tuple[ExtraKeys | None, ...] = ()
     group: int = 0
     kind: str = "full_attention"
+    medium: str = "GPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class BlockRemoved:
 
     block_hash: int
     group: int = 0
+    medium: str = "GPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,21 @@ class Scheduling(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class TierSettings:
+    """A tier below an engine's memory, by its name in events. Every `failing_reads`-th read fails; 0: none."""
+
+    medium: str
+    capacity_blocks: int
+    read_block_s: float
+    latency_s: float = 0.0
+    failing_reads: int = 0
+
+    def __post_init__(self) -> None:
+        if self.capacity_blocks < 1 or min(self.read_block_s, self.latency_s, self.failing_reads) < 0:
+            raise ValueError("a tier has room for a block at least, and no negative times")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSettings:
     """One engine: its cache, its scheduler's bounds, its speed.
 
@@ -91,8 +108,7 @@ class EngineSettings:
     kept, looked for, counted or reported. A prompt among others computes at most `long_prefill_token_threshold` tokens
     a step; 0: as many as the step has left. Reports of stored blocks name `lookahead_tokens` beyond the last of them.
     With `checkpoints` its model is a hybrid one. Requests of `max_loras` adapters run at a time (0: of all), and to
-    load one takes `lora_load_s`.
-    """
+    load one takes `lora_load_s`. `tiers` get what is stored, or with `offload_on_eviction` what leaves its memory."""
 
     capacity_blocks: int = 1600
     block_size: int = 512
@@ -108,6 +124,8 @@ class EngineSettings:
     checkpoints: Checkpoints | None = None
     max_loras: int = 0
     lora_load_s: float = 0.0
+    tiers: tuple[TierSettings, ...] = ()
+    offload_on_eviction: bool = False
 
     def __post_init__(self) -> None:
         if self.capacity_blocks < 1 or self.block_size < 1:
@@ -118,6 +136,8 @@ class EngineSettings:
             raise ValueError("long_prefill_token_threshold must not be negative")
         if self.checkpoints is not None and self.checkpoints.interval_tokens % self.block_size:
             raise ValueError("states are kept at the ends of blocks")
+        if self.checkpoints is not None and self.tiers:
+            raise ValueError("of a hybrid model nothing is kept below engine memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +235,7 @@ class EngineCounters:
     generation_tokens: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    external_prefix_cache_hits: int = 0  # tokens read from lower tiers
     preemptions: int = 0
     steps: int = 0
     token_gaps: TokenGaps = field(default_factory=TokenGaps)

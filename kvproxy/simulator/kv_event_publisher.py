@@ -70,7 +70,7 @@ class EventEncoder:
             return {"type": "AllBlocksCleared"}
         if isinstance(event, BlockRemoved):
             hashes = [self._hash(event.block_hash)]
-            return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", "group_idx": event.group}
+            return {"type": "BlockRemoved", "block_hashes": hashes, "medium": event.medium, "group_idx": event.group}
         return self._stored(event)
 
     def _stored(self, event: BlockStored) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class EventEncoder:
             "token_ids": event.token_ids,
             "block_size": self._block_size,
             "lora_id": event.lora_id,
-            "medium": "GPU",
+            "medium": event.medium,
             "lora_name": event.lora_name,
             "extra_keys": event.extra_keys,
             "group_idx": event.group,

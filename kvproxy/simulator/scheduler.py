@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvproxy.simulator.block_cache import PrefixCache
 from kvproxy.simulator.engine_io import EngineCounters, EngineSettings, Scheduling, SimRequest
+from kvproxy.simulator.lower_tiers import LowerTiers
 from kvproxy.simulator.sequence import LoraSlots, Sequence, WaitingLine
 
 
@@ -20,6 +21,7 @@ class Batch:
     reserved_blocks: int = 0  # that the decoding sequences need in this step
     decodes: int = 0
     loads: int = 0  # adapters that have to be loaded first
+    reads_s: float = 0.0  # until what lower tiers hold is there
     preempted: list[Sequence] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -31,9 +33,10 @@ class Scheduler:
     wait is admitted when a slot, tokens of the step and memory for its whole prompt are left. When memory runs out, a
     runner starts over: the newest, or under priority scheduling the least urgent."""
 
-    def __init__(self, settings: EngineSettings, cache: PrefixCache) -> None:
+    def __init__(self, settings: EngineSettings, cache: PrefixCache, *, lower: LowerTiers | None = None) -> None:
         self._settings = settings
         self.cache = cache
+        self._lower = lower
         self.loras = LoraSlots(settings.max_loras)
         self.counters = EngineCounters()
         self.waiting = WaitingLine(settings.scheduling)
@@ -170,25 +173,36 @@ class Scheduler:
                 return
             sequence.parted = held
             batch.loads += self.loras.take_slot(sequence.request.lora_name, self._adapters())
-            self._start(sequence, hits, now)
+            self._start(sequence, hits, self._read(sequence, hits, limit, batch), now)
             self._schedule_chunk(sequence, self._next_chunk(sequence, batch), batch)
 
     def _adapters(self) -> Iterator[str | None]:
         """Of what runs."""
         return (one.request.lora_name for one in self.running.values())
 
-    def _start(self, sequence: Sequence, hits: int, now: float) -> None:
+    def _read(self, sequence: Sequence, hits: int, limit: int, batch: Batch) -> int:
+        """Blocks that lower tiers give it behind its `hits`."""
+        if self._lower is None:
+            return 0
+        reads = self._lower.read(sequence.request.block_hashes, hits, min(limit, len(sequence.request.block_hashes)))
+        batch.reads_s += reads.seconds
+        return reads.blocks
+
+    def _start(self, sequence: Sequence, hits: int, read: int, now: float) -> None:
         request, block_size = sequence.request, self._settings.block_size
         self.waiting.remove(sequence)
         sequence.blocks = self.cache.acquire(request.block_hashes, hits)
         sequence.hashed = hits
-        sequence.computed = hits * block_size
+        if read:
+            self._grow(sequence, (hits + read) * block_size)
+            self.counters.external_prefix_cache_hits += read * block_size
+        sequence.computed = (hits + read) * block_size
         if sequence.admitted_at is None:
             sequence.admitted_at = now
             sequence.cached_tokens = sequence.computed
             self.counters.prompt_tokens += request.prompt_tokens
             self.counters.prefix_cache_queries += request.prompt_tokens if self._settings.prefix_caching else 0
-            self.counters.prefix_cache_hits += sequence.computed
+            self.counters.prefix_cache_hits += hits * block_size
         if request.report_full and hits:
             self.cache.announce(sequence.stored_event(0, hits, block_size, parent=None))
         self.running[request.id] = sequence

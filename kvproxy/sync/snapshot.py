@@ -14,7 +14,8 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.kvcache.actions.strategies import Action
 from kvproxy.kvcache.providers import ActionKind
 from kvproxy.kvcache.service import KvCache
-from kvproxy.kvcache.snapshot.contents import Contents, Unusable, decode, pack_checksum
+from kvproxy.kvcache.snapshot.contents import Contents
+from kvproxy.kvcache.snapshot.file_format import Unusable, decode, pack_checksum
 from kvproxy.sync import deltas
 from kvproxy.sync.deltas import Delta
 from kvproxy.sync.heard import Heard

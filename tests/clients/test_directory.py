@@ -56,7 +56,7 @@ def test_a_hole_ends_the_prefix() -> None:
 def test_lower_tiers_extend_the_prefix() -> None:
     """L1 counts alone and with the instance's own L2."""
     found = looked_up(answer([l1("a")], [("a", "l2", False)], [l1("a")]))
-    assert found.by_instance == {"a": HeldPrefix(l1_tokens=256, tokens=768)}
+    assert found.by_instance == {"a": HeldPrefix(l1_tokens=256, tokens=768, disk_tokens=256)}
 
 
 def test_a_shared_pool_serves_everyone() -> None:
@@ -64,7 +64,7 @@ def test_a_shared_pool_serves_everyone() -> None:
     pool: Place = ("b", "l2", True)
     found = looked_up(answer([l1("a"), pool], [pool], [l1("a")]))
     assert found.shared_tokens == 512
-    assert found.by_instance == {"a": HeldPrefix(l1_tokens=256, tokens=768)}
+    assert found.by_instance == {"a": HeldPrefix(l1_tokens=256, tokens=768, shared_tokens=256)}
 
 
 def test_every_rank_must_hold_the_chunk() -> None:
@@ -103,5 +103,9 @@ def test_prefixes_agree_with_a_naive_walk(chunks: list[set[Place]]) -> None:
         ):
             naive[kind] = [*held, False].index(False)
         owns = any(who == name and not shared for chunk in chunks for who, _, shared in chunk)
-        expected = HeldPrefix(naive["l1"] * 256, naive["all"] * 256) if owns and naive["all"] else None
+        leading = chunks[: naive["all"]]
+        far = [chunk for chunk in leading if (name, "l1", False) not in chunk]
+        disk = sum((name, "l2", False) in chunk for chunk in far)
+        parts = (disk * 256, (len(far) - disk) * 256)
+        expected = HeldPrefix(naive["l1"] * 256, naive["all"] * 256, *parts) if owns and naive["all"] else None
         assert found.by_instance.get(name) == expected

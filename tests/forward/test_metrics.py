@@ -154,11 +154,11 @@ def test_a_request_that_reached_nobody_has_an_end_and_no_time(clock: FakeClock) 
 
 
 def test_tiers_are_those_the_endpoint_was_believed_to_hold(clock: FakeClock) -> None:
-    """Device and lower ones apart, where the request went."""
+    """Each apart, where the request went."""
     bench = Bench(clock)
     bench.finish()
     bench.finish(endpoint=EndpointId("b"))
-    for tier, tokens in (("device", 400), ("lower", 200)):
+    for tier, tokens in (("device", 400), ("host", 200)):
         assert bench("kvproxy_tier_hits_total", cluster="c", tier=tier) == 1
         assert bench("kvproxy_tier_hit_tokens_total", cluster="c", tier=tier) == tokens
 

@@ -8,6 +8,7 @@ import logging
 import time
 from array import array
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -25,10 +26,12 @@ from kvproxy.kvcache.status import troubles
 from kvproxy.listener.server import serve
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import FactSource
+from kvproxy.simulator.engine_io import TierSettings
 from kvproxy.simulator.kv_event_publisher import PublisherSettings
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, Tier
 from tests.kvcache.fleet import Place, simulated
 from tests.kvcache.support import A, B, Fake, Service, chat, cluster_of, long_text, running, settings, tokens, world
+from tests.simulator.support import TINY
 from tests.support.clock import FakeClock
 from tests.support.until import until
 
@@ -266,3 +269,22 @@ async def test_an_index_of_streams_that_ended_is_given_back_by_and_by(monkeypatc
     await consumer.sweep()
     assert len(table) == 0
     assert len(steps) >= 4
+
+
+async def test_what_left_engine_memory_is_found_on_its_host_tier() -> None:
+    """By the engine's own events, each with its medium: the prompt is worth a visit there all the same."""
+    small = replace(TINY.engine, capacity_blocks=40, tiers=(TierSettings("CPU", 4000, 0.0),))
+    async with contextlib.AsyncExitStack() as stack:
+        place = await stack.enter_async_context(simulated(engine={**EVENTS, "engine": small}))
+        service = await stack.enter_async_context(running(settings(kv_events=True), cluster_of(place.engines)))
+        await until(lambda: exact(service) == {A, B})
+        held = (await generate(place, "b", TURN))["prompt_tokens"] // 32 * 32
+        await knows_tokens(service, TURN)
+        for other in range(40):
+            await generate(place, "b", long_text(f"other{other}", 200))
+
+        await until(lambda: service.kv.overlap.indexes["default"].precise.counts.removed > 0)
+        found = (await service.ask(chat(TURN, model="tiny"))).overlaps.by_endpoint[B]
+        assert (found.device_tokens + found.lower_tokens, found.lower[0][0]) == (held, Tier.HOST)
+        usage = await generate(place, "b", TURN)
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= held - 32

@@ -10,6 +10,7 @@ import pytest
 
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
 from kvproxy.kvcache.overlap.last_served import MAX_AGE_S, NO_NAMES, LastServed, RequestNames
+from kvproxy.kvcache.snapshot.contents import dump_served, restore_served
 from kvproxy.request.parse import parse_body
 from kvproxy.request.session import Caller, Session
 from kvproxy.routing.kv_aware import KvAware
@@ -240,3 +241,37 @@ async def test_the_end_of_a_session_forgets_it() -> None:
             served(service, last, A)
             assert held(service, request_of("s", previous_response_id="?")) == {}
         assert service.metric("kvproxy_kvcache_sessions_ended_total", result="known") == 2
+
+
+def test_what_is_kept_of_the_tables_is_bounded() -> None:
+    """Those used last come first, in pieces; what no longer stands is left out, and what came back goes out in the
+    same order as before."""
+    tables = LastServed()
+    for number in range(1, 1001):
+        names = RequestNames(seed=1, session=number)
+        endpoint, keys = A if number % 2 else B, (number,)
+        tables.note_served(
+            names, response_id="", endpoint=endpoint, prompt_tokens=number, answer_tokens=1, keys=keys, now=number
+        )
+    tables.forget_cache(B)
+    now = 100 + MAX_AGE_S
+    whole, part = (_all_of(dump_served(tables, now, max_bytes=size)) for size in (1 << 20, 1 << 13))
+    assert sum(map(len, part.sessions)) <= 1 << 12
+    assert 0 < len(part.sessions) < len(whole.sessions) == 8
+    again = LastServed(max_entries=40)
+    _all_of(restore_served(again, whole, now, keep={"a"}))
+    assert again.sessions == 40
+    assert again.find_history(RequestNames(session=999), now) is not None
+    assert again.find_history(RequestNames(session=901), now) is None  # beyond the bound of its table
+    assert tables.find_history(RequestNames(session=901), now) is not None
+    assert again.find_history(RequestNames(session=998), now) is None  # the endpoint had lost it
+    first = next(again.entries())
+    assert (first[0], first[2].prompt_tokens, list(first[2].keys)) == (921, 921, [921])
+
+
+def _all_of(steps: Any) -> Any:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            return done.value

@@ -12,10 +12,10 @@ from kvproxy.config.cluster_schema import BreakerSettings
 from kvproxy.errors import BreakerOpen
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.overlap.lookup import LookupClient
-from kvproxy.kvcache.providers import ActionKind, Effect, Holder, Prefix
+from kvproxy.kvcache.providers import EVERY_INSTANCE, ActionKind, Effect, Holder, Prefix
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import FactSource, Overlap
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, Tier
 from tests.kvcache.support import NOWHERE, A, B, cluster_of, tokens
 from tests.support.clock import FakeClock
 
@@ -179,3 +179,27 @@ async def test_without_a_service_nobody_is_asked(clock: FakeClock) -> None:
     assert not under_test.possible
     with pytest.raises(BreakerOpen):
         await under_test.find_holders(tokens(10), model="m", cache_salt=None, timeout_s=1)
+
+
+def test_what_is_in_a_shared_store_counts_for_every_engine_that_reads_it(clock: FakeClock) -> None:
+    """Whichever instance reported it, and whether the engine has any of its own."""
+    cluster = cluster_of({"a": NOWHERE, "b": NOWHERE})
+    next(one for one in cluster.endpoints if one.id == B).reads_shared_kv = False
+    shared = Holder(EVERY_INSTANCE, 512, True, ((Tier.SHARED, 512),))
+    assert worth(lookups(clock), cluster, shared) == {A: 512}
+    own = Holder("b", 768, True, ((Tier.HOST, 256), (Tier.SHARED, 512)))
+    assert worth(lookups(clock), cluster, own) == {B: 256}
+
+
+def test_a_stale_placement_that_an_engine_denied_is_dropped_for_a_while(clock: FakeClock) -> None:
+    """In a shared store for every engine, on a disk for that one; what is nearer, and other prompts, stay."""
+    under_test, cluster = lookups(clock), cluster_of({"a": NOWHERE, "b": NOWHERE})
+    shared = Holder(EVERY_INSTANCE, 1024, True, ((Tier.SHARED, 1024),))
+    disk = [Holder(name, 1024, True, ((Tier.HOST, 512), (Tier.DISK, 512))) for name in ("a", "b")]
+    under_test.note_contradiction(A, HASHES, 256, cached_blocks=0, lower=((Tier.SHARED, 1024),))
+    assert worth(under_test, cluster, shared) == {A: 256, B: 256}
+    assert worth(under_test, cluster, *disk) == {A: 1024, B: 1024}
+    under_test.note_contradiction(A, HASHES, 256, cached_blocks=0, lower=((Tier.HOST, 512), (Tier.DISK, 512)))
+    assert worth(under_test, cluster, *disk) == {A: 512, B: 1024}
+    clock.advance(61.0)
+    assert worth(under_test, cluster, shared, *disk) == {A: 1024, B: 1024}

@@ -14,7 +14,8 @@ from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
 from kvproxy.config.kvcache_schema import CacheStrategySettings
 from kvproxy.errors import ClientError, NotSupported
 from kvproxy.kvcache.breakers import OperationBreakers
-from kvproxy.kvcache.overlap.lookup import Connection, LookupClient
+from kvproxy.kvcache.overlap.lookup import LookupClient
+from kvproxy.kvcache.overlap.lookup_service import Connection
 from kvproxy.kvcache.providers import ActionKind, ControllerProvider, CoordinatorProvider, Effect, Holder, Prefix
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import FactSource

@@ -341,3 +341,28 @@ def test_a_scenario_that_cannot_be_is_an_error_message(
     status, table, errors = replay(*(trace_file if each == "TRACE" else each for each in arguments))
     assert (status, table) == (1, "")
     assert message in errors
+
+
+def test_tiers_below_engine_memory(trace_file: Path, tmp_path: Path) -> None:
+    """Aware of them and blind, on the same engines: what left engine memory is found on the host."""
+    policies, out = "kv_aware+tier_blind,kv_aware", tmp_path / "figures.json"
+    hits = []
+    for tiers in ("device=0.3,host=0", "device=0.3,host=8,gbps=20,shared=2,shared_gbps=5,latency=0.001"):
+        status, table, error = replay(trace_file, "--instances", "1", "--capacity-tokens", "8192", "--policy", policies,
+                                      "--tiers", tiers, "--json", out)  # fmt: skip
+        assert (status, "replaying kv_aware+tier_blind" in error) == (0, True)
+        assert [line.split()[0] for line in table.splitlines()[2:4]] == policies.split(",")
+        figures = json.loads(out.read_text())["policies"]
+        hits.append([figures[policy]["hit_rate"] for policy in policies.split(",")])
+    assert hits[0][0] == hits[0][1] < min(hits[1])
+
+
+@pytest.mark.parametrize(
+    ("tiers", "complaint"),
+    [("device=0.25,ghost=4", "ghost=4"), ("host=much", "host=much"), ("device=0", "above 0"), ("gbps=0", "above 0")],
+)
+def test_impossible_tiers_are_refused(trace_file: Path, tiers: str, complaint: str) -> None:
+    """With what is possible."""
+    status, _, error = replay(trace_file, "--tiers", tiers)
+    assert status == 1
+    assert complaint in error

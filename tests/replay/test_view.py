@@ -9,6 +9,7 @@ from kvproxy.replay.settings import IndexMode, ReplayFleet
 from kvproxy.replay.trace import Turn
 from kvproxy.replay.view import IndexView, endpoint_id
 from kvproxy.simulator.engine_io import AllBlocksCleared, BlockRemoved, BlockStored
+from kvproxy.types import Tier
 from tests.replay.traces import shared_prefix_trace
 
 TURN = shared_prefix_trace().sessions[0].turns[0]
@@ -116,3 +117,15 @@ def test_asking_is_not_arriving() -> None:
     subject = view()
     for _ in range(20):
         assert subject.facts(TURN).hot_tokens == 0
+
+
+def test_tiers_are_told_apart_or_unheard() -> None:
+    """What left the engine's memory is on its host tier; to a tier-blind router it is nowhere."""
+    events = [BlockStored(BLOCKS, None), BlockStored(BLOCKS, None, medium="CPU"), BlockRemoved(BLOCKS[2])]
+    aware, fleet = view(), ReplayFleet(instances=2)
+    aware.observe(1, events)
+    overlap = aware.facts(TURN).by_endpoint[endpoint_id(1)]
+    assert (overlap.device_tokens, overlap.lower) == (2 * 512, ((Tier.HOST, 4 * 512),))
+    blind = IndexView(fleet, 512, rng=Random(1), tier_blind=True)
+    blind.observe(1, events)
+    assert held(blind) == [0, 2]

@@ -202,3 +202,20 @@ async def test_a_worker_that_does_not_read_holds_no_other_up(tmp_path: Path) -> 
         await until(lambda: heard and heard[-1] == b"4999")
         assert one.waiting == two.dropped == 0
         assert len(heard) == 5000 - one.dropped
+
+
+async def test_what_is_to_be_done_once_is_granted_to_one_worker(tmp_path: Path) -> None:
+    """The owner of a claim grants it once; the one that has it may have it again, and another one another claim."""
+    async with (
+        serve(FakeEngine("a")) as engine,
+        worker(tmp_path, 0, engine) as one,
+        worker(tmp_path, 1, engine) as two,
+    ):
+        await until(lambda: one.status is two.status is SyncStatus.SYNCED)
+        assert one.proxy.sync is not None
+        assert two.proxy.sync is not None
+        for number in range(10):  # some are owned by the one, some by the other
+            assert await one.proxy.sync.claim(f"pin a {number}", 60.0)
+            assert not await two.proxy.sync.claim(f"pin a {number}", 60.0)
+            assert await one.proxy.sync.claim(f"pin a {number}", 60.0)
+            assert await two.proxy.sync.claim(f"pin b {number}", 60.0)

@@ -16,8 +16,10 @@ DEFAULT_CHUNK_TOKENS = 256
 class HeldPrefix:
     """Leading tokens of one prompt that one instance can load, contiguous from the start."""
 
-    l1_tokens: int  # from its own memory
+    l1_tokens: int  # from its own memory, before the first that is elsewhere
     tokens: int  # from memory, its own disk or pool, and pools every instance shares
+    disk_tokens: int = 0  # of these, from its own disk or pool alone
+    shared_tokens: int = 0  # from shared pools alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +72,12 @@ def directory_lookup(answer: WireDirectory, *, prompt_tokens: int) -> DirectoryL
     chunk_tokens = _chunk_tokens(answer, prompt_tokens)
     shared = _leading(chunk.shared for chunk in chunks)
     named = {name for chunk in chunks for name in chunk.own}
-    by_instance = {
-        name: HeldPrefix(
-            l1_tokens=_leading(name in chunk.l1 for chunk in chunks) * chunk_tokens,
-            tokens=_leading(chunk.shared or name in chunk.own for chunk in chunks) * chunk_tokens,
-        )
-        for name in named
-    }
+    held = {name: _held(chunks, name, chunk_tokens) for name in named}
     return DirectoryLookup(
         chunks=answer.chunks,
         chunk_tokens=chunk_tokens,
         holders=tuple(frozenset(chunk.own) for chunk in chunks),
-        by_instance={name: held for name, held in by_instance.items() if held.tokens},
+        by_instance={name: each for name, each in held.items() if each.tokens},
         shared_tokens=shared * chunk_tokens,
     )
 
@@ -101,6 +97,13 @@ def _chunks(results: Sequence[_Result]) -> list[_Chunk]:
             known.own &= own
             known.shared &= shared
     return list(chunks.values())
+
+
+def _held(chunks: Sequence[_Chunk], name: str, size: int) -> HeldPrefix:
+    count = _leading(chunk.shared or name in chunk.own for chunk in chunks)
+    disk = sum(name in chunk.own - chunk.l1 for chunk in chunks[:count])
+    shared = sum(name not in chunk.own for chunk in chunks[:count])
+    return HeldPrefix(_leading(name in chunk.l1 for chunk in chunks) * size, count * size, disk * size, shared * size)
 
 
 def _leading(held: Iterable[bool]) -> int:

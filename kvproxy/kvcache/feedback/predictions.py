@@ -8,7 +8,8 @@ from collections.abc import Collection
 from kvproxy.kvcache.feedback.trust import LossReason
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
 from kvproxy.kvcache.overlap.last_served import NO_BLOCKS, NO_NAMES
-from kvproxy.kvcache.overlap.lookup import EmptyLookups, LookupClient
+from kvproxy.kvcache.overlap.lookup import LookupClient
+from kvproxy.kvcache.overlap.lookup_service import EmptyLookups
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
@@ -141,5 +142,5 @@ class PredictionFeedback:
                 request_id=result.request_id,
             )
             if contradicted:
-                self._lookups.note_contradiction(endpoint, facts.hashes, cached)
+                self._lookups.note_contradiction(endpoint, facts.hashes, cached, cached_blocks, overlap.lower)
         return lost

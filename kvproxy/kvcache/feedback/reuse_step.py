@@ -8,7 +8,7 @@ what it reused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from math import gcd
 
 from kvproxy.kvcache.overlap.merge import tolerated_tokens
@@ -65,6 +65,18 @@ class ReuseSteps:
         self._learned.pop(endpoint, None)
         self.known.pop(endpoint, None)
 
+    def state(self) -> dict[str, tuple[int, int]]:
+        """Of each endpoint what was learned and what the engine says, for another process."""
+        return {str(endpoint): self._learned[endpoint].state for endpoint in self.known}
+
+    def resume(self, state: Mapping[str, tuple[int, int]], *, keep: Container[str]) -> None:
+        """Go on from such a state, of the endpoints in `keep`."""
+        for name, (tokens, told) in state.items():
+            if name in keep and tokens >= LEAST_STEP_TOKENS:
+                endpoint = EndpointId(name)
+                self._make(endpoint).resume(tokens, told)
+                self._note(endpoint, tokens)
+
     def _make(self, endpoint: EndpointId) -> LearnedStep:
         if len(self._learned) >= MAX_ENDPOINTS:
             self.forget_endpoint(next(iter(self._learned)))
@@ -94,6 +106,15 @@ class LearnedStep:
         self._proofs: set[tuple[int, int]] = set()  # what was reused of which prefix
         self._wrong = 0  # a bit for each of the latest reuses
         self._wrong_step = 0  # that would explain those
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """The step, and what the engine says."""
+        return self.tokens, self._told
+
+    def resume(self, tokens: int, told: int) -> None:
+        """Go on from there."""
+        self.tokens, self._told = tokens, told
 
     def tell(self, block_tokens: int) -> None:
         """What the engine says. Said again it changes nothing; another size is another engine, or another setting."""

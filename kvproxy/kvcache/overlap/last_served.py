@@ -104,7 +104,7 @@ class LastServed:
             (self._sessions, names.parent),
         ):
             served = table.get(name)
-            if served is not None and self._stands(served, now):
+            if served is not None and self.stands(served, now):
                 return served
         return None
 
@@ -165,7 +165,8 @@ class LastServed:
         if response:
             self._put(self._responses, response, served)
 
-    def _stands(self, served: Served, now: float) -> bool:
+    def stands(self, served: Served, now: float) -> bool:
+        """Whether its endpoint may still hold it."""
         lost = self._lost.get(served.endpoint, self._forgotten)
         return now - served.at <= MAX_AGE_S and served.losses >= lost
 

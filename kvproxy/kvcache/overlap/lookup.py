@@ -1,29 +1,27 @@
-"""The LMCache service: which it is, what its answers about a prompt are worth, and why they stay empty."""
+"""What the LMCache service's answers about a prompt are worth."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-import httpx
 from cachetools import TTLCache
 
-from kvproxy.clients.lmcache.controller import CHUNK_TOKENS, LMCacheControllerClient
-from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.config import kvcache_schema as schema
-from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.errors import BreakerOpen, ClientError, NotSupported
+from kvproxy.errors import BreakerOpen, ClientError
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.overlap.merge import HolderOverlap
-from kvproxy.kvcache.providers import ControllerProvider, CoordinatorProvider, Holder, Prefix, Provider, is_coordinator
+from kvproxy.kvcache.providers import (
+    EVERY_INSTANCE,
+    Holder,
+    Prefix,
+    Provider,
+)
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import Overlap
-from kvproxy.types import Clock, EndpointId, Sleep
+from kvproxy.types import Clock, EndpointId, LowerTokens, Tier, count_lower
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -31,6 +29,8 @@ OPERATION = "lookup"
 _WARNED = 256
 #: How long, and for how many prompts, a hint that the engine contradicted is not believed again.
 _DISTRUST_S, _DISTRUSTED = 60.0, 10_000
+#: Where a shared store is.
+EVERY_ENDPOINT = EndpointId("")
 
 
 class LookupClient:
@@ -46,6 +46,8 @@ class LookupClient:
         self._warned: set[str] = set()
         #: A TTLCache: an engine that was wrong about a prompt once may compute it meanwhile.
         self._distrusted: TTLCache[tuple[EndpointId, int], int] = TTLCache(_DISTRUSTED, _DISTRUST_S, timer=clock)
+        #: By the first block that was not there, and where: tokens that were.
+        self._denied: TTLCache[tuple[EndpointId, int], int] = TTLCache(_DISTRUSTED, _DISTRUST_S, timer=clock)
 
     @property
     def possible(self) -> bool:
@@ -79,7 +81,8 @@ class LookupClient:
         local: Mapping[EndpointId, Overlap],
         hashes: array[int],
     ) -> list[HolderOverlap]:
-        """What the holders are worth for these endpoints, by instance id.
+        """What the holders are worth for these endpoints, by instance id; what is in a shared store, for all that
+        read it.
 
         A number that may not be a contiguous prefix is capped by what was routed there, where anything was, and by
         what the engine had when it was last found wrong. Holders that serve another model are passed over; `known` are
@@ -91,21 +94,58 @@ class LookupClient:
             by_instance.setdefault(endpoint.instance_id, []).append(endpoint)
         found = []
         for holder in holders:
-            if holder.instance_id not in by_instance:
+            if holder.instance_id == EVERY_INSTANCE:
+                mounting = [endpoint for endpoint in endpoints if endpoint.reads_shared_kv]
+            else:
+                mounting = by_instance.get(holder.instance_id, [])
+            if not mounting and holder.instance_id:
                 self._note_unknown(holder.instance_id, known)
             if holder.tokens <= 0:
                 continue
-            for endpoint in by_instance.get(holder.instance_id, ()):
-                tokens = holder.tokens
+            for endpoint in mounting:
+                tokens, lower = holder.tokens, holder.lower
                 if not holder.contiguous:
                     tokens = self._capped(tokens, endpoint.id, local, hashes)
-                found.append(HolderOverlap(endpoint.id, tokens, holder.contiguous, self.provider.source))
+                if lower and not endpoint.reads_shared_kv:
+                    lower = tuple([each for each in lower if each[0] is not Tier.SHARED])
+                    tokens = count_lower(lower)
+                if self._denied and lower:
+                    tokens = min(tokens, self._undenied(endpoint.id, lower, hashes))
+                found.append(HolderOverlap(endpoint.id, tokens, holder.contiguous, self.provider.source, lower))
         return found
 
-    def note_contradiction(self, endpoint: EndpointId, hashes: array[int], cached_tokens: int) -> None:
-        """The engine had only so many tokens of this prompt where a hint had promised more."""
-        if hashes:
-            self._distrusted[endpoint, hashes[0]] = cached_tokens
+    def note_contradiction(
+        self,
+        endpoint: EndpointId,
+        hashes: array[int],
+        cached_tokens: int,
+        cached_blocks: int = 0,
+        lower: LowerTokens = (),
+    ) -> None:
+        """The engine had only so many tokens of this prompt, `cached_blocks` of its blocks, where a hint had promised
+        more, on these tiers. A placement on a disk is a hint, since no source tells of what was deleted there, and in a
+        shared store it is the same for every engine: what the engine denies is not believed for a while, wherever a
+        prompt goes the same way."""
+        if not hashes:
+            return
+        self._distrusted[endpoint, hashes[0]] = cached_tokens
+        tiers = {tier for tier, _ in lower}
+        denied = hashes[min(cached_blocks, len(hashes) - 1)]
+        if Tier.SHARED in tiers:
+            self._denied[EVERY_ENDPOINT, denied] = cached_tokens
+        if Tier.DISK in tiers:
+            self._denied[endpoint, denied] = cached_tokens
+
+    def _undenied(self, endpoint: EndpointId, lower: LowerTokens, hashes: array[int]) -> int:
+        """Tokens of these that no engine denied: those nearer than the disk, or before the denied ones."""
+        denied, tokens, near = self._denied, count_lower(lower), 0
+        for tier, here in lower:
+            place = EVERY_ENDPOINT if tier is Tier.SHARED else endpoint
+            if tier in (Tier.DISK, Tier.SHARED):
+                proven = [denied[place, block] for block in hashes if (place, block) in denied]
+                tokens = min([tokens, *(max(near, each) for each in proven)])
+            near += here
+        return tokens
 
     def _capped(
         self, tokens: int, endpoint: EndpointId, local: Mapping[EndpointId, Overlap], hashes: array[int]
@@ -126,117 +166,4 @@ class LookupClient:
                 "[kvcache] LMCache names the instance %r, which no endpoint has as its instance_id; known: %s",
                 instance_id,
                 ", ".join(sorted(known)) or "none",
-            )
-
-
-#: A service that does not answer at the start is asked again after this long.
-AGAIN_S = 5.0
-
-
-class Connection:
-    """From the first moment lookups go to what the settings name (with `auto`: a controller, until a coordinator says
-    that it is one). `run` is for a task of its own."""
-
-    def __init__(
-        self,
-        settings: KvCacheSettings,
-        http: httpx.AsyncClient,
-        *,
-        lookups: LookupClient,
-        known_instances: Callable[[], Collection[str]],
-        sleep: Sleep = asyncio.sleep,
-    ) -> None:
-        timeout_s = settings.request_timeout
-        url = settings.lmcache_endpoint
-        coordinator = LMCacheCoordinatorClient(http, url, lookup_timeout_s=timeout_s, action_timeout_s=timeout_s)
-        controller = LMCacheControllerClient(http, url, lookup_timeout_s=timeout_s, action_timeout_s=timeout_s)
-        self._kind = settings.provider
-        self._coordinator_client = coordinator
-        self._coordinator: Provider = CoordinatorProvider(coordinator, model=settings.directory_model)
-        self._controller: Provider = ControllerProvider(controller, settings.cache_strategy)
-        self._lookups = lookups
-        self._known_instances = known_instances
-        self._sleep = sleep
-        lookups.provider = self._coordinator if self._kind is schema.Provider.COORDINATOR else self._controller
-
-    async def run(self) -> None:
-        """Until the service has answered once. Never raises but for cancellation."""
-        said = False
-        while (provider := await self._answering()) is None:
-            if not said:
-                said = True
-                log.warning("[kvcache] LMCache does not answer; requests are routed without it until it does")
-            await self._sleep(AGAIN_S)
-        self._lookups.provider = provider
-        log.info("[kvcache] lookups go to %s", provider.source.value)
-        await check_provider(provider, self._known_instances())
-
-    async def _answering(self) -> Provider | None:
-        """Which service answers; None when none does."""
-        try:
-            coordinator = await is_coordinator(self._coordinator_client)
-        except ClientError:
-            return None
-        if self._kind is schema.Provider.AUTO:
-            return self._coordinator if coordinator else self._controller
-        return self._lookups.provider
-
-
-#: Prompts that an engine reused and no lookup ever named before that is worth a warning.
-CONTRADICTIONS = 3
-#: ...and how long after the first of them: engines tell LMCache what they store a little later, so that a burst of
-#: alike prompts to a fresh fleet is reused before any lookup can name it.
-PATIENCE_S = 10.0
-
-_CAUSES = (
-    "check that the engines store to LMCache at all, that controller and engines run with the same PYTHONHASHSEED and "
-    "the same vLLM importable, that the chunk size is 256, and that instances send heartbeats"
-)
-
-
-async def check_provider(provider: Provider, known: Collection[str]) -> None:
-    """One line for each thing that will keep lookups empty. Never raises."""
-    try:
-        registered = await provider.instances()
-        chunks = await provider.indexed_chunks()
-    except NotSupported:
-        log.info("[kvcache] this LMCache does not list its instances: ids are checked as lookups name them")
-        return
-    except ClientError as error:
-        log.warning("[kvcache] LMCache cannot be checked: %s", error)
-        return
-    names = ", ".join(sorted(known)) or "none"
-    if not registered:
-        log.warning("[kvcache] no instance is registered at LMCache: lookups stay empty until engines register")
-    for instance in sorted(registered - set(known)):
-        log.warning("[kvcache] the LMCache instance %r is no endpoint's instance_id; known: %s", instance, names)
-    for instance in sorted(set(known) - registered if registered else ()):
-        log.warning("[kvcache] the endpoint with instance_id %r is not registered at LMCache", instance)
-    if registered and not chunks:
-        log.info("[kvcache] LMCache's index is empty, as it is after a start; if it stays so: %s", _CAUSES)
-
-
-class EmptyLookups:
-    """Warns once when engines keep reusing prompts that the lookup service knows nothing of."""
-
-    def __init__(self, *, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
-        self._contradictions = 0
-        self._first_at = 0.0
-        self._said = False
-
-    def observe_lookup(self, *, cached_tokens: int, holders_named: int, ever_hit: bool) -> None:
-        """A looked-up prompt was served, `cached_tokens` of it from a cache."""
-        if ever_hit or self._said or holders_named or cached_tokens < CHUNK_TOKENS:
-            return
-        now = self._clock()
-        if not self._contradictions:
-            self._first_at = now
-        self._contradictions += 1
-        if self._contradictions >= CONTRADICTIONS and now - self._first_at >= PATIENCE_S:
-            self._said = True
-            log.warning(
-                "[kvcache] engines reuse prompts (%d tokens just now) that LMCache's lookup has never named: %s",
-                cached_tokens,
-                _CAUSES,
             )

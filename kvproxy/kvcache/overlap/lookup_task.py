@@ -19,7 +19,7 @@ from kvproxy.kvcache.overlap.tokens import AskedTokens, TokenSource
 from kvproxy.kvcache.providers import Holder
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, canonical_bytes
-from kvproxy.types import Clock
+from kvproxy.types import Clock, Tier
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -171,7 +171,7 @@ class LookupTask:
             return
         index = facts.indexes.approximate
         for holder in self._overlaps(facts, answer.holders):
-            if holder.contiguous:
+            if holder.contiguous and not any(tier is Tier.SHARED for tier, _ in holder.lower):
                 blocks = int(min(holder.tokens, len(tokens)) * stands_for / len(tokens)) // TEXT_BLOCK_BYTES
                 index.insert(holder.endpoint, index.locate(facts.hashes[:blocks]))
 

@@ -17,7 +17,8 @@ from kvproxy.kvcache.overlap.gauges import show_indexes
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, follow_events
 from kvproxy.kvcache.overlap.last_served import NO_BLOCKS, NO_NAMES, Served
-from kvproxy.kvcache.overlap.lookup import Connection, LookupClient
+from kvproxy.kvcache.overlap.lookup import LookupClient
+from kvproxy.kvcache.overlap.lookup_service import Connection
 from kvproxy.kvcache.overlap.lookup_task import LookupTask
 from kvproxy.kvcache.overlap.merge import HolderOverlap, in_steps, preferred_endpoint
 from kvproxy.kvcache.overlap.tokens import TokenSource

@@ -1,143 +1,42 @@
-"""What of a running service is worth keeping over a restart, as bytes and back, taken and put back in small steps.
-
-Kept are the approximate index, when each engine's process began, learned speeds and prompt lengths. Left out are the
-precise index (engines replay their events), token memory (token ids are the prompt), and heat (a few hundred requests
-teach it again). As bytes: head, contents (msgpack), the indexes' hashes, checksum of all before it.
-"""
+"""What of a running service is worth keeping over a restart, taken and put back in small steps."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Collection, Container, Generator, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from struct import Struct
 
 import msgspec
-from xxhash import xxh3_64
 
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.kvcache.overlap.last_served import LastServed, Served
+from kvproxy.kvcache.snapshot.file_format import (
+    ClusterKept,
+    EndpointKept,
+    Kept,
+    Outcome,
+    ServedKept,
+    Snapshot,
+    TablesKept,
+    Unusable,
+    encode,
+)
 from kvproxy.kvcache.state import CacheState
 from kvproxy.prefix.approximate.snapshot import IndexColumns, Restoration, dump, fingerprint
-from kvproxy.routing.speeds import SpeedState
+from kvproxy.prefix.hashing import little_endian
 from kvproxy.types import Clock, EndpointId
-
-_MAGIC = b"kvpxwarm"
-#: Of the layout and of what is hashed (how a request becomes a prompt): raise it when either changes.
-VERSION = 3
-_HEAD = Struct("<8sHxxxxxxQ")  # magic, version, bytes of the contents
-_CHECKSUM = Struct("<Q")  # xxh3_64
-
-
-class Outcome(StrEnum):
-    """What became of a snapshot at the start; a metric label."""
-
-    RESTORED = "restored"
-    NONE = "none"
-    UNREADABLE = "unreadable"
-    TOO_LARGE = "too_large"
-    NOT_A_SNAPSHOT = "not_a_snapshot"
-    OTHER_VERSION = "other_version"
-    OTHER_HASHES = "other_hashes"
-    CORRUPT = "corrupt"
-    TOO_OLD = "too_old"
-    OTHER_ENDPOINTS = "other_endpoints"
-
-
-class Unusable(Exception):
-    """Why a snapshot is not used."""
-
-    def __init__(self, outcome: Outcome, detail: str = "") -> None:
-        super().__init__(detail or outcome.value.replace("_", " "))
-        self.outcome = outcome
-
-
-class EndpointKept(msgspec.Struct, array_like=True, frozen=True):
-    """An endpoint the index speaks of."""
-
-    id: str
-    address: str  # another address under the same id is another engine
-    started_at: float | None  # of its process, by its own clock; None: it does not say
-    engine: str = ""  # of a data-parallel rank: its engine
-    rank: int | None = None
-
-
-class ClusterKept(msgspec.Struct, array_like=True, frozen=True):
-    """One cluster."""
-
-    name: str
-    endpoints: list[EndpointKept]
-    index: IndexColumns
-    speeds: SpeedState | None
-
-
-class Kept(msgspec.Struct, array_like=True, frozen=True):
-    """Everything but the hashes."""
-
-    taken_at: float  # wall clock, seconds since the epoch
-    hashing: int
-    bytes_per_token: dict[str, float]
-    clusters: list[ClusterKept]
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What was kept, with each cluster's hashes."""
-
-    kept: Kept
-    hashes: Sequence[memoryview]
-    size_bytes: int
-
-
-_decoder = msgspec.msgpack.Decoder(Kept)
-
-
-def encode(kept: Kept, hashes: Iterable[bytes]) -> list[bytes]:
-    """The file in pieces, all but its checksum. `hashes` are the clusters' one after another."""
-    contents = msgspec.msgpack.encode(kept)
-    return [_HEAD.pack(_MAGIC, VERSION, len(contents)) + contents, *hashes]
-
-
-def pack_checksum(seen: xxh3_64) -> bytes:
-    """The last piece of the file, over all pieces before it."""
-    return _CHECKSUM.pack(seen.intdigest())
-
-
-def decode(data: bytes) -> Snapshot:
-    """Raises Unusable for anything that this version did not write, whole and with the same hashes."""
-    if len(data) < _HEAD.size + _CHECKSUM.size or not data.startswith(_MAGIC):
-        raise Unusable(Outcome.NOT_A_SNAPSHOT)
-    _, version, contents_bytes = _HEAD.unpack_from(data)
-    if version != VERSION:
-        raise Unusable(Outcome.OTHER_VERSION, f"of version {version}, not {VERSION}")
-    body = memoryview(data)[: -_CHECKSUM.size]
-    if pack_checksum(xxh3_64(body)) != data[-_CHECKSUM.size :]:
-        raise Unusable(Outcome.CORRUPT, "damaged or cut short")
-    try:
-        kept = _decoder.decode(body[_HEAD.size : _HEAD.size + contents_bytes])
-        hashes = _divided(kept, body[_HEAD.size + contents_bytes :])
-    except (msgspec.DecodeError, ValueError) as error:
-        raise Unusable(Outcome.CORRUPT, f"damaged: {error}") from error
-    if kept.hashing != fingerprint():
-        raise Unusable(Outcome.OTHER_HASHES, "prompts were hashed another way")
-    return Snapshot(kept, hashes, len(data))
-
-
-def _divided(kept: Kept, hashes: memoryview) -> list[memoryview]:
-    parts, start = [], 0
-    for cluster in kept.clusters:
-        end = start + 8 * cluster.index.blocks
-        parts.append(hashes[start:end])
-        start = end
-    return parts
-
 
 log = logging.getLogger("kvproxy.kvcache")
 
+#: Share of the file for where sessions and responses were served, over all clusters: one in so many bytes.
+_SERVED_SHARE = 8
 _HEAD_BYTES = 64  # head and checksum of the file
 #: A wall clock may be set back by so much while the proxy is away.
 _CLOCK_S = 60.0
 _NOTHING = IndexColumns(b"", b"", [])
+#: Entries of a table are put down, and taken up again, so many in a step.
+_STEP = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +61,12 @@ class Contents:
     def take(self, max_bytes: int) -> Generator[None, None, list[bytes]]:
         """A file's pieces, all but the checksum. The service goes on between the steps."""
         taken_at = self._wall_clock()
-        kept = [self._cluster(name, cluster) for name, cluster in self._clusters.items()]
+        kept = []
+        for name, cluster in self._clusters.items():
+            max_served = max_bytes // _SERVED_SHARE // len(self._clusters)
+            last_served = self._state.indexes[name].last_served
+            served = yield from dump_served(last_served, self._clock(), max_bytes=max_served)
+            kept.append(self._cluster(name, cluster, served))
         whole = Kept(taken_at, fingerprint(), dict(self._state.bytes_per_token.learned), kept)
         left = max_bytes - _HEAD_BYTES - len(msgspec.msgpack.encode(whole))
         hashes: list[bytes] = []
@@ -194,14 +98,15 @@ class Contents:
         blocks = sum(self._state.indexes[one.name].approximate.entries for one in known)
         return Returned(blocks, stay, count - stay, max(0.0, away_s))
 
-    def _cluster(self, name: str, cluster: Cluster) -> ClusterKept:
-        started_at = self._state.indexes[name].started_at
+    def _cluster(self, name: str, cluster: Cluster, served: TablesKept) -> ClusterKept:
+        index = self._state.indexes[name]
+        started_at = index.started_at
         rows = [
             EndpointKept(str(one.id), str(one.origin), started_at.get(one.id), str(one.engine.id), one.rank)
             for one in cluster.endpoints
         ]
         speeds = None if cluster.speeds is None else cluster.speeds.state(self._clock())
-        return ClusterKept(name, rows, _NOTHING, speeds)
+        return ClusterKept(name, rows, _NOTHING, speeds, index.steps.state(), served)
 
     def _restorations(self, snapshot: Snapshot) -> Mapping[str, Restoration]:
         try:
@@ -216,13 +121,18 @@ class Contents:
         self, kept: ClusterKept, restoration: Restoration, same: Mapping[str, EndpointKept], taken_at: float
     ) -> Iterator[None]:
         index, cluster = self._state.indexes[kept.name], self._clusters[kept.name]
+        away_s = max(0.0, self._wall_clock() - taken_at)
         if kept.speeds is not None and cluster.speeds is not None:
-            away_s = max(0.0, self._wall_clock() - taken_at)
             try:
                 cluster.speeds.resume(kept.speeds, self._clock(), keep=same, away_s=away_s)
             except ValueError as error:
                 log.info("[kvcache] learned speeds of cluster %s are not taken over: %s", kept.name, error)
+        index.steps.resume(kept.steps, keep=same)
         yield from restoration.restore_into(index.approximate, keep=same)
+        try:
+            yield from restore_served(index.last_served, kept.served, self._clock() - away_s, keep=same)
+        except msgspec.DecodeError as error:
+            log.info("[kvcache] sessions of cluster %s are not all taken over: %s", kept.name, error)
         for name, one in same.items():
             # An engine whose start is not known is another process if it began after the snapshot.
             index.started_at[EndpointId(name)] = taken_at if one.started_at is None else one.started_at
@@ -245,3 +155,47 @@ def _resume_ranks(cluster: Cluster, kept: Collection[EndpointKept]) -> None:
         ranks = [one.rank for one in kept if one.engine == engine.id and one.rank is not None]
         if ranks:
             cluster.ranks.resume_ranks(engine, ranks)
+
+
+def dump_served(tables: LastServed, now: float, *, max_bytes: int) -> Generator[None, None, TablesKept]:
+    """What of them still stands, a half of the bytes for each table at most."""
+    entries = list(tables.entries())
+    sessions = [(session, served) for session, _, served in reversed(entries) if session]
+    responses = [(response, served) for _, response, served in reversed(entries) if response]
+    kept = []
+    for table in (sessions, responses):
+        pieces, left = [], max_bytes // 2
+        for start in range(0, len(table), _STEP):
+            rows = [_row(*one, now) for one in table[start : start + _STEP] if tables.stands(one[1], now)]
+            piece = msgspec.msgpack.encode(rows)
+            left -= len(piece)
+            if left < 0:
+                break
+            pieces.append(piece)
+            yield
+        kept.append(pieces)
+    return TablesKept(*kept)
+
+
+def restore_served(tables: LastServed, kept: TablesKept, now: float, *, keep: Container[str]) -> Iterator[None]:
+    """Into empty tables, of the endpoints in `keep`; `now` is when `kept` was new. Raises DecodeError for a piece that
+    is none."""
+    for pieces, is_session in ((kept.sessions, True), (kept.responses, False)):
+        for piece in reversed(pieces):
+            for row in reversed(_decode_rows(piece)):
+                if row.endpoint in keep:
+                    tables.adopt(row.name if is_session else 0, 0 if is_session else row.name, _served(row, now))
+            yield
+
+
+_decode_rows = msgspec.msgpack.Decoder(list[ServedKept]).decode
+
+
+def _row(name: int, served: Served, now: float) -> ServedKept:
+    keys, root = (little_endian(blocks).tobytes() for blocks in (served.keys, served.root))
+    return ServedKept(name, served.endpoint, now - served.at, served.prompt_tokens, served.tokens, keys, root)
+
+
+def _served(row: ServedKept, now: float) -> Served:
+    keys, root = (little_endian(array("Q", blocks)) for blocks in (row.keys, row.root))
+    return Served(EndpointId(row.endpoint), 0, now - row.age_s, row.prompt_tokens, row.tokens, keys, root)

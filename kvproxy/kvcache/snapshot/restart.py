@@ -12,7 +12,8 @@ from typing import Self, TypeVar
 from kvproxy.background_task import BackgroundTask
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.kvcache_schema import SnapshotSettings
-from kvproxy.kvcache.snapshot.contents import Contents, Outcome, Returned, Unusable
+from kvproxy.kvcache.snapshot.contents import Contents, Returned
+from kvproxy.kvcache.snapshot.file_format import Outcome, Unusable
 from kvproxy.kvcache.snapshot.snapshot_file import SnapshotFile, Store, TimedThread
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics

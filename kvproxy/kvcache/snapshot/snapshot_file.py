@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 from xxhash import xxh3_64
 
-from kvproxy.kvcache.snapshot.contents import Outcome, Snapshot, Unusable, decode, pack_checksum
+from kvproxy.kvcache.snapshot.file_format import Outcome, Snapshot, Unusable, decode, pack_checksum
 from kvproxy.types import Clock
 
 _READ_BYTES = 4 << 20

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64
 
-from kvproxy.kvcache.snapshot.contents import (
+from kvproxy.kvcache.snapshot.file_format import (
     VERSION,
     ClusterKept,
     EndpointKept,

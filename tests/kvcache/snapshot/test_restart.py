@@ -7,7 +7,7 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,15 @@ import pytest
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.kvcache_schema import SnapshotSettings as SnapshotSettings
-from kvproxy.kvcache.snapshot.contents import Contents, Outcome, Snapshot
+from kvproxy.kvcache.overlap.last_served import LastServed
+from kvproxy.kvcache.snapshot import contents
+from kvproxy.kvcache.snapshot.contents import Contents
+from kvproxy.kvcache.snapshot.file_format import Outcome, Snapshot, TablesKept
 from kvproxy.kvcache.snapshot.restart import WarmRestart
 from kvproxy.kvcache.snapshot.snapshot_file import SnapshotFile, Store
 from kvproxy.types import EndpointId
 from tests.kvcache.support import NOWHERE, A, B, Fake, Service, chat, cluster_of, engine, long_text, running, settings
+from tests.kvcache.test_last_served import held, request_of, served
 from tests.support.clock import FakeClock
 from tests.support.loopback import serve
 from tests.support.until import until
@@ -100,6 +104,77 @@ async def test_ranks_that_were_found_out_come_along(tmp_path: Path) -> None:
     async with life(tmp_path, moved) as service:
         assert [str(one.id) for one in service.cluster.endpoints] == ["a", "b"]
         assert await matched(service) == set()
+
+
+async def test_where_sessions_and_responses_were_served_comes_along(tmp_path: Path) -> None:
+    """A chat whose history only its engine has goes on there, in the next life and in the one after; not where the
+    engine is another one now, and an hour after it was served no more."""
+    async with life(tmp_path) as service:
+        served(service, request_of("s"), A, tokens=3000)
+        served(service, request_of(), B, tokens=8000, answer=100, response="resp_1")
+    first, second = request_of("s", previous_response_id="unknown"), request_of(previous_response_id="resp_1")
+    for age_s in (60.0, 120.0):
+        async with life(tmp_path, wall=FakeClock(WALL.now + age_s)) as service:
+            assert held(service, first)[A].tokens == 3000
+            assert held(service, second)[B].tokens == 8000
+    moved = cluster_of({**URLS, "a": "http://127.0.0.1:7"}, policy="kv_aware")
+    async with life(tmp_path, moved, wall=FakeClock(WALL.now + 180)) as service:
+        assert held(service, first) == {}
+        assert held(service, second)[B].tokens == 8000
+    async with life(tmp_path, wall=FakeClock(WALL.now + 180 + 3500)) as service:
+        assert held(service, second) == {}
+
+
+async def test_an_engine_that_restarted_meanwhile_has_no_histories(tmp_path: Path) -> None:
+    """What it said of its start in the life before is known."""
+    async with life(tmp_path) as service:
+        service.kv.overlap.indexes["default"].process_started(A, 100.0)
+        served(service, request_of("s"), A, tokens=3000)
+    asked = request_of("s", previous_response_id="unknown")
+    async with life(tmp_path) as service:
+        assert held(service, asked)[A].tokens == 3000
+        assert service.kv.overlap.indexes["default"].process_started(A, 200.0)
+        assert held(service, asked) == {}
+
+
+async def test_the_step_in_which_an_engine_reuses_comes_along(tmp_path: Path) -> None:
+    """Learned or told; it goes on being learned from there. An endpoint that is gone takes its own with it."""
+    async with life(tmp_path) as service:
+        steps = service.kv.state.indexes["default"].steps
+        for number in range(8):
+            steps.observe_reuse(
+                A, held_tokens=1000 + number % 2 * 512, cached_tokens=512 + number % 2 * 512, blocks=[number]
+            )
+        steps.tell_block_size(B, 256)
+        assert steps.known == {A: 512, B: 256}
+    async with life(tmp_path, cluster_of({**URLS, "b": "http://127.0.0.1:7"}, policy="kv_aware")) as service:
+        assert service.kv.state.indexes["default"].steps.known == {A: 512}
+    async with life(tmp_path) as service:
+        steps = service.kv.state.indexes["default"].steps
+        steps.tell_block_size(A, 16)
+        assert steps.known == {A: 512}
+        for _ in range(2):
+            steps.observe_reuse(A, held_tokens=768, cached_tokens=768, blocks=[1])
+        assert steps.known == {A: 256}
+
+
+def _unreadable(tables: LastServed, now: float, *, max_bytes: int) -> Generator[None, None, TablesKept]:
+    yield
+    return TablesKept([b"\x91\x01"], [])
+
+
+async def test_sessions_that_cannot_be_read_do_not_hold_up_the_rest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later version may write them otherwise."""
+    caplog.set_level(logging.INFO, "kvproxy.kvcache")
+    async with life(tmp_path) as service:
+        await service.serve(chat(TURN), A)
+        monkeypatch.setattr(contents, "dump_served", _unreadable)
+    monkeypatch.undo()
+    async with life(tmp_path) as service:
+        assert await matched(service) == {A}
+    assert "sessions of cluster default are not all taken over" in caplog.text
 
 
 async def test_a_policy_that_learns_nothing_has_nothing_to_keep(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.kvcache.snapshot.contents import Kept, Outcome, Unusable, encode
+from kvproxy.kvcache.snapshot.file_format import Kept, Outcome, Unusable, encode
 from kvproxy.kvcache.snapshot.snapshot_file import SnapshotFile
 from kvproxy.prefix.approximate.snapshot import fingerprint
 

@@ -77,6 +77,23 @@ async def test_a_cache_that_is_cleared(server: Vllm, saw: Saw, events: bool) -> 
         assert (await ask(proxy.client, body)).cached_tokens == second.cached_tokens
 
 
+async def test_a_cache_that_is_cleared_without_events(server: Vllm, saw: Saw) -> None:
+    """Eight chats that find nothing of what was there just now are a lost cache; of the others nothing is predicted."""
+    async with proxy_of(server, events=False) as (proxy, service):
+        bodies = [chat(TINY.name, text(300, seed=f"forgot {number}"), max_tokens=1) for number in range(12)]
+        for body in bodies * 2:
+            await ask(proxy.client, body)
+        assert loss(service) is None
+        await tell(server, "/reset_prefix_cache")
+        after = [await ask(proxy.client, body) for body in bodies]
+        predicted = [one.predicted for one in after]
+        saw(f"predicted {predicted}, reused {[one.cached_tokens for one in after]}")
+        assert loss(service) is LossReason.FORGOT
+        assert all(one.cached_tokens < 2 * 32 for one in after)
+        assert all(tokens > 300 for tokens in predicted[:8])
+        assert all(tokens < 100 for tokens in predicted[8:])
+
+
 async def test_a_pause(server: Vllm) -> None:
     """Level 0, the one there is without a GPU: left out while it lasts, and nothing is forgotten."""
     async with proxy_of(server, events=True) as (proxy, service):

@@ -1,0 +1,161 @@
+"""Tier-aware against tier-blind routing on request traces, in virtual time.
+
+    python -m benchmarks.tiers [--requests N] [--jobs N] [--traces T,T...]
+
+Engine memory is cut to a quarter, with host memory of four times what is left, which engines write through to and read
+at 20, 5 or 1.5 GB/s; a token's KV is 128 KiB (32 layers, 8 KV heads of 128 values of two bytes). Tier-blind routing
+does not hear what events say of host memory; the engines are the same. Loads are stated for engines with all of that
+memory on the device. Writes tiers.md and tiers.json of benchmarks/reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from benchmarks.routing_cells import CAPACITY_TOKENS, ROOT, TRACES, trace_of
+from kvproxy.replay.compare import PolicySpec, play_policy
+from kvproxy.replay.pooled import measure_bound
+from kvproxy.replay.results import summarize_outcomes
+from kvproxy.replay.settings import ReplayFleet, TierPlan
+
+LOADS, INSTANCES = (0.7, 0.9), 8
+SPEEDS = (20.0, 5.0, 1.5)
+AWARE, BLIND = "kv_aware", "kv_aware+tier_blind"
+FALSE, FAILING = "a fifth of the placements false", "a fifth of the reads fail"
+AWARE_TARGET, FALSE_TARGET = 0.65, 1.05
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run on a trace."""
+
+    policy: str
+    gb_per_s: float
+    variant: str = ""
+    load: float = LOADS[0]
+
+
+CELLS = (
+    *(Cell(policy, speed, load=load) for load in LOADS for speed in SPEEDS for policy in (BLIND, AWARE)),
+    *(Cell(AWARE, speed, variant) for speed in SPEEDS for variant in (FALSE, FAILING)),
+)
+
+
+class Job:
+    """All cells of one trace, in another process."""
+
+    def __init__(self, requests: int) -> None:
+        self._requests = requests
+
+    def __call__(self, name: str) -> list[dict[str, Any]]:
+        fleet = ReplayFleet(instances=INSTANCES, capacity_tokens=CAPACITY_TOKENS.get(name, 819_200))
+        bounds = {load: measure_bound(trace_of(name), fleet, load) for load in LOADS}
+        rows = []
+        for cell in CELLS:
+            bound = bounds[cell.load]
+            trace = bound.trace.cut(min(self._requests, bound.trace.requests))
+            plan = TierPlan(
+                device=0.25, host=4.0, gb_per_s=cell.gb_per_s, failing_reads=5 if cell.variant == FAILING else 0
+            )
+            played = replace(fleet, tiers=plan, wrong_share=0.2 if cell.variant == FALSE else 0.0)
+            spec = PolicySpec.parse(cell.policy)
+            policy = spec.make(rng=Random(1))
+            outcomes = play_policy(trace, bound.pace, played, policy, tier_blind=spec.tier_blind, seed=1)
+            summary = summarize_outcomes(outcomes, INSTANCES)
+            speeds = policy.speeds
+            learned = {} if speeds is None else speeds.onboarding.pool_prices(speeds.seconds[1])
+            rows.append({
+                "trace": name, **asdict(cell), "requests": trace.requests, "failed": summary.failed,
+                "ttft_mean_s": round(summary.ttft_mean_s, 5), "ttft_p99_s": round(summary.ttft_p99_s, 5),
+                "hit_ratio": round(summary.hit_rate, 4),
+                "onboarding_us_per_token": {tier.value: round(1e6 * s, 2) for tier, s in learned.items()},
+            })  # fmt: skip
+        return rows
+
+
+def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
+    """The report."""
+    found = {(row["trace"], row["policy"], row["gb_per_s"], row["variant"], row["load"]): row for row in rows}
+    traces = list(dict.fromkeys(row["trace"] for row in rows))
+
+    def ratio(speed: float, load: float, figure: str, *, to: tuple[str, str], of: tuple[str, str]) -> list[float]:
+        return [
+            found[trace, to[0], speed, to[1], load][figure] / found[trace, of[0], speed, of[1], load][figure]
+            for trace in traces
+        ]
+
+    lines = [
+        "# Tiers: what routing gains by knowing what is in host memory", "",
+        f"`{command}`. {INSTANCES} simulated engines at a load of what they serve with all memory on the device "
+        "and in one pool; engine memory cut to a quarter, host memory of four times that, written through. "
+        "A token's KV is 131,072 bytes: 32 layers, 8 KV heads, 128 values each, keys and values, two bytes. "
+        "TTFT in ratios; the last column is the geometric mean over the traces.", "",
+        f"| tier-aware / tier-blind | {' | '.join(traces)} | all | target |",
+        "|---|" + "---|" * (len(traces) + 2),
+    ]  # fmt: skip
+    for figure, name in (("ttft_mean_s", "mean TTFT"), ("ttft_p99_s", "p99 TTFT")):
+        for load in LOADS:
+            for speed in SPEEDS:
+                row = ratio(speed, load, figure, to=(AWARE, ""), of=(BLIND, ""))
+                target = AWARE_TARGET if figure == "ttft_mean_s" else None
+                lines.append(_row(f"{name}, {speed:g} GB/s, load {load}", row, target))
+    lines += [
+        "",
+        f"| tier-aware, mean TTFT | {' | '.join(traces)} | all | target |",
+        "|---|" + "---|" * (len(traces) + 2),
+    ]
+    for variant, target in ((FALSE, FALSE_TARGET), (FAILING, None)):
+        for speed in SPEEDS:
+            row = ratio(speed, LOADS[0], "ttft_mean_s", to=(AWARE, variant), of=(AWARE, ""))
+            lines.append(_row(f"{variant} / none, {speed:g} GB/s, load {LOADS[0]}", row, target))
+    lines += ["", "| what | " + " | ".join(traces) + " |", "|---|" + "---|" * len(traces)]
+    for speed in SPEEDS:
+        for policy in (BLIND, AWARE):
+            cells = [found[trace, policy, speed, "", LOADS[0]] for trace in traces]
+            shown = " | ".join(f"{1000 * each['ttft_mean_s']:.0f} ms, {each['hit_ratio']:.2f}" for each in cells)
+            lines.append(f"| {policy}, {speed:g} GB/s: mean TTFT, hit ratio | {shown} |")
+        true_us = 131_072 / speed / 1000
+        learned = [found[trace, AWARE, speed, "", LOADS[0]]["onboarding_us_per_token"] for trace in traces]
+        prices = [each.get("host", 0.0) for each in learned]
+        lines.append(f"| host onboarding learned at {speed:g} GB/s, us a token (true: {true_us:.1f}) | "
+                     + " | ".join(f"{price:.1f}" for price in prices) + " |")  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _row(what: str, ratios: Sequence[float], target: float | None) -> str:
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    verdict = "-"
+    if target is not None:
+        verdict = f"{target:.2f}: " + (
+            "reached" if mean <= target else f"**missed by {100 * (mean / target - 1):.0f} %**"
+        )
+    return f"| {what} | {' | '.join(f'{value:.2f}' for value in ratios)} | **{mean:.2f}** | {verdict} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=4000, help="of each trace at most (default 4000)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
+    parser.add_argument("--traces", default=",".join(TRACES), help="of benchmarks/traces (default: all)")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "reports", help="folder of the report")
+    args = parser.parse_args()
+    names = args.traces.split(",")
+    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+        rows = [row for group in pool.imap(Job(args.requests), names) for row in group]
+    command = "python -m benchmarks.tiers" + (f" --requests {args.requests}" if args.requests != 4000 else "")
+    (args.out / "tiers.json").write_text(json.dumps({"command": command, "runs": rows}) + "\n")
+    text = as_markdown(rows, command)
+    (args.out / "tiers.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""What stands below an engine's memory: what it keeps, what reading it takes, and what is announced of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvproxy.simulator.engine import Engine
+from kvproxy.simulator.engine_io import (
+    BlockRemoved,
+    BlockStored,
+    CacheChanged,
+    EngineSettings,
+    FirstToken,
+    KvEvent,
+    SimRequest,
+    TierSettings,
+)
+from kvproxy.simulator.lower_tiers import LowerTier
+from kvproxy.simulator.timing import EngineTiming
+
+SIZE, READ_S = 16, 0.001
+HOST = TierSettings("CPU", 100, READ_S)
+TIMING = EngineTiming(prefill_tokens_per_s=1000, quadratic_tokens=1e9)
+
+
+def engine(*tiers: TierSettings, blocks: int = 9, on_eviction: bool = False, store: LowerTier | None = None) -> Engine:
+    """With memory for one prompt of eight blocks and its last token."""
+    settings = EngineSettings(blocks, SIZE, max_batched_tokens=512, timing=TIMING, tiers=tiers,
+                              offload_on_eviction=on_eviction)  # fmt: skip
+    return Engine(settings, store=store)
+
+
+def ask(subject: Engine, *names: int, now: float) -> tuple[FirstToken, list[KvEvent]]:
+    """One request with a block for each name and a little more; what it found, and all events until its end."""
+    request = SimRequest(f"r{now}", names, len(names) * SIZE + 1, 1)
+    subject.submit(request, now)
+    outputs = subject.advance(now + 100.0)
+    (first,) = (each for each in outputs if isinstance(each, FirstToken))
+    return first, [event for each in outputs if isinstance(each, CacheChanged) for event in each.events]
+
+
+@pytest.mark.parametrize("on_eviction", [False, True])
+def test_what_left_the_engines_memory_is_read_back(on_eviction: bool) -> None:
+    """At the tier's price instead of computing it; it is the engine's again afterwards."""
+    subject = engine(HOST, on_eviction=on_eviction)
+    first, _ = ask(subject, 1, 2, 3, 4, 5, now=0.0)
+    assert first.cached_tokens == 0
+    ask(subject, 11, 12, 13, 14, 15, 16, now=200.0)
+    again, _ = ask(subject, 1, 2, 3, 4, 5, now=400.0)
+    assert again.cached_tokens == 5 * SIZE
+    blocks_read = subject.counters.external_prefix_cache_hits // SIZE
+    assert blocks_read == 3  # the beginning was still in memory
+    assert again.at - 400.0 == pytest.approx(blocks_read * READ_S + 1 / 1000)
+    once_more, _ = ask(subject, 1, 2, 3, 4, 5, now=600.0)
+    assert (once_more.cached_tokens, once_more.at - 600.0) == (5 * SIZE, pytest.approx(1 / 1000))
+
+
+def test_without_a_tier_it_is_computed_again() -> None:
+    """As before there were any."""
+    subject = engine()
+    ask(subject, 1, 2, 3, 4, 5, now=0.0)
+    ask(subject, *range(11, 19), now=200.0)
+    assert ask(subject, 1, 2, 3, 4, 5, now=400.0)[0].cached_tokens == 0
+
+
+def test_events_name_the_tier() -> None:
+    """Stored once under the engine's hashes and parents; what is read back is announced as in engine memory."""
+    subject = engine(HOST)
+    _, events = ask(subject, 1, 2, now=0.0)
+    assert events == [BlockStored((1, 2), None), BlockStored((1, 2), None, medium="CPU")]
+    _, events = ask(subject, 1, 2, 3, now=200.0)
+    assert events == [BlockStored((3,), 2), BlockStored((3,), 2, medium="CPU")]
+    ask(subject, *range(11, 19), now=400.0)
+    _, events = ask(subject, 1, 2, 3, now=600.0)
+    assert [each for each in events if isinstance(each, BlockStored)] == [BlockStored((1, 2, 3), None)]
+
+
+def test_on_eviction_nothing_is_in_both_places_at_first() -> None:
+    """A block is announced below when it leaves the engine's memory, with the parent it was stored under."""
+    subject = engine(HOST, on_eviction=True)
+    _, events = ask(subject, 1, 2, now=0.0)
+    assert events == [BlockStored((1, 2), None)]
+    _, events = ask(subject, *range(11, 19), now=200.0)
+    below = [each for each in events if isinstance(each, BlockStored) and each.medium == "CPU"]
+    assert below == [BlockStored((2,), 1, medium="CPU"), BlockStored((1,), None, medium="CPU")]
+
+
+def test_a_full_tier_gives_up_the_end_of_what_was_used_longest_ago() -> None:
+    """A prompt's beginning is of use without its end."""
+    tier = TierSettings("CPU", 4, READ_S)
+    subject = engine(tier)
+    ask(subject, 1, 2, 3, now=0.0)
+    _, events = ask(subject, 11, 12, 13, now=200.0)
+    gone = [each for each in events if isinstance(each, BlockRemoved) and each.medium == "CPU"]
+    assert gone == [BlockRemoved(3, medium="CPU"), BlockRemoved(2, medium="CPU")]
+
+
+def test_a_shared_store_serves_what_another_engine_computed() -> None:
+    """Behind both engines there is one."""
+    store = LowerTier(TierSettings("EXTERNAL", 100, READ_S, latency_s=0.5))
+    one, other = engine(store=store), engine(HOST, store=store)
+    ask(one, 1, 2, 3, now=0.0)
+    first, _ = ask(other, 1, 2, 3, now=200.0)
+    assert first.cached_tokens == 3 * SIZE
+    assert first.at - 200.0 == pytest.approx(0.5 + 3 * READ_S + 1 / 1000)
+
+
+def test_a_read_that_fails_is_computed() -> None:
+    """Every second one here; the time it took to find out is lost."""
+    subject = engine(TierSettings("CPU", 100, READ_S, latency_s=0.25, failing_reads=2))
+    found = []
+    ask(subject, 1, 2, 3, now=0.0)
+    for turn in range(1, 5):
+        ask(subject, *range(20 * turn, 20 * turn + 8), now=400.0 * turn)
+        first, _ = ask(subject, 1, 2, 3, now=400.0 * turn + 200.0)
+        found.append(first.cached_tokens)
+        late_s = first.at - (400.0 * turn + 200.0)
+        assert late_s == pytest.approx(0.25 + (3 * READ_S + 1 / 1000 if first.cached_tokens else 49 / 1000))
+    assert found == [48, 0, 48, 0]
+
+
+@pytest.mark.parametrize("wrong", [{"capacity_blocks": 0}, {"read_block_s": -1.0}, {"failing_reads": -1}])
+def test_impossible_tiers_are_refused(wrong: dict[str, float]) -> None:
+    """Before an engine is built with them."""
+    with pytest.raises(ValueError, match="a tier has room"):
+        TierSettings(**{"medium": "CPU", "capacity_blocks": 1, "read_block_s": 0.0, **wrong})  # type: ignore[arg-type]
