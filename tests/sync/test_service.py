@@ -84,6 +84,7 @@ async def test_what_one_worker_serves_the_other_knows(tmp_path: Path) -> None:
         assert (await one.ask()).status_code == 200
         await until(lambda: two.entries() == one.entries() > 0)
         assert two.metric("kvproxy_sync_consistency_ratio") == 1.0
+        assert one.proxy.metrics.registry.get_sample_value("kvproxy_sync_store_up") is None  # nor is there a store
         assert one.proxy.kvcache is not None
         assert two.proxy.kvcache is not None
         ratio = one.proxy.kvcache.state.bytes_per_token.learned
