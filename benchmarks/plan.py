@@ -28,6 +28,7 @@ from kvproxy.replay.pooled import measure_bound
 from kvproxy.replay.results import summarize_outcomes
 from kvproxy.replay.settings import ENGINES, Pace, ReplayFleet, make_prompt
 from kvproxy.replay.trace import Trace, read_trace
+from kvproxy.simulator.engine_io import EngineSettings
 from kvproxy.simulator.fleet import Fleet, FleetSettings, clone_engines
 from kvproxy.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.simulator.tokenizer import Tokenizer
@@ -37,10 +38,10 @@ HERE = Path(__file__).parent
 LOAD, ENGINES_COUNT = 0.5, 2
 BLOCK = 16  # of the servers
 #: Trace, its first requests, and the cache of an engine that 1x is.
-CASES = (("toolagent_like_dev", 400, 200_000), ("agent_dev", 500, 40_000))
+CASES = (("agent_dev", 500, 40_000), ("toolagent_like_dev", 400, 200_000))
 SHARES = (0.5, 1.0, 2.0)
 #: Real seconds for a virtual one.
-TIME_SCALE = 0.4
+TIME_SCALE = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +60,23 @@ def count_tokens_per_word(trace: Trace) -> float:
     return sum(len(tokenizer.encode(text)) for text in texts) / sum(turn.prompt_tokens for turn in turns)
 
 
+def _engine(fleet: ReplayFleet, scale: float) -> EngineSettings:
+    """As fast with its own tokens as the planner's is with those of the trace."""
+    settings = fleet.engine_settings(BLOCK, 0, 0.0)
+    timing = replace(
+        settings.timing,
+        prefill_tokens_per_s=settings.timing.prefill_tokens_per_s * scale,
+        quadratic_tokens=settings.timing.quadratic_tokens * scale,
+        time_scale=TIME_SCALE,
+    )
+    batched = int(settings.max_batched_tokens * scale)
+    return replace(settings, timing=timing, max_batched_tokens=batched, token_outputs=True)
+
+
 async def measure(trace: Trace, pace: Pace, fleet: ReplayFleet, tokens: int) -> Measured:
     """One run over HTTP."""
     scale = count_tokens_per_word(trace)
-    settings = replace(fleet, capacity_tokens=int(tokens * scale)).engine_settings(BLOCK, 0, 0.0)
-    timing = replace(
-        settings.timing, prefill_tokens_per_s=settings.timing.prefill_tokens_per_s * scale, time_scale=TIME_SCALE
-    )
-    engine = replace(settings, timing=timing, token_outputs=True)
+    engine = _engine(replace(fleet, capacity_tokens=int(tokens * scale)), scale)
     server = VllmSettings(model="sim", engine=engine, kv_events=PublisherSettings(), max_model_len=1_000_000)
     async with contextlib.AsyncExitStack() as stack:
         fleet_settings = FleetSettings(clone_engines(server, fleet.instances), controller=None)

@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_worker(commands)
     _add_replay(commands)
     _add_plan(commands)
+    _add_warm(commands)
     _add_demo(commands)
     _add_completion(commands, parser)
     return parser
@@ -259,6 +260,24 @@ def _add_plan(commands: _Commands[argparse.ArgumentParser]) -> None:
     plan = commands.add_parser("plan", help="how much KV a model keeps, what fits where, and what that is worth")
     add_arguments(plan)
     plan.set_defaults(run="planner.command:main")
+
+
+def _add_warm(commands: _Commands[argparse.ArgumentParser]) -> None:
+    warm = commands.add_parser(
+        "warm",
+        help="send prompt templates to the endpoints that should hold them, while these are idle",
+        description="Each line of PROMPTS is a chat or completion request, as clients send it. It is computed at the "
+        "endpoints that hold most of it or are least busy, and sent again to see that it is reused. Exit status: 0 all "
+        "of it is, 1 not.",
+    )
+    warm.add_argument("prompts", type=Path, metavar="PROMPTS", help="JSON lines")
+    _config_option(warm)
+    warm.add_argument("--replicas", type=_count, default=1, metavar="N", help="endpoints for each (default 1)")
+    warm.add_argument("--wait", type=float, default=60.0, metavar="S",
+                      help="for an endpoint that is busy (default %(default)s)")  # fmt: skip
+    warm.add_argument("--url", help="a running proxy's admin listener instead of -c: its routing learns of it, too")
+    warm.add_argument("--token-file", metavar="FILE", help="file with the admin token (else $KVPROXY_ADMIN_TOKEN)")
+    warm.set_defaults(run="commands.warm:main")
 
 
 def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:

@@ -27,6 +27,7 @@ from kvproxy.admin.pick import PickRoutes
 from kvproxy.admin.process import AdviceRoutes, HealthRoutes, SettingsRoutes
 from kvproxy.admin.replies import Audit, RequestRefused, on_http_error, on_refused, reply_error
 from kvproxy.admin.views import CacheRoutes, DecisionRoutes
+from kvproxy.admin.warm import WarmRoutes
 from kvproxy.config.addresses import is_loopback
 from kvproxy.errors import Problem
 
@@ -146,6 +147,7 @@ def build_admin_app(
         RoutingRoutes(operated, audit),
         DecisionRoutes(operated),
         PickRoutes(operated),
+        WarmRoutes(operated, audit),
         AdviceRoutes(operated, audit),
         SettingsRoutes(operated, audit, set_level=set_level),
     )

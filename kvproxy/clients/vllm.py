@@ -81,6 +81,27 @@ class _Model(msgspec.Struct):
     max_model_len: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """What a request took by the engine's own count; None: it does not say what it reused."""
+
+    prompt_tokens: int
+    cached_tokens: int | None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    prompt_tokens_details: _Details | None = None
+
+
+class _Generated(msgspec.Struct):
+    usage: _Usage
+
+
 class _Models(msgspec.Struct):
     data: list[_Model]
 
@@ -165,6 +186,12 @@ class VllmClient:
         if kind is RequestKind.MESSAGES and await self._ask_sglang(timeout_s):
             as_chat = sglang_chat_of_messages
         return await self.tokenize_chat(model, as_chat(body), timeout_s=timeout_s)
+
+    async def prefill(self, path: str, body: bytes, *, timeout_s: float | None = None) -> Prefill:
+        """Has a chat or completion request computed, which is to generate one token and not to be streamed."""
+        usage = (await self._api.post(path, body, _Generated, timeout_s=timeout_s or self._timeout_s)).usage
+        details = usage.prompt_tokens_details
+        return Prefill(usage.prompt_tokens, None if details is None else details.cached_tokens)
 
     async def check_health(self, *, timeout_s: float | None = None) -> bool:
         """Whether `/health` says the engine lives; False for an error status, ClientError without any answer."""

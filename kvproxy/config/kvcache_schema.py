@@ -96,6 +96,20 @@ class CacheStrategySettings(Model):
     """An action without effect this many times in a row on one instance switches itself off there."""
 
 
+class WarmingSettings(Model):
+    """Computing hot prefixes at endpoints that lack them, while these have nothing else to do: after a restart, at a
+    new endpoint, and where fewer hold one than its traffic is worth. Needs `kv_events`."""
+
+    enabled: bool = False
+    """Do it without being asked. Token ids of hot prefixes are then kept in memory (64 MiB at most), never text."""
+    max_requests: int = Field(default=0, ge=0, le=10_000)
+    """An engine that runs and holds more requests than this is left alone; also for `kvproxy warm`."""
+    tokens_per_minute: int = Field(default=200_000, ge=1)
+    """Budget of all endpoints together."""
+    uses_per_replica: int = Field(default=50, ge=1)
+    """One more endpoint should hold a prefix for each so many uses within `hot_window`."""
+
+
 class LookupRetrySettings(Model):
     """Retries of background calls (never of a lookup on the routing path)."""
 
@@ -184,6 +198,8 @@ class KvCacheSettings(Model):
     """Asking the engine for token ids."""
     cache_strategy: CacheStrategySettings = CacheStrategySettings()
     """Pin, compress, evict."""
+    warming: WarmingSettings = WarmingSettings()
+    """Hot prefixes at endpoints that lack them."""
     background: BackgroundSettings = BackgroundSettings()
     """The queue they run from."""
     retry: LookupRetrySettings = LookupRetrySettings()

@@ -15,6 +15,7 @@ from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.actions import signals
 from kvproxy.kvcache.actions.signals import HostUse
 from kvproxy.kvcache.actions.strategy_runner import StrategyRunner
+from kvproxy.kvcache.actions.warming import Warmer, Warming
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.feedback.predictions import PredictionFeedback
@@ -97,11 +98,28 @@ class KvCache:
             clock=clock,
             rng=random.Random() if rng is None else rng,
         )
+        self.warmer, self.warming = self._make_warming(clock)
         self.snapshot = warm_restart(
             settings.snapshot, self.state, clusters=clusters, metrics=metrics, clock=clock, wall_clock=wall_clock
         )
         self._uses_tokens = bool(settings.lmcache_endpoint) or settings.kv_events
         self._running = AsyncExitStack()
+
+    def _make_warming(self, clock: Clock) -> tuple[Warmer, Warming | None]:
+        settings, metrics = self.settings, self._metrics
+        warmer = Warmer(settings, engines=self._engines, metrics=metrics, clock=clock)
+        if not settings.warming.enabled:
+            return warmer, None
+        return warmer, Warming(
+            settings,
+            clusters=self.clusters,
+            hotness=self.actions.hotness,
+            losses=self.state.losses,
+            jobs=self.actions.jobs,
+            warmer=warmer,
+            metrics=metrics,
+            clock=clock,
+        )
 
     async def __aenter__(self) -> Self:
         self.state.keep_only(self.clusters)
@@ -186,3 +204,5 @@ class KvCache:
         self.feedback.keep_only(present)
         self.state.breaks.keep_only(present)
         self.actions.tick()
+        if self.warming is not None:
+            self.warming.tick()

@@ -139,8 +139,11 @@ class HoldingMetrics:
             "kvproxy_kvcache_token_recalls", "Prompts by what token memory knew", ["result"], counts=True, registry=r
         )  # exact, prefix, missed
         self.actions = Counter(
-            "kvproxy_kvcache_actions", "Pins, compressions and evictions", ["action", "result"], registry=r
+            "kvproxy_kvcache_actions", "Pins, compressions, evictions, warming", ["action", "result"], registry=r
         )
+        self.warmed_tokens = Counter(
+            "kvproxy_kvcache_warmed_tokens", "Tokens of prompts sent to warm caches", ["state"], registry=r
+        )  # computed, found
         self.background = Counter(
             "kvproxy_kvcache_background_jobs", "Work after responses", ["result"], registry=r
         )  # done, failed, timeout, duplicate, dropped, abandoned

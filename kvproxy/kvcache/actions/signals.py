@@ -9,6 +9,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import psutil
 from xxhash import xxh3_64_intdigest
@@ -223,6 +224,10 @@ class Hotness:
     def walk_coldest(self, instance: str) -> Iterator[KnownPrefix]:
         """Prefixes with tokens that `instance` served, the longest unused first. Not to be changed meanwhile."""
         return (one for one in self._prefixes.values() if one.actionable and instance in one.instances)
+
+    def walk_latest(self, most: int) -> Iterator[KnownPrefix]:
+        """The last used ones. Not to be changed meanwhile."""
+        return islice(reversed(self._prefixes.values()), most)
 
     def end_session(self, session: int, keys: Sequence[int]) -> None:
         """Nothing more comes of the session, whose last prompt had these prefixes: what it alone asked for is hot no

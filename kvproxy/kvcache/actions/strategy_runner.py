@@ -53,6 +53,7 @@ class StrategyRunner:
         self.executor = ActionExecutor(
             settings, jobs=self.jobs, lookups=lookups, breakers=breakers, metrics=metrics, clock=clock, rng=rng
         )
+        self._warms = settings.warming.enabled
         self._tokens = tokens
         self._lookups = lookups
         self._pressure = pressure
@@ -73,7 +74,7 @@ class StrategyRunner:
     def run_strategies(self, facts: RequestFacts, endpoint: Endpoint | None) -> None:
         """The strategies' turn after a response of the endpoint (None: it left), with the prompt's tokens. Where these
         are not known yet they are asked for, which also lets the next turn of this chat know its beginning."""
-        used = self._use(facts, endpoint) if endpoint is not None and self.enabled else []
+        used = self._use(facts, endpoint) if endpoint is not None and (self.enabled or self._warms) else []
         if facts.tokens is not None and facts.tokens_exact:
             if endpoint is not None and used:
                 self._consider(used, facts.tokens, endpoint)

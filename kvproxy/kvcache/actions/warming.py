@@ -1,0 +1,268 @@
+"""Warming: a prompt is computed at an endpoint before clients ask for it there, while its engine has nothing to do.
+
+`Warmer` sends and verifies. `Warming` decides by itself, for hot prefixes whose tokens are known: after a loss, at a
+new endpoint, and where fewer endpoints hold one than its traffic is worth.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from kvproxy.clients.vllm import Prefill
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Condition, Endpoint
+from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.errors import ClientError
+from kvproxy.kvcache.actions.job_queue import Job, JobQueue
+from kvproxy.kvcache.actions.signals import Hotness, KnownPrefix, common_tokens
+from kvproxy.kvcache.engines import Engines
+from kvproxy.kvcache.feedback.trust import CacheLosses
+from kvproxy.log_lines import log_fields
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import Clock, EndpointId
+
+audit = logging.getLogger("kvproxy.audit")
+
+#: Tokens sent at once of a prefix whose tokens are known: what a request that comes meanwhile has to wait for.
+PIECE_TOKENS = 2048
+#: Longer prefixes are not warmed by themselves.
+MAX_TOKENS = 32_768
+#: One send; a long prompt on a slow engine.
+TIMEOUT_S = 120.0
+#: After an attempt that failed an endpoint is left alone for so long.
+RETRY_S = 15.0
+#: Prefixes looked at in a round, the last used ones.
+LOOKED_AT = 1024
+
+
+class WarmingPlan(NamedTuple):
+    """A prefix that an endpoint lacks."""
+
+    endpoint: Endpoint
+    prefix: KnownPrefix
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """How it went: `done`, `no_effect`, `unverified` (the engine does not say what it reuses), `busy`, `dry_run`, or
+    why a call failed. Tokens are the engine's count of the last prompt, and of it those that a second send found."""
+
+    result: str
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Warmer:
+    """Sends to one endpoint at a time what its caller chose, within idle capacity."""
+
+    def __init__(self, settings: KvCacheSettings, *, engines: Engines, metrics: Metrics, clock: Clock) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._engines = engines
+        self._tokens = metrics.holdings.warmed_tokens
+
+    async def warm_body(self, endpoint: Endpoint, path: str, body: bytes) -> Warmed:
+        """A request that generates one token, and again to see what is reused of it."""
+        return await self._warm(endpoint, path, [body])
+
+    async def warm_prefix(self, endpoint: Endpoint, prefix: KnownPrefix) -> Warmed:
+        """By its tokens, in pieces that are each sent only while the engine is idle."""
+        if self._settings.cache_strategy.dry_run:
+            return Warmed("dry_run")
+        return await self._warm(endpoint, "/v1/completions", _pieces(prefix))
+
+    async def is_idle(self, endpoint: Endpoint) -> bool:
+        """By its own word, and by what this proxy has under way there. ClientError where it cannot be asked."""
+        limit = self._settings.warming.max_requests
+        if endpoint.condition(self._clock()) is not Condition.UP or endpoint.load.in_flight > limit:
+            return False
+        engine = await self._engines.client(endpoint.engine).fetch_metrics()
+        if endpoint.load.in_flight > limit or engine.running is None:
+            return False
+        return engine.running + (engine.waiting or 0) <= limit
+
+    async def _warm(self, endpoint: Endpoint, path: str, bodies: Sequence[bytes] | Iterator[bytes]) -> Warmed:
+        if endpoint.rank is not None:
+            return Warmed("not_supported")  # the engine itself would choose the rank
+        last, body = Prefill(0, 0), b""
+        try:
+            for body in bodies:
+                if not await self.is_idle(endpoint):
+                    return Warmed("busy", last.prompt_tokens)
+                last = await self._send(endpoint, path, body)
+            again = await self._send(endpoint, path, body)
+        except ClientError as error:
+            return Warmed(error.reason, last.prompt_tokens)
+        if again.cached_tokens is None:
+            return Warmed("unverified", again.prompt_tokens)
+        return Warmed("done" if again.cached_tokens else "no_effect", again.prompt_tokens, again.cached_tokens)
+
+    async def _send(self, endpoint: Endpoint, path: str, body: bytes) -> Prefill:
+        answer = await self._engines.client(endpoint.engine).prefill(path, body, timeout_s=TIMEOUT_S)
+        found = answer.cached_tokens or 0
+        self._tokens.labels("found").inc(found)
+        self._tokens.labels("computed").inc(max(0, answer.prompt_tokens - found))
+        return answer
+
+
+def _pieces(prefix: KnownPrefix) -> Iterator[bytes]:
+    salt = {"cache_salt": prefix.cache_salt} if prefix.cache_salt else {}
+    rest = {"model": prefix.model, "max_tokens": 1, "temperature": 0, **salt}
+    for end in range(PIECE_TOKENS, len(prefix.tokens) + PIECE_TOKENS, PIECE_TOKENS):
+        yield msgspec.json.encode({**rest, "prompt": prefix.tokens[:end].tolist()})
+
+
+def _begun_by(prefix: KnownPrefix, known: Iterable[KnownPrefix]) -> Iterator[KnownPrefix]:
+    """Those whose tokens it begins with, itself included."""
+    return (one for one in known if one.tokens and common_tokens(one.tokens, prefix.tokens) == len(one.tokens))
+
+
+class Warming:
+    """Its turn comes between requests (`tick`). What it sends is within a budget, one prefix at a time an endpoint."""
+
+    def __init__(
+        self,
+        settings: KvCacheSettings,
+        *,
+        clusters: Mapping[str, Cluster],
+        hotness: Hotness,
+        losses: CacheLosses,
+        jobs: JobQueue,
+        warmer: Warmer,
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        self._settings = settings.warming
+        self._hot_uses = settings.cache_strategy.hot_content_threshold
+        self._clusters = clusters
+        self._hotness = hotness
+        self._losses = losses
+        self._jobs = jobs
+        self._warmer = warmer
+        self._results = metrics.holdings.actions
+        self._clock = clock
+        self._budget = float(self._settings.tokens_per_minute)
+        self._refilled_at = clock()
+        self._known: dict[tuple[str, EndpointId], float | None] = {}  # when each lost its cache last
+        self._empty: dict[str, str] = {}  # instances that lack whatever is hot, and why
+        self._tried: dict[str, float] = {}  # when an instance was tried last; but for one that was warmed or busy
+        self._first = True
+
+    def tick(self) -> None:
+        """Notes what was lost, and queues what is worth sending."""
+        now = self._clock()
+        self._refill(now)
+        self._note_losses(now)
+        for cluster in self._clusters.values():
+            for planned in self.plan(cluster.endpoints, now):
+                self._submit(planned)
+
+    def plan(self, endpoints: Sequence[Endpoint], now: float) -> list[WarmingPlan]:
+        """At most one prefix an endpoint, the one that saves most: first at those that lost theirs, then at the least
+        busy ones."""
+        hot = self._hot_prefixes(now)
+        able = [one for one in endpoints if one.condition(now) is Condition.UP and one.rank is None]
+        holders = {prefix.key: prefix.instances & {one.instance_id for one in able} for _, prefix in hot}
+        planned = []
+        for endpoint in sorted(able, key=lambda one: (one.instance_id not in self._empty, one.load.in_flight)):
+            if now - self._tried.get(endpoint.instance_id, -math.inf) < RETRY_S:
+                continue
+            for uses, prefix in hot:
+                held_by = holders[prefix.key]
+                reason = self._why(endpoint, uses, prefix, held_by, len(able))
+                if reason and len(prefix.tokens) <= self._budget:
+                    self._budget -= len(prefix.tokens)
+                    self._tried[endpoint.instance_id] = now
+                    for covered in _begun_by(prefix, (one for _, one in hot)):
+                        holders[covered.key].add(endpoint.instance_id)
+                    planned.append(WarmingPlan(endpoint, prefix, reason))
+                    break
+        return planned
+
+    def _why(self, endpoint: Endpoint, uses: int, prefix: KnownPrefix, held_by: set[str], most: int) -> str:
+        """The reason to warm it there; "" where there is none."""
+        if endpoint.instance_id in held_by or not endpoint.serves(prefix.model):
+            return ""
+        if reason := self._empty.get(endpoint.instance_id):
+            return reason
+        wanted = min(math.ceil(uses / self._settings.uses_per_replica), most)
+        return f"{uses} uses, {len(held_by)} of {wanted} holders" if len(held_by) < wanted else ""
+
+    def _hot_prefixes(self, now: float) -> list[tuple[int, KnownPrefix]]:
+        """Those that several sessions use, by the tokens that they save together."""
+        counted = (
+            (self._hotness.count_recent_uses(one, now), one)
+            for one in self._hotness.walk_latest(LOOKED_AT)
+            if one.actionable and not one.session and len(one.tokens) <= MAX_TOKENS
+        )
+        hot = [(uses, one) for uses, one in counted if uses >= self._hot_uses]
+        return sorted(hot, key=lambda pair: -pair[0] * len(pair[1].tokens))
+
+    def _note_losses(self, now: float) -> None:
+        """What is new since the last round lacks everything; at the first round nothing is known to be new."""
+        seen = {}
+        for name, cluster in self._clusters.items():
+            for endpoint in cluster.endpoints:
+                loss = self._losses.latest_loss(name, endpoint.id)
+                lost_at = None if loss is None else round(now - loss.age_s, 3)
+                where = (name, endpoint.id)
+                seen[where] = lost_at
+                if where not in self._known and not self._first:
+                    self._note_empty(endpoint, "new endpoint")
+                elif lost_at is not None and loss is not None and lost_at != self._known.get(where):
+                    self._note_empty(endpoint, loss.reason.value)
+        self._known, self._first = seen, False
+        present = {one.instance_id for cluster in self._clusters.values() for one in cluster.endpoints}
+        self._empty = {instance: why for instance, why in self._empty.items() if instance in present}
+        self._tried = {instance: at for instance, at in self._tried.items() if instance in present}
+
+    def _note_empty(self, endpoint: Endpoint, reason: str) -> None:
+        self._hotness.note_emptied(endpoint.instance_id)
+        self._empty[endpoint.instance_id] = reason
+        self._tried.pop(endpoint.instance_id, None)
+
+    def _note_held(self, prefix: KnownPrefix, instance: str) -> None:
+        """The prefix, and those that it begins with."""
+        for one in _begun_by(prefix, self._hotness.walk_latest(LOOKED_AT)):
+            one.instances.add(instance)
+
+    def _refill(self, now: float) -> None:
+        most = float(self._settings.tokens_per_minute)
+        self._budget = min(most, self._budget + most * (now - self._refilled_at) / 60.0)
+        self._refilled_at = now
+
+    def _submit(self, planned: WarmingPlan) -> None:
+        instance, prefix = planned.endpoint.instance_id, planned.prefix
+        job = Job(
+            ("warm", instance, prefix.key), lambda: self._run(planned), lane=instance, about=f"warm {prefix.name}"
+        )
+        self._jobs.submit(job)
+
+    async def _run(self, planned: WarmingPlan) -> bool:
+        prefix, instance, began = planned.prefix, planned.endpoint.instance_id, self._clock()
+        warmed = await self._warmer.warm_prefix(planned.endpoint, prefix)
+        good = warmed.result in ("done", "unverified", "dry_run")
+        if good:
+            self._note_held(prefix, instance)
+        if good or warmed.result == "busy":
+            self._tried.pop(instance, None)
+        self._results.labels("warm", warmed.result).inc()
+        fields = {
+            "action": "warm",
+            "instance": instance,
+            "prefix": prefix.name,
+            "tokens": len(prefix.tokens),
+            "reason": planned.reason,
+            "result": warmed.result,
+            "amount": warmed.cached_tokens,
+            "took_ms": round((self._clock() - began) * 1000, 1),
+        }
+        log_fields(audit, "cache", fields)
+        return good
