@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 
@@ -140,14 +140,21 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def encode_batch(batch: Batch) -> tuple[bytes, int]:
-    """As bytes, and how many of its deltas are left out of them, since they cannot be said: a number too large, say."""
+class Drops(Protocol):
+    """Counts deltas that are not told."""
+
+    dropped: int
+
+
+def encode_batch(batch: Batch, drops: Drops) -> bytes:
+    """As bytes. Deltas that cannot be said, with a number too large, say, are left out and counted."""
     try:
-        return encode(batch), 0
+        return encode(batch)
     except (ValueError, OverflowError) as error:
         log.warning("something is not told to other processes: %s", type(error).__name__)
     said = [delta for delta in batch.deltas if _can_be_said(delta)]
-    return encode(msgspec.structs.replace(batch, deltas=said)), len(batch.deltas) - len(said)
+    drops.dropped += len(batch.deltas) - len(said)
+    return encode(msgspec.structs.replace(batch, deltas=said))
 
 
 def _can_be_said(delta: Delta) -> bool:

@@ -368,7 +368,7 @@ def _row(**fields: object) -> deltas.EndpointLoads:
 def test_no_message_has_numbers_that_spoil_sums_or_more_deltas_than_one_may(
     batch: tuple[list[deltas.Delta], list[deltas.EndpointLoads]],
 ) -> None:
-    """Whoever sent it: it is refused whole, before anything is changed."""
+    """It is refused whole, before anything is changed."""
     payload = wire.encode(wire.Batch(wire.Origin("one", 0, 1), 1, 1.0, *batch))
     with pytest.raises(msgspec.DecodeError):
         wire.decode(payload)
