@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from starlette.types import Send
 
-from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.endpoint import Condition, Endpoint
+from kvproxy.cluster.endpoint import Condition
+from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.pick import AttemptOutcome
+from kvproxy.cluster.verdicts import Verdicts
 from kvproxy.listener.server import serve
 from tests.support.fake_engine import Behaviour, Call, FakeEngine, answer_ok, event, reply, start_stream
 from tests.support.proxy import RunningProxy, chat, running_proxy
@@ -148,10 +149,10 @@ async def test_what_the_engine_refuses_teaches_nothing_about_its_speed(
     """It did not prefill: any 4xx is the client's error, and neither a success nor a failure."""
     outcomes: list[AttemptOutcome] = []
 
-    def record(self: Cluster, endpoint: Endpoint, outcome: AttemptOutcome, now: float) -> None:
+    def record(self: Verdicts, engine: Engine, outcome: AttemptOutcome, now: float) -> None:
         outcomes.append(outcome)
 
-    monkeypatch.setattr(Cluster, "record_outcome", record)
+    monkeypatch.setattr(Verdicts, "record_outcome", record)
     async with fleet(status(code)) as (_, proxy):
         assert await ask(proxy, 1) == [code]
     assert outcomes == [AttemptOutcome.CLIENT_ERROR]

@@ -39,8 +39,8 @@ class Judge(Protocol):
     def record_outcome(self, engine: Engine, outcome: AttemptOutcome, now: float) -> None: ...
 
 
-class WaitingRoom(Protocol):
-    """Where requests wait for room."""
+class LoadListener(Protocol):
+    """A queue whose requests wait for less load."""
 
     def on_load_decrease(self) -> None: ...
 
@@ -51,7 +51,7 @@ class Picker(Protocol):
     @property
     def verdicts(self) -> Judge: ...
     @property
-    def queue(self) -> WaitingRoom | None: ...
+    def queue(self) -> LoadListener | None: ...
     def on_release(self, endpoint: Endpoint, now: float) -> None: ...
 
 

@@ -1,6 +1,6 @@
 """What Envoy's external processor says and is answered, in the words of the endpoint picker protocol v1.0.0.
 
-Its message classes are generated (`xds-protos`) and C inside; what is always answered alike is encoded once.
+Its message classes are those of `protocol.py`; what is always answered alike is encoded once.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeAlias
 
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 from google.protobuf.message import DecodeError
 
 from kvproxy.forward.headers import RANK_HEADER
+from kvproxy.picker.protocol import ProcessingRequest, ProcessingResponse
 from kvproxy.request.error_reply import LocalReply, error_body
 from kvproxy.types import Headers
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from typing import Protocol, Self
 
-from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from google.protobuf.message import DecodeError
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from kvproxy.config.listener_schema import PickerSettings
 from kvproxy.picker.carried import Placer
 from kvproxy.picker.conversation import Conversations
 from kvproxy.picker.grpc import GrpcServer, Method, Replies, Status
 from kvproxy.picker.placing import PickerTarget
+from kvproxy.picker.protocol import (
+    CHECK,
+    EXT_PROC,
+    NOT_SERVING,
+    PROCESS,
+    SERVING,
+    HealthCheckRequest,
+    HealthCheckResponse,
+)
 from kvproxy.request.body import HeldBodies
 
-_EXT_PROC: str = ext_proc.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
-PROCESS = f"/{_EXT_PROC}/Process"
-CHECK = "/grpc.health.v1.Health/Check"
 #: A body arrives in one message with what Envoy says besides.
 _MESSAGE_BYTES = 1024 * 1024
 #: Envoy has a connection or two for each of its workers.
@@ -97,12 +101,12 @@ class HealthCheck:
             return
         if service == "liveness":
             serving = True
-        elif service in ("", "readiness", _EXT_PROC):
+        elif service in ("", "readiness", EXT_PROC):
             serving = self._is_ready()
         else:
             self._replies.end(Status.NOT_FOUND, "no such service")
             return
-        status = HealthCheckResponse.SERVING if serving else HealthCheckResponse.NOT_SERVING
+        status = SERVING if serving else NOT_SERVING
         self._replies.send(HealthCheckResponse(status=status).SerializeToString())
         self._replies.end()
 

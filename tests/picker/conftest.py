@@ -2,4 +2,4 @@
 
 import pytest
 
-pytest.importorskip("envoy", reason="needs `pip install --group dev`: the extra `picker` is not installed")
+pytest.importorskip("hpack", reason="needs `pip install --group dev`: the extra `picker` is not installed")

@@ -10,14 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
-from envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorStub
 from google.protobuf.struct_pb2 import ListValue, Struct, Value
 
 from kvproxy.app import Proxy
 from kvproxy.config.load import load_config
-from kvproxy.picker.messages import DESTINATION, SERVED, SUBSET, BodyMode
+from kvproxy.picker.messages import DESTINATION, SERVED, SUBSET, BodyMode, Message
+from kvproxy.picker.protocol import PROCESS, HeaderMap, HeaderValue, ProcessingRequest, ProcessingResponse
 from kvproxy.picker.server import PickerServer
 from kvproxy.types import EndpointId
 
@@ -47,7 +45,17 @@ class Picker:
 
     def ask(self, **options: Any) -> Envoy:
         """A new stream."""
-        return Envoy(ExternalProcessorStub(self.channel).Process(), **options)
+        return Envoy(begin_stream(self.channel), **options)
+
+
+def begin_stream(channel: grpc.aio.Channel, **options: Any) -> Any:
+    """A call of the external processor."""
+    method = channel.stream_stream(
+        PROCESS,
+        request_serializer=ProcessingRequest.SerializeToString,
+        response_deserializer=ProcessingResponse.FromString,
+    )
+    return method(**options)
 
 
 @contextlib.asynccontextmanager
@@ -87,7 +95,7 @@ class Envoy:
         async with asyncio.timeout(LIMIT_S):
             await self.call.write(ProcessingRequest(**fields))
 
-    async def hear(self) -> ProcessingResponse:
+    async def hear(self) -> Message:
         """The next answer."""
         async with asyncio.timeout(LIMIT_S):
             answer = await self.call.read()
@@ -118,7 +126,7 @@ class Envoy:
         """The request's, or a piece of it."""
         await self.say(request_body={"body": body, "end_of_stream": ended})
 
-    async def pick(self, body: bytes | None = None) -> ProcessingResponse:
+    async def pick(self, body: bytes | None = None) -> Message:
         """The whole first half: headers, body, and the answer that names the endpoint (or refuses)."""
         body = chat() if body is None else body
         await self.say_headers()
@@ -132,7 +140,7 @@ class Envoy:
 
     async def answer(
         self, *, status: int = 200, served: str | None = None, details: str = "", ended: bool = False, **headers: str
-    ) -> ProcessingResponse:
+    ) -> Message:
         """The response's headers, from the chosen endpoint unless it says otherwise."""
         served = self.chosen if served is None else served
         attributes = {name: Value(string_value=value) for name, value in
@@ -144,7 +152,7 @@ class Envoy:
         )
         return await self.hear()
 
-    async def say_piece(self, piece: bytes, *, ended: bool = False) -> ProcessingResponse:
+    async def say_piece(self, piece: bytes, *, ended: bool = False) -> Message:
         """A piece of the response's body."""
         await self.say(response_body={"body": piece, "end_of_stream": ended})
         return await self.hear()
@@ -161,12 +169,12 @@ def served_metadata(address: str) -> dict[str, Any]:
     return {"filter_metadata": {"envoy.lb": lb}}
 
 
-def fields_of(headers: Mapping[str, str]) -> HeaderMap:
+def fields_of(headers: Mapping[str, str]) -> Message:
     """As Envoy sends them."""
     return HeaderMap(headers=[HeaderValue(key=name, raw_value=value.encode()) for name, value in headers.items()])
 
 
-def destination(answer: ProcessingResponse) -> list[str]:
+def destination(answer: Message) -> list[str]:
     """Where the request is to go, after checking that header and metadata say the same."""
     part = answer.request_headers if answer.HasField("request_headers") else answer.request_body
     said = [one.header.raw_value.decode() for one in part.response.header_mutation.set_headers

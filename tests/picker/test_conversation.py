@@ -7,16 +7,15 @@ import json
 from typing import Any
 
 import pytest
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 
-from kvproxy.picker.messages import DESTINATION, FORGEABLE, BodyMode
+from kvproxy.picker.messages import DESTINATION, FORGEABLE, BodyMode, Message
 from tests.picker.support import A, B, C, chat, destination, running_picker
 from tests.support.until import until
 
 DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
 
 
-def refusal(answer: ProcessingResponse) -> tuple[int, str, str]:
+def refusal(answer: Message) -> tuple[int, str, str]:
     """Status, reason and `retry-after` of an answer in place of an endpoint."""
     reply = answer.immediate_response
     headers = {one.header.key: one.header.raw_value.decode() for one in reply.headers.set_headers}

@@ -9,18 +9,17 @@ from typing import Any
 
 import grpc
 import pytest
-from envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorStub
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from kvproxy.app import Proxy
 from kvproxy.config.load import load_config
-from kvproxy.picker.server import PROCESS, PickerServer
-from tests.picker.support import A, Envoy, chat, destination, fields_of, running_picker
+from kvproxy.picker.protocol import EXT_PROC as SERVICE
+from kvproxy.picker.protocol import PROCESS
+from kvproxy.picker.server import PickerServer
+from tests.picker.support import A, Envoy, begin_stream, chat, destination, fields_of, running_picker
 from tests.support.certificates import make_certificate
 from tests.support.until import until
-
-SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 
 async def health(channel: grpc.aio.Channel, service: str) -> str:
@@ -86,8 +85,7 @@ async def test_a_request_that_fails_ends_alone() -> None:
 async def test_compressed_messages_are_refused() -> None:
     """Envoy sends none, and a small one could become large."""
     async with running_picker() as picker:
-        stub = ExternalProcessorStub(picker.channel)
-        envoy = Envoy(stub.Process(compression=grpc.Compression.Gzip), headers={"x": "y" * 5000})
+        envoy = Envoy(begin_stream(picker.channel, compression=grpc.Compression.Gzip), headers={"x": "y" * 5000})
         await envoy.say_headers()
         assert (await envoy.status())[0] == "UNIMPLEMENTED"
 
@@ -100,7 +98,7 @@ async def test_it_serves_over_tls(tmp_path: Path) -> None:
         trusted = grpc.ssl_channel_credentials(made.certificate.read_bytes())
         async with grpc.aio.secure_channel(f"localhost:{picker.server.port}", trusted) as channel:
             assert await health(channel, "liveness") == "SERVING"
-            assert destination(await Envoy(ExternalProcessorStub(channel).Process()).pick())
+            assert destination(await Envoy(begin_stream(channel)).pick())
 
 
 async def test_its_end_waits_for_what_envoy_carries() -> None:
@@ -113,7 +111,7 @@ async def test_its_end_waits_for_what_envoy_carries() -> None:
         server = PickerServer(proxy, config.picker)
         await server.__aenter__()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-            envoy = Envoy(ExternalProcessorStub(channel).Process())
+            envoy = Envoy(begin_stream(channel))
             await envoy.pick()
             ending = asyncio.create_task(server.__aexit__())
             await envoy.answer(ended=True)

@@ -15,7 +15,7 @@ import pytest
 from kvproxy.types import EndpointId
 from tests.support.until import until
 
-pytest.importorskip("envoy", reason="needs the extra `picker`")
+pytest.importorskip("hpack", reason="needs the extra `picker`")
 _PATH = Path(__file__).parent.parent.parent / "samples" / "envoy" / "run.py"
 _SPEC = importlib.util.spec_from_file_location("sample_envoy", _PATH)
 assert _SPEC is not None
