@@ -256,7 +256,9 @@ def _sync(sync: Mapping[str, Any] | None) -> list[str]:
         return []
     away = "".join(f", {name} away" for name, connected in sync["links"].items() if not connected)
     known = f"{_percent(sync['consistency_ratio'])} of what others routed is known here"
-    return [_plain(f"{sync['origin']} is {sync['status']} with {len(sync['peers'])} other processes{away}: {known}")]
+    others = sum(one["origin"] != sync["origin"] for one in sync["peers"])  # where workers answer together it is listed
+    count = f"{others} other process{'' if others == 1 else 'es'}"
+    return [_plain(f"{sync['origin']} is {sync['status']} with {count}{away}: {known}")]
 
 
 def _peer(one: Mapping[str, Any]) -> list[Cell]:

@@ -304,7 +304,10 @@ class SyncMetrics:
             counts=True,
             registry=r,
         )  # deltas, messages
-        self.store_up = Gauge("kvproxy_sync_store_up", "1: what replicas meet at can be reached", registry=r)
+        self.store_up = CallbackGauge(
+            "kvproxy_sync_store_up", "1: what replicas meet at can be reached; not there where they meet at nothing",
+            registry=r,
+        )  # fmt: skip
 
 
 class ProcessMetrics:

@@ -187,9 +187,9 @@ class Conversation:
             self._replies.send(messages.RESPONSE_HEADERS_TAKEN)
             self._end()
             return
-        self._stage = _Stage.ANSWERED
         address, details = messages.served_by(said)
         self._answer = CarriedAnswer(self._request, *messages.read_answer(said))
+        self._stage = _Stage.ANSWERED
         result = self._answer.locate(address, details)
         self._shared.metrics.picker.served.labels(result).inc()
         endpoint = self._request.exchange.outcome.endpoint

@@ -127,7 +127,11 @@ class _Messages:
             end = position + self._wanted(data, position)
             if end > size or self._stream.closed:
                 break
-            self._call.message(data[position + _PREFIX_BYTES : end])
+            try:
+                self._call.message(data[position + _PREFIX_BYTES : end])
+            except Exception:  # the others on this connection are other requests
+                log.exception("a call of the picker failed")
+                self._refuse(Status.INTERNAL, "the picker failed; its log says why")
             position = end
         return b"" if self._stream.closed else data[position:]
 

@@ -21,7 +21,6 @@ from kvproxy.picker.http2_stream import Stream, StreamHandler
 log = logging.getLogger("kvproxy.picker")
 
 _SET_STREAMS, _SET_WINDOW, _SET_FRAME = 3, 4, 5
-
 _STREAM_WINDOW, _WINDOW_BYTES = 1024 * 1024, 16 * 1024 * 1024
 _DEFAULT_WINDOW = 65_535
 #: A stream with so much waiting to be sent is granted no more to send itself.
@@ -206,15 +205,17 @@ class Http2Connection(asyncio.Protocol):
             return
         if len(payload) % 6:
             raise ConnectionFault(Code.FRAME_SIZE_ERROR, "settings are cut off")
+        window = self._peer_window
         for setting, value in struct.iter_unpack("!HI", payload):
             if setting == _SET_WINDOW:
                 if value > wire.LARGEST:
                     raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "a window is too large")
-                change, self._peer_window = value - self._peer_window, value
-                for stream in self.streams.values():
-                    stream.credit += change
+                window = value
             elif setting == _SET_FRAME:
                 self.peer_frame_bytes = min(max(value, wire.FRAME_BYTES), 4 * wire.FRAME_BYTES)
+        change, self._peer_window = window - self._peer_window, window
+        for stream in self.streams.values() if change else ():
+            stream.credit += change
         self._answer(encode_frame(wire.SETTINGS, wire.ACK, 0))
         self._unblock()
 

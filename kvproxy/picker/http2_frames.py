@@ -62,7 +62,7 @@ class FrameReader:
         self._decoder = Decoder(max_header_list_size=_MAX_HEADER_BYTES)
         self._rest = b""
         self._begun = False
-        self._block: tuple[int, int, bytes] | None = None  # stream, flags and what is there of a header block
+        self._block: tuple[int, int, bytearray] | None = None  # stream, flags and what is there of a header block
 
     def feed(self, data: bytes) -> None:
         """What came."""
@@ -106,7 +106,10 @@ class FrameReader:
             self._on_frame(kind, flags, name, payload)
 
     def _add_to_block(self, name: int, flags: int, payload: bytes) -> None:
-        block = payload if self._block is None else self._block[2] + payload
+        block = bytearray() if self._block is None else self._block[2]
+        block += payload
+        if not payload and not flags & END_HEADERS and self._block is not None:
+            raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "a header block goes on with nothing")
         if len(block) > _MAX_HEADER_BYTES:
             raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "a header block is too long")
         if not flags & END_HEADERS:
@@ -114,7 +117,7 @@ class FrameReader:
             return
         self._block = None
         try:
-            fields = self._decoder.decode(block, raw=True)
+            fields = self._decoder.decode(bytes(block), raw=True)
         except HPACKError as error:
             raise ConnectionFault(Code.COMPRESSION_ERROR, f"a header block is broken: {error}") from None
         self._on_headers(name, {field[0]: field[1] for field in fields}, bool(flags & END_STREAM))

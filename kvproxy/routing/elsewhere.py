@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from kvproxy.routing.room import HEAD_TOKENS
-from kvproxy.routing.work import NO_WORK, Features, difference, sum_of
+from kvproxy.routing.work import NO_WORK, Features, Finite, difference, sum_of
 
 #: Words of others that a sample of speed may still need.
 MAX_SHOWN = 256
@@ -22,10 +22,10 @@ class LoadRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     in_flight: int
     resident_tokens: int
     pending: Features  # prefill work without a first token
-    busy_s: float  # ago, when work began to be pending
-    shown_s: float  # ago, when the engine last showed a first token
+    busy_s: Finite  # ago, when work began to be pending
+    shown_s: Finite  # ago, when the engine last showed a first token
     prefilled: Features  # sum of the work that showed its first token
-    routed_s: float = 0.0  # sum of the prefill seconds that were routed there
+    routed_s: Finite = 0.0  # sum of the prefill seconds that were routed there
     routed: int = 0  # sum of the requests
     bound: int = 0  # of these, such as would have cost much more elsewhere
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Annotated
+
+import msgspec
 
 from kvproxy.routing.room import HEAD_TOKENS
 
+#: A number that sums stay numbers with, where it comes from another process.
+Finite = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
+
 #: (requests, sum u, sum u*(c+u/2), sum o) for u uncached tokens after c cached ones, o pooled seconds to bring up those
 #: of these on lower tiers: what prefill time is linear in.
-Features = tuple[float, float, float, float]
+Features = tuple[Finite, Finite, Finite, Finite]
 
 NO_WORK: Features = (0.0, 0.0, 0.0, 0.0)
 

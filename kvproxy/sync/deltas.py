@@ -7,7 +7,7 @@ import msgspec
 
 from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.routing.elsewhere import LoadRow
-from kvproxy.routing.work import Features
+from kvproxy.routing.work import Features, Finite
 
 
 class _Delta(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -48,7 +48,7 @@ class Started(_Delta, tag=4, frozen=True):
 
     cluster: str
     endpoint: str
-    started_at: float
+    started_at: Finite
 
 
 class SessionServed(_Delta, tag=5, frozen=True):
@@ -58,7 +58,7 @@ class SessionServed(_Delta, tag=5, frozen=True):
     session: int
     response: int
     endpoint: str
-    age_s: float = 0.0
+    age_s: Finite = 0.0
     prompt_tokens: int = 0
     tokens: int = 0
     keys: bytes = b""
@@ -80,7 +80,7 @@ class Sample(_Delta, tag=7, frozen=True):
     cluster: str
     endpoint: str
     work: Features
-    busy_s: float
+    busy_s: Finite
     scraped: bool
 
 
@@ -103,7 +103,7 @@ class Acted(_Delta, tag=9, frozen=True):
     model: str
     cache_salt: str
     tokens: bytes = b""
-    age_s: float = 0.0
+    age_s: Finite = 0.0
 
 
 class Spent(_Delta, tag=10, frozen=True):

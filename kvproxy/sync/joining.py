@@ -15,6 +15,7 @@ from kvproxy.sync.wire import Message, Origin, Piece, Want
 ANSWER_S, PIECE_S, APPLY_S = 0.5, 2.0, 30.0
 #: A snapshot of a peer is not taken beyond this.
 MAX_SNAPSHOT_BYTES = 64 * 1024 * 1024
+_DELTA_BYTES = 100  # about what one is
 
 #: Given the peer, its snapshot and the rest as deltas; it has joined when that is done.
 ReceiveSnapshot = Callable[[Peer, bytes, Sequence[Delta]], None]
@@ -65,7 +66,7 @@ class Joining:
         """A part of what was asked for."""
         if not self.running or peer.origin != self._peer:
             return
-        self._size += len(piece.data)
+        self._size += len(piece.data) + _DELTA_BYTES * len(piece.deltas)
         if piece.number != self._number or self._size > MAX_SNAPSHOT_BYTES:
             self._ask_another(now)
             return

@@ -128,7 +128,7 @@ class Journal:
         while self._waiting or rows:
             taken, batch = len(rows[:300]) * _ROW_BYTES, list[Delta]()
             while self._waiting and len(batch) < MAX_DELTAS:
-                size = _size(self._waiting[0])
+                size = size_of(self._waiting[0])
                 if taken + size > MAX_BYTES and (batch or rows):
                     break
                 taken += size
@@ -234,12 +234,14 @@ def in_parts(routed: Iterable[deltas.Routed]) -> list[list[deltas.Routed]]:
     return parts
 
 
-def _size(delta: Delta) -> int:
+def size_of(delta: Delta) -> int:
     """About how many bytes it takes."""
     if isinstance(delta, deltas.Routed | deltas.Entered):
         return _DELTA_BYTES + len(delta.hashes)
     if isinstance(delta, deltas.SessionServed):
         return _DELTA_BYTES + len(delta.keys) + len(delta.root)
+    if isinstance(delta, deltas.Used):
+        return _DELTA_BYTES + len(delta.keys)
     if isinstance(delta, deltas.EngineRead):
         return 5 * _DELTA_BYTES
     return _DELTA_BYTES + (len(delta.tokens) if isinstance(delta, deltas.Acted) else 0)

@@ -148,8 +148,8 @@ class Peer:
         return latest - told, lost_by_now - lost
 
     def _apply(self, batch: Batch, now: float) -> None:
+        self._next = batch.seq + 1  # also where a delta cannot be applied: it could not be the next time
         self.heard.apply(batch.deltas, now)
-        self._next = batch.seq + 1
 
     def _go_on(self, now: float) -> None:
         while self._next is not None and (batch := self._held.pop(self._next, None)) is not None:

@@ -97,7 +97,7 @@ class Peers:
         """Hand out what the journal has; messages sent."""
         count = 0
         for batch in self._journal.take_batches(now):
-            payload = wire.encode(batch)
+            payload = wire.encode_batch(batch, self._journal)
             self._sent.keep(batch.seq, payload)
             self._send(payload, None)
             count += 1

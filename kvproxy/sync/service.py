@@ -81,7 +81,7 @@ class SyncService:
         self._running = AsyncExitStack()
         self._outcomes = metrics.sync.messages
         if (store := self.store) is not None:
-            metrics.sync.store_up.set_function(lambda: float(store.connected))
+            metrics.sync.store_up.set_source(lambda: [((), float(store.connected))])
         show(
             metrics, self.peers, self.journal, self._links, status=lambda: self.status, blocks=self._blocks, clock=clock
         )

@@ -19,6 +19,7 @@ from kvproxy.kvcache.snapshot.file_format import Unusable, decode, pack_checksum
 from kvproxy.sync import deltas
 from kvproxy.sync.deltas import Delta
 from kvproxy.sync.heard import Heard
+from kvproxy.sync.journal import size_of
 from kvproxy.sync.peer import Peer
 from kvproxy.sync.peers import Peers
 from kvproxy.sync.watched import acted, session_served
@@ -57,13 +58,14 @@ def take_pieces(
         data += pack_checksum(checksum)
     parts = [bytes(data[at : at + _PIECE_BYTES]) for at in range(0, len(data), _PIECE_BYTES)]
     pieces = [Piece(origin, number, part, [], True) for number, part in enumerate(parts)]
-    known: list[Delta] = []
+    known, room = list[Delta](), _PIECE_BYTES
     for delta in _deltas(world, clock()):
-        known.append(delta)
-        if len(known) == MAX_DELTAS:
+        if known and (len(known) == MAX_DELTAS or size_of(delta) > room):
             pieces.append(Piece(origin, len(pieces), b"", known, True))
-            known = []
+            known, room = [], _PIECE_BYTES
             yield
+        known.append(delta)
+        room -= size_of(delta)
     pieces.append(Piece(origin, len(pieces), b"", known, False))
     return pieces
 

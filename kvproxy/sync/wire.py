@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Annotated, Protocol
+
 import msgspec
 
 from kvproxy.prefix.approximate.snapshot import fingerprint
+from kvproxy.routing.work import Finite
 from kvproxy.sync.deltas import Delta, EndpointLoads, Routed
+
+log = logging.getLogger("kvproxy.sync")
 
 #: Of what is said here; proxies of other versions, or that hash prompts otherwise, talk on another topic.
 VERSION = 1
@@ -16,6 +22,8 @@ MAX_BYTES = 60_000
 MAX_BLOCKS = 6_000
 #: Deltas of one message: applying takes some 15 us each, and must not hold the event loop.
 MAX_DELTAS = 400
+
+Deltas = Annotated[list[Delta], msgspec.Meta(max_length=MAX_DELTAS)]
 
 
 class Origin(msgspec.Struct, array_like=True, frozen=True, order=True, gc=False):
@@ -42,8 +50,8 @@ class Batch(_Message, tag=1, frozen=True):
     """Deltas in order; `seq` grows by one from batch to batch. `sent_s` is the sender's monotonic clock."""
 
     seq: int
-    sent_s: float
-    deltas: list[Delta]
+    sent_s: Finite
+    deltas: Deltas
     loads: list[EndpointLoads]
 
 
@@ -51,15 +59,15 @@ class Echo(msgspec.Struct, array_like=True, frozen=True):
     """When a peer's latest beat was sent, by its clock, and how long ago it came."""
 
     peer: Origin
-    sent_s: float
-    held_s: float
+    sent_s: Finite
+    held_s: Finite
 
 
 class Beat(_Message, tag=2, frozen=True):
     """A heartbeat: what was said so far, and how the sender is. `told`: prompts in its batches, `digest` their sum."""
 
     seq: int
-    sent_s: float
+    sent_s: Finite
     told: int
     digest: int
     joining: bool
@@ -103,7 +111,7 @@ class Piece(_Message, tag=8, frozen=True):
 
     number: int
     data: bytes
-    deltas: list[Delta]
+    deltas: Deltas
     more: bool
 
 
@@ -111,7 +119,7 @@ class ClaimAsked(_Message, tag=9, frozen=True):
     """To one: may the sender do this, alone, for so long?"""
 
     what: str
-    ttl_s: float
+    ttl_s: Finite
 
 
 class ClaimAnswered(_Message, tag=10, frozen=True):
@@ -130,6 +138,31 @@ _decoder = msgspec.msgpack.Decoder(Message)
 def encode(message: Message) -> bytes:
     """As bytes."""
     return _encoder.encode(message)
+
+
+class Drops(Protocol):
+    """Counts deltas that are not told."""
+
+    dropped: int
+
+
+def encode_batch(batch: Batch, drops: Drops) -> bytes:
+    """As bytes. Deltas that cannot be said, with a number too large, say, are left out and counted."""
+    try:
+        return encode(batch)
+    except (ValueError, OverflowError) as error:
+        log.warning("something is not told to other processes: %s", type(error).__name__)
+    said = [delta for delta in batch.deltas if _can_be_said(delta)]
+    drops.dropped += len(batch.deltas) - len(said)
+    return encode(msgspec.structs.replace(batch, deltas=said))
+
+
+def _can_be_said(delta: Delta) -> bool:
+    try:
+        _encoder.encode(delta)
+    except (ValueError, OverflowError):
+        return False
+    return True
 
 
 def decode(data: bytes) -> Message:

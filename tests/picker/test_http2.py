@@ -216,6 +216,7 @@ async def test_a_connection_that_leaves_takes_no_new_streams() -> None:
         (PREFACE + frame(HEADERS, 0, 1, b"") + frame(PING, 0, 0, b"12345678"), Code.PROTOCOL_ERROR),
         (PREFACE + frame(CONTINUATION, END_HEADERS, 1, b""), Code.PROTOCOL_ERROR),
         (PREFACE + frame(HEADERS, 0, 1) + frame(CONTINUATION, 0, 1, b"\0" * 16_000) * 5, Code.ENHANCE_YOUR_CALM),
+        (PREFACE + frame(HEADERS, 0, 1, b"x") + frame(CONTINUATION, 0, 1), Code.ENHANCE_YOUR_CALM),
         (PREFACE + frame(HEADERS, END_HEADERS | PADDED, 1, b"\x09x"), Code.PROTOCOL_ERROR),
         (PREFACE + frame(PUSH, 0, 1, b"1234"), Code.PROTOCOL_ERROR),
         (PREFACE + frame(PING, 0, 0, b"short"), Code.FRAME_SIZE_ERROR),

@@ -17,7 +17,7 @@ from kvproxy.config.load import load_config
 from kvproxy.picker.protocol import EXT_PROC as SERVICE
 from kvproxy.picker.protocol import PROCESS
 from kvproxy.picker.server import PickerServer
-from tests.picker.support import A, Envoy, begin_stream, destination, running_picker
+from tests.picker.support import A, Envoy, begin_stream, chat, destination, fields_of, running_picker
 from tests.support.certificates import make_certificate
 from tests.support.until import until
 
@@ -64,6 +64,22 @@ async def test_messages_that_are_none_end_the_call(raw: bytes, what: str) -> Non
             await call.write(raw)
         assert (await call.code()).name == what
         await until(lambda: picker.proxy.bodies.held_bytes == 0)
+
+
+async def test_a_request_that_fails_ends_alone() -> None:
+    """Others on the same connection go on, and what it reserved is given back."""
+    async with running_picker() as picker:
+        failing, other = picker.ask(), picker.ask()
+        await failing.pick(chat())
+        await other.pick(chat())
+        assert sum(picker.in_flight().values()) == 2
+        headers = {"headers": fields_of({":status": "9" * 5000})}  # more digits than Python reads as a number
+        await failing.say(response_headers=headers)
+        code, _ = await failing.status()
+        assert code == "INTERNAL"
+        assert sum(picker.in_flight().values()) == 1
+        await other.answer()
+        assert await other.finish() == ("OK", "")
 
 
 async def test_compressed_messages_are_refused() -> None:

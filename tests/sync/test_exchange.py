@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from array import array
 from random import Random
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.sync import wire
+from kvproxy.kvcache.overlap.last_served import Served
+from kvproxy.routing.elsewhere import LoadRow
+from kvproxy.routing.work import NO_WORK
+from kvproxy.sync import deltas, wire
 from kvproxy.sync.peers import SyncStatus
-from tests.sync.support import BEAT_S, A, B, Bus, Node, Request, Sent, pair
+from kvproxy.sync.snapshot import take_pieces
+from kvproxy.sync.world import World
+from kvproxy.types import EndpointId
+from tests.sync.support import BEAT_S, A, B, Bus, Cluster, Node, Request, Sent, pair
 
 
 def test_what_is_routed_in_one_is_held_in_all() -> None:
@@ -339,3 +349,77 @@ def test_any_loss_disorder_and_doubling_ends_in_one_state(seed: int, steps: list
         assert len({str(sorted(node.held(first % 5, first).items())) for node in nodes}) == 1
     assert all(node.peers.status is SyncStatus.SYNCED for node in nodes)
     assert all(peer.mismatches == 0 for node in nodes for peer in node.peers.living)
+
+
+def _row(**fields: object) -> deltas.EndpointLoads:
+    row = LoadRow(in_flight=1, resident_tokens=0, pending=NO_WORK, busy_s=0.0, shown_s=0.0, prefilled=NO_WORK)
+    return deltas.EndpointLoads("c", "a", msgspec.structs.replace(row, **fields))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        ([], [_row(pending=(math.nan, 0.0, 0.0, 0.0))]),
+        ([], [_row(busy_s=math.inf)]),
+        ([deltas.Sample("c", "a", (1.0, math.nan, 0.0, 0.0), 1.0, False)], []),
+        ([deltas.Retried(1, 0)] * (wire.MAX_DELTAS + 1), []),
+    ],
+)
+def test_no_message_has_numbers_that_spoil_sums_or_more_deltas_than_one_may(
+    batch: tuple[list[deltas.Delta], list[deltas.EndpointLoads]],
+) -> None:
+    """It is refused whole, before anything is changed."""
+    payload = wire.encode(wire.Batch(wire.Origin("one", 0, 1), 1, 1.0, *batch))
+    with pytest.raises(msgspec.DecodeError):
+        wire.decode(payload)
+
+
+class _Stubborn(Cluster):
+    def drain(self, endpoint: EndpointId, *, draining: bool) -> None:
+        raise ArithmeticError
+
+
+def test_a_delta_that_cannot_be_applied_is_not_asked_for_again() -> None:
+    """What comes after it counts."""
+    bus, one, two = pair()
+    two.cluster = _Stubborn()
+    two.world = World({"c": two.cluster})
+    one.cluster.draining[A] = True
+    one.journal.look()
+    one.flush()
+    with pytest.raises(ArithmeticError):
+        bus.deliver()
+    one.begin(B, 1, 3)
+    one.flush()
+    bus.deliver()
+    assert two.held(1, 3)[B] == 2
+    assert two.peers.status is SyncStatus.SYNCED
+
+
+def test_batches_of_long_conversations_fit_into_a_message() -> None:
+    """However many message prefixes requests name."""
+    bus, one, _ = pair()
+    for number in range(400):
+        one.journal.used(array("Q", [number] * 300), "m", "", "i", 0)
+    one.flush()
+    assert max(len(sent.payload) for sent in bus.waiting) <= wire.MAX_BYTES
+    bus.deliver()
+
+
+def test_what_a_new_one_is_told_of_sessions_fits_into_messages() -> None:
+    """However long the prompts were that sessions begin with."""
+    _, one, _ = pair()
+    assert one.cluster.indexes is not None
+    for session in range(1, 101):
+        served = Served(A, 0, 1.0, 0, 0, array("Q"), array("Q", range(500)))
+        one.cluster.indexes.last_served.adopt(session, 0, served)
+    steps = take_pieces(one.origin, one.world, None, {}, clock=lambda: 2.0, wall_clock=lambda: 2.0)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            pieces: list[wire.Piece] = done.value
+            break
+    assert [piece.number for piece in pieces] == list(range(len(pieces)))
+    assert sum(len(piece.deltas) for piece in pieces) == 100
+    assert max(len(wire.encode(piece)) for piece in pieces) <= wire.MAX_BYTES

@@ -14,6 +14,7 @@ from kvproxy.app import Proxy
 from kvproxy.config.load import load_config
 from kvproxy.listener.server import Server
 from kvproxy.sync.datagrams import MAX_WAITING, DatagramLink, Siblings
+from kvproxy.sync.deltas import Spent
 from kvproxy.sync.peers import SyncStatus
 from kvproxy.types import EndpointId
 from tests.support.fake_engine import FakeEngine
@@ -83,6 +84,7 @@ async def test_what_one_worker_serves_the_other_knows(tmp_path: Path) -> None:
         assert (await one.ask()).status_code == 200
         await until(lambda: two.entries() == one.entries() > 0)
         assert two.metric("kvproxy_sync_consistency_ratio") == 1.0
+        assert one.proxy.metrics.registry.get_sample_value("kvproxy_sync_store_up") is None  # nor is there a store
         assert one.proxy.kvcache is not None
         assert two.proxy.kvcache is not None
         ratio = one.proxy.kvcache.state.bytes_per_token.learned
@@ -169,6 +171,22 @@ async def test_what_is_no_message_is_counted_and_harms_nothing(tmp_path: Path) -
         await until(lambda: one.metric("kvproxy_sync_messages_total", outcome="malformed") == 4)
         await one.ask()
         await until(lambda: two.entries() == one.entries() > 0)
+
+
+async def test_what_cannot_be_told_holds_nothing_else_up(tmp_path: Path) -> None:
+    """It is left out, and counted."""
+    async with (
+        serve(FakeEngine("a")) as engine,
+        worker(tmp_path, 0, engine) as one,
+        worker(tmp_path, 1, engine) as two,
+    ):
+        await until(lambda: one.status is two.status is SyncStatus.SYNCED)
+        assert one.proxy.sync is not None
+        one.proxy.sync.journal.add(Spent(0, "\ud800", "requests", 1.0))
+        await one.ask()
+        await until(lambda: two.entries() == one.entries() > 0)
+        assert one.metric("kvproxy_sync_dropped_total", what="deltas") == 1
+        await until(lambda: two.status is SyncStatus.SYNCED)
 
 
 async def test_a_worker_that_does_not_read_holds_no_other_up(tmp_path: Path) -> None:
