@@ -87,18 +87,19 @@ async def test_when_every_endpoint_fails_the_engines_own_answer_is_given() -> No
     assert sum(len(engine.calls) for engine in engines) == 3
 
 
-async def stall_in_an_error(engine: FakeEngine, call: Call, send: Send) -> None:
-    """Announces more of an error's body than ever comes."""
-    head = [(b"content-type", b"application/json"), (b"content-length", b"500")]
-    await send({"type": "http.response.start", "status": 500, "headers": head})
-    await send({"type": "http.response.body", "body": b'{"error":{}}', "more_body": True})
-    await asyncio.Event().wait()
-
-
 async def test_an_error_answer_that_stalls_is_given_as_far_as_it_came() -> None:
     """Whole for the client: the length that the engine announced is not said again."""
-    async with serve(FakeEngine("a", stall_in_an_error)) as url, running_proxy({"a": url}) as proxy:
+    answered = asyncio.Event()
+
+    async def stall(engine: FakeEngine, call: Call, send: Send) -> None:
+        head = [(b"content-type", b"application/json"), (b"content-length", b"500")]
+        await send({"type": "http.response.start", "status": 500, "headers": head})
+        await send({"type": "http.response.body", "body": b'{"error":{}}', "more_body": True})
+        await answered.wait()
+
+    async with serve(FakeEngine("a", stall)) as url, running_proxy({"a": url}, retry={"attempts": 1}) as proxy:
         answer = await proxy.client.post("/v1/chat/completions", json=chat())
+        answered.set()
     assert (answer.status_code, answer.content) == (500, b'{"error":{}}')
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -378,7 +379,9 @@ async def test_a_flood_of_commands_is_obeyed_in_steps_and_answered_within_a_boun
             writer.write(one)
         await hungry.wait()
 
-    server = await asyncio.start_server(deaf, "127.0.0.1", 0)
+    listening = socket.create_server(("127.0.0.1", 0))
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # what it does not read is soon too much
+    server = await asyncio.start_server(deaf, sock=listening)
     async with server:
         address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         with subscribed(address) as subscription:
