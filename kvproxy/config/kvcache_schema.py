@@ -7,7 +7,7 @@ from enum import StrEnum
 from pydantic import Field
 
 from kvproxy.config.cluster_schema import BreakerSettings, EventSources
-from kvproxy.config.model import Duration, Fraction, Model, Size
+from kvproxy.config.model import Duration, Fraction, Model, Name, Size
 
 
 class Provider(StrEnum):
@@ -110,6 +110,39 @@ class WarmingSettings(Model):
     """One more endpoint should hold a prefix for each so many uses within `hot_window`."""
 
 
+class LeaseBudget(Model):
+    """What one tenant may have under lease."""
+
+    tenant: Name
+    """Name of its API key."""
+    tokens: int = Field(ge=0)
+    """At once; 0: no leases."""
+
+
+class LeaseSettings(Model):
+    """Keeping prompts for conversations that are expected back (docs/leases.md): after an answer that calls a tool, and
+    where clients ask for it. By a pin of LMCache, else by asking the engine for the prompt again."""
+
+    enabled: bool = False
+    """Do it. Token ids of prompts under a lease are then kept in memory, never text."""
+    max_duration: Duration = Field(default=900.0, gt=0, le=3600)
+    """Longest lease, whatever a client asks for."""
+    share: Fraction = 0.95
+    """A lease ends when this share of the pauses of its kind (client and tool, as learned) would be over."""
+    min_tokens: int = Field(default=1024, ge=1)
+    """Shorter prompts are not worth one."""
+    max_leases: int = Field(default=1000, ge=1, le=100_000)
+    """At once."""
+    endpoint_tokens: int = Field(default=500_000, ge=0)
+    """Under lease at one endpoint at once; of an engine's own memory never more than half."""
+    tenant_tokens: int = Field(default=200_000, ge=0)
+    """Under lease for one tenant (API key) at once; requests without one are a tenant together."""
+    tenants: tuple[LeaseBudget, ...] = ()
+    """The same for single tenants, where it is another number."""
+    touch: bool = True
+    """Ask the engine for a prompt again (`max_tokens: 1`) where nothing pins and that is expected to save more."""
+
+
 class LookupRetrySettings(Model):
     """Retries of background calls (never of a lookup on the routing path)."""
 
@@ -198,6 +231,8 @@ class KvCacheSettings(Model):
     """Asking the engine for token ids."""
     cache_strategy: CacheStrategySettings = CacheStrategySettings()
     """Pin, compress, evict."""
+    leases: LeaseSettings = LeaseSettings()
+    """Prompts kept for conversations that are expected back."""
     warming: WarmingSettings = WarmingSettings()
     """Hot prefixes at endpoints that lack them."""
     background: BackgroundSettings = BackgroundSettings()

@@ -14,6 +14,7 @@ from kvproxy.metrics.cache_groups import (
     HoldingMetrics,
     KvCacheMetrics,
     KvEventMetrics,
+    LeaseMetrics,
     SnapshotMetrics,
 )
 from kvproxy.metrics.collectors import CallbackGauge, Counter, Histogram
@@ -342,6 +343,7 @@ class Metrics:
         self.kv_events = KvEventMetrics(self.registry)
         self.kvcache = KvCacheMetrics(self.registry)
         self.holdings = HoldingMetrics(self.registry)
+        self.leases = LeaseMetrics(self.registry)
         self.snapshot = SnapshotMetrics(self.registry)
         self.picker = PickerMetrics(self.registry)
         self.bounds = BoundMetrics(self.registry)

@@ -23,7 +23,7 @@ from kvproxy.kvcache.actions.job_queue import Job, JobQueue
 from kvproxy.kvcache.actions.strategies import Action, Strategy
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.overlap.lookup import LookupClient
-from kvproxy.kvcache.providers import Effect, Prefix
+from kvproxy.kvcache.providers import ActionKind, Effect, Prefix
 from kvproxy.log_lines import log_fields
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.resilience.retry import retry_background
@@ -82,6 +82,12 @@ class ActionExecutor:
         """Kind and instance of what switched itself off for want of effect."""
         limit = self._settings.cache_strategy.disable_after
         return sorted((kind, instance) for (kind, instance), count in self._without_effect.items() if count >= limit)
+
+    @property
+    def supported(self) -> frozenset[ActionKind]:
+        """What the service can do at present; nothing without one."""
+        provider = self._lookups.provider
+        return frozenset() if provider is None else provider.supports
 
     def submit(self, action: Action, strategy: Strategy) -> bool:
         """Queue it, unless it is switched off, its breaker is open, or it waits or runs already."""

@@ -13,6 +13,7 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.actions.executor import ActionExecutor
 from kvproxy.kvcache.actions.job_queue import Job, JobQueue
+from kvproxy.kvcache.actions.leasing import Leasing
 from kvproxy.kvcache.actions.signals import Hotness, KnownPrefix
 from kvproxy.kvcache.actions.strategies import Action, ActionRecord, Compress, Evict, Pin, PressureOf, Served, Strategy
 from kvproxy.kvcache.breakers import OperationBreakers
@@ -47,13 +48,18 @@ class StrategyRunner:
         self.hotness = hotness
         self.pin = Pin(strategy, hotness, record) if strategy.enable_pinning else None
         self.compress = Compress(strategy, hotness, record) if strategy.enable_compression else None
-        self.evict = Evict(strategy, hotness, record, supports=self._supports) if strategy.enable_eviction else None
+        self.evict = (
+            Evict(strategy, hotness, record, supports=lambda: self.executor.supported)
+            if strategy.enable_eviction
+            else None
+        )
         self._order: Sequence[Strategy] = [one for one in (self.compress, self.pin, self.evict) if one is not None]
         self.jobs = JobQueue(settings.background, metrics=metrics)
         self.executor = ActionExecutor(
             settings, jobs=self.jobs, lookups=lookups, breakers=breakers, metrics=metrics, clock=clock, rng=rng
         )
         self._warms = settings.warming.enabled
+        self.leasing: Leasing | None = None  # told of prompts whose tokens are known
         self._tokens = tokens
         self._lookups = lookups
         self._pressure = pressure
@@ -71,10 +77,14 @@ class StrategyRunner:
         """Whether there is anything to do after a response."""
         return bool(self._order) and self._lookups.provider is not None
 
+    @property
+    def _counts_uses(self) -> bool:
+        return self.enabled or self._warms or self.leasing is not None
+
     def run_strategies(self, facts: RequestFacts, endpoint: Endpoint | None) -> None:
         """The strategies' turn after a response of the endpoint (None: it left), with the prompt's tokens. Where these
         are not known yet they are asked for, which also lets the next turn of this chat know its beginning."""
-        used = self._use(facts, endpoint) if endpoint is not None and (self.enabled or self._warms) else []
+        used = self._use(facts, endpoint) if endpoint is not None and self._counts_uses else []
         if facts.tokens is not None and facts.tokens_exact:
             if endpoint is not None and used:
                 self._consider(used, facts.tokens, endpoint)
@@ -134,9 +144,13 @@ class StrategyRunner:
     def _consider(self, used: Sequence[KnownPrefix], tokens: TokenIds, endpoint: Endpoint) -> None:
         """The prompt with these prefixes was served there, and its KV exists: decide and queue."""
         self.hotness.learn_tokens(used, tokens)
+        if self.leasing is not None:
+            self.leasing.hold(used[-1], endpoint)
         now = self._clock()
         served = Served(endpoint.instance_id, used)
         taken = {one.head for one in used if one.tokens}
+        if self.leasing is not None:
+            taken |= self.leasing.heads
         if self.pin is not None:
             taken |= self.pin.heads(now)
         for strategy in self._order:
@@ -149,7 +163,3 @@ class StrategyRunner:
         for action in actions:
             self.executor.submit(action, self.compress)
         return bool(actions)
-
-    def _supports(self) -> frozenset[ActionKind]:
-        provider = self._lookups.provider
-        return frozenset() if provider is None else provider.supports
