@@ -40,7 +40,7 @@ Place = tuple[str, EndpointId]
 
 
 class Insertions:
-    """How fast each endpoint's cache takes new tokens, and so how long one that nobody uses stays in it."""
+    """How fast each endpoint's cache takes new tokens, and so how long one that is not used stays in it."""
 
     def __init__(self) -> None:
         self._sums: dict[Place, tuple[float, float]] = {}  # tokens, decayed, and when
