@@ -176,6 +176,7 @@ class ActionExecutor:
             "prefix": "*" if prefix is None else prefix.name,
             "tokens": 0 if prefix is None else len(prefix.tokens),
             "reason": action.reason,
+            **({} if action.score is None else {"score": round(action.score, 3)}),
             "result": result,
             "amount": amount,
             "took_ms": round(took_s * 1000, 1),

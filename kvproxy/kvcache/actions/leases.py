@@ -200,6 +200,7 @@ class LeaseBook:
         if self._endpoints[place] + lease.tokens > most:
             return "endpoint_budget"
         self.leases[lease.of.key] = lease
+        lease.prefix.promised_until = lease.until
         self.tenant_tokens[tenant] += lease.tokens
         self._endpoints[place] += lease.tokens
         return ""
@@ -207,6 +208,7 @@ class LeaseBook:
     def release(self, lease: Lease) -> None:
         """It ends. A pin of a service that counts is to be taken back."""
         del self.leases[lease.of.key]
+        lease.prefix.promised_until = 0.0
         _subtract(self.tenant_tokens, lease.of.tenant, lease.tokens)
         _subtract(self._endpoints, (lease.of.cluster, lease.of.endpoint), lease.tokens)
         if lease.lever is Lever.PIN and lease.held:

@@ -170,11 +170,6 @@ class Leasing:
         self._take_back()
 
     @property
-    def heads(self) -> set[int]:
-        """Heads of everything under a lease."""
-        return {lease.prefix.head for lease in self.book.leases.values()}
-
-    @property
     def _counts(self) -> bool:
         """Whether pins are counted, and stay until they are taken back."""
         return ActionKind.UNPIN in self._executor.supported

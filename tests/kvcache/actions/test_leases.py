@@ -81,12 +81,13 @@ def test_a_return_ends_the_pause_and_takes_the_lease() -> None:
     book = LeaseBook()
     book.note_answer(waiting(7))
     assert book.grant(granted := lease(waiting(7)), settings()) == ""
+    assert granted.prefix.promised_until == granted.until
     book.note_return([1, 2, 3], 5.0)
     assert book.take_returned([1, 2, 3]) is None
     book.note_return([5, 7, 8, 9], 5.0)
     assert book.waiting == 0
     assert book.take_returned([5, 7, 8, 9]) is granted
-    assert (book.leases, dict(book.tenant_tokens)) == ({}, {})
+    assert (book.leases, dict(book.tenant_tokens), granted.prefix.promised_until) == ({}, {}, 0)
     assert list(book.released) == [("a", 7)]
     assert len(book.gaps) == 3
 
