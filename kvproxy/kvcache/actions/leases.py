@@ -186,9 +186,7 @@ class LeaseBook:
         """Enter it, or say which bound it would pass. An engine's own memory, of `capacity_tokens`, is never held by
         more than half."""
         tenant, place = lease.of.tenant, (lease.of.cluster, lease.of.endpoint)
-        most = settings.endpoint_tokens
-        if capacity_tokens is not None:
-            most = min(most, capacity_tokens // 2)
+        most = settings.endpoint_tokens if capacity_tokens is None else capacity_tokens // 2
         if lease.of.key in self.leases:
             return "duplicate"
         if lease.tokens < settings.min_tokens:
@@ -197,7 +195,7 @@ class LeaseBook:
             return "max_leases"
         if self.tenant_tokens[tenant] + lease.tokens > tenant_budget(tenant, settings):
             return "tenant_budget"
-        if self._endpoints[place] + lease.tokens > most:
+        if self._endpoints[place] + lease.tokens > min(most, settings.endpoint_tokens):
             return "endpoint_budget"
         self.leases[lease.of.key] = lease
         lease.prefix.promised_until = lease.until
