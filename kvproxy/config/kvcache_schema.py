@@ -110,6 +110,22 @@ class WarmingSettings(Model):
     """One more endpoint should hold a prefix for each so many uses within `hot_window`."""
 
 
+class TransferSettings(Model):
+    """Copying KV to where it will be needed: from a shared store into an instance's memory (LMCache's coordinator), or
+    from one instance to another (its controller, where the engines have P2P). Needs `lmcache_endpoint`."""
+
+    ahead: bool = False
+    """Before a session's next turn is due, by the time that its turns have taken to come."""
+    at_once: int = Field(default=2, ge=1, le=64)
+    """Transfers under way at once, over all instances; further ones are not made."""
+    tokens_per_second: int = Field(default=50_000, ge=1)
+    """Budget of all instances together; 8,192 are 1 GB/s where a token's KV is 128 KiB."""
+    timeout: Duration = 2.0
+    """A transfer that is not over by then has failed."""
+    min_tokens: int = Field(default=1024, ge=1)
+    """Fewer tokens are not worth a transfer."""
+
+
 class LookupRetrySettings(Model):
     """Retries of background calls (never of a lookup on the routing path)."""
 
@@ -200,6 +216,8 @@ class KvCacheSettings(Model):
     """Pin, compress, evict."""
     warming: WarmingSettings = WarmingSettings()
     """Hot prefixes at endpoints that lack them."""
+    transfers: TransferSettings = TransferSettings()
+    """KV copied to where it will be needed."""
     background: BackgroundSettings = BackgroundSettings()
     """The queue they run from."""
     retry: LookupRetrySettings = LookupRetrySettings()

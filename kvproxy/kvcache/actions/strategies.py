@@ -30,12 +30,14 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Something to be done at one instance. `prefix` None: to all it holds in a location."""
+    """Something to be done at one instance. `prefix` None: to all it holds in a location. `source`: of a transfer, the
+    instance that it comes from; "": what the target itself reads."""
 
     kind: ActionKind
     instance_id: str
     prefix: KnownPrefix | None
     reason: str
+    source: str = ""
 
 
 class Strategy(Protocol):
