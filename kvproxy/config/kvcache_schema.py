@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from kvproxy.config.cluster_schema import BreakerSettings, EventSources
 from kvproxy.config.model import Duration, Fraction, Model, Size
+
+
+def _prefix_name(text: str) -> str:
+    if not re.fullmatch("[0-9a-f]{16}", text):
+        raise ValueError("must be the 16 hex digits by which the audit log names a prefix")
+    return text
+
+
+#: A prefix's key, as logs show it.
+PrefixName = Annotated[str, AfterValidator(_prefix_name)]
 
 
 class Provider(StrEnum):
@@ -49,6 +61,19 @@ class TokenizeSettings(Model):
     """Different prompts being tokenized at once; further ones are routed without."""
 
 
+class ScoreWeights(Model):
+    """What makes a prefix go first when KV memory is short. Only their ratios matter."""
+
+    frequency: float = Field(default=0.5, ge=0)
+    """Few uses within `hot_window`."""
+    size: float = Field(default=0.3, ge=0)
+    """Many tokens."""
+    recency: float = Field(default=0.2, ge=0)
+    """Long not used."""
+    next_use: float = Field(default=0.0, ge=0)
+    """Its next use is far away, by the time between those it had."""
+
+
 class CacheStrategySettings(Model):
     """What is done with cached prefixes after a response. Every action is off unless enabled."""
 
@@ -68,6 +93,14 @@ class CacheStrategySettings(Model):
     """Memory is the engine's KV cache usage, or this host's memory."""
     memory_threshold: Fraction = 0.9
     """Memory use from which cold prefixes are evicted."""
+    memory_hysteresis: Fraction = 0.1
+    """Once begun, eviction goes on until memory use is this much below `memory_threshold`."""
+    evict_batch: int = Field(default=4, ge=1, le=64)
+    """Prefixes evicted, or compressed, after one response; memory is read again before the next ones."""
+    score_weights: ScoreWeights = ScoreWeights()
+    """Which of the cold prefixes go first."""
+    keep_prefixes: tuple[PrefixName, ...] = Field(default=(), max_length=1024)
+    """Prefixes that are neither evicted nor compressed, by the name that the audit log gives them (16 hex digits)."""
     hot_content_threshold: int = Field(default=5, ge=1)
     """A prefix seen this often within `hot_window` is hot."""
     pin_instance_id: str = ""
@@ -84,6 +117,8 @@ class CacheStrategySettings(Model):
     """LMCache instance that compresses; empty: the one that served or holds the prefix."""
     compress_location: str = "LocalCPUBackend"
     """Storage location whose entries are compressed."""
+    compress_min_tokens: int = Field(default=2048, ge=0)
+    """Shorter prefixes are not compressed: little would be won, and to use them again they are decompressed."""
     compress_method: str = "cachegen"
     """Compression method; LMCache knows `cachegen` only and answers others with no effect."""
     evict_instance_id: str = ""

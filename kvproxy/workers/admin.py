@@ -162,11 +162,11 @@ class WorkersAdmin:
         return _passed_on([await self._ask(index, Change("POST", f"/pick/{rest}", body))])
 
     async def _read(self, request: Request) -> Response:
-        path, limit = request.url.path, request.query_params.get("limit", "")
+        path = request.url.path
         answers = await self._ask_all(_target(request))
         if not all(one.is_success for one in answers):
             return _passed_on(answers)
-        most = int(limit) if limit else _LIMITS.get(path)
+        most = int(request.query_params.get("limit", _LIMITS[path])) if path in _LIMITS else None
         return reply_json(merge_answers(path, self._decoded(answers), limit=most))
 
     async def _change(self, request: Request) -> Response:

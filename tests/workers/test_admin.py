@@ -87,6 +87,16 @@ async def test_a_change_is_made_in_all(audit: list[str]) -> None:
         assert len(both.workers.supervisor.served.changes) == 1
 
 
+@pytest.mark.parametrize(("path", "status"), [("/endpoints", 200), ("/routing", 200), ("/decisions", 400)])
+async def test_a_limit_that_is_none_is_the_workers_business(path: str, status: int) -> None:
+    """Where there is a limit it is refused, elsewhere it means nothing; neither breaks the page of all."""
+    async with served_together() as both:
+        answer = await both.admin.get(f"{path}?limit=many")
+        alone = await both.admin.get(path)
+        assert answer.status_code == status
+        assert status != 200 or answer.json().keys() == alone.json().keys()
+
+
 async def test_a_change_that_is_refused_is_made_in_none(audit: list[str]) -> None:
     """The refusal is the worker's own: what, where, and what to do."""
     async with served_together() as both:

@@ -195,6 +195,7 @@ class ActionExecutor:
             "prefix": "*" if prefix is None else prefix.name,
             "tokens": 0 if prefix is None else len(prefix.tokens),
             "reason": action.reason,
+            **({} if action.score is None else {"score": round(action.score, 3)}),
             "result": result,
             "amount": amount,
             "took_ms": round(took_s * 1000, 1),
@@ -225,10 +226,12 @@ class Link:
 
     def why_refused(self, tokens: int, compute_s: float) -> str:
         """Why so many tokens, which take so long to compute, are not transferred now (a metric label); "": they may."""
-        self._refill()
+        now, most = self._clock(), float(self._settings.tokens_per_second)
+        self._budget = min(most, self._budget + most * (now - self._refilled_at))
+        self._refilled_at = now
         if self.running >= self._settings.at_once:
             return "busy"
-        if min(tokens, self._settings.tokens_per_second) > self._budget:
+        if min(tokens, most) > self._budget:
             return "budget"
         return "slow" if tokens / (self.tokens_per_s or math.inf) > compute_s else ""
 
@@ -243,8 +246,3 @@ class Link:
         if tokens and seconds > 0.0:
             seen, speed = tokens / seconds, self.tokens_per_s
             self._speed, self._seen_at = speed + _NEW * (seen - speed) if speed else seen, self._clock()
-
-    def _refill(self) -> None:
-        now, most = self._clock(), float(self._settings.tokens_per_second)
-        self._budget = min(most, self._budget + most * (now - self._refilled_at))
-        self._refilled_at = now

@@ -20,6 +20,7 @@ from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import CacheStrategySettings, SignalSource
+from kvproxy.prefix.eviction import Use
 from kvproxy.types import Clock
 
 #: Sequences an engine runs at once unless told otherwise (vLLM's --max-num-seqs).
@@ -126,6 +127,7 @@ class KnownPrefix:
     instances: set[str] = field(default_factory=set)  # that served it
     head: int = 0  # hash of its first tokens
     session: int = 0  # that alone asked for it; 0: none, or several
+    promised_until: float = 0.0  # to a client
 
     @property
     def actionable(self) -> bool:
@@ -148,7 +150,7 @@ class Hotness:
     def __init__(
         self, *, window_s: float, max_records: int, max_keys: int, max_token_bytes: int = 64 * 1024 * 1024
     ) -> None:
-        self._window_s = window_s
+        self.window_s = window_s
         self._max_records = max_records
         self._max_keys = max_keys
         self._max_tokens = max_token_bytes // 4
@@ -218,10 +220,17 @@ class Hotness:
 
     def count_recent_uses(self, prefix: KnownPrefix, now: float) -> int:
         """Uses within the window."""
-        uses, since = prefix.uses, now - self._window_s
+        uses, since = prefix.uses, now - self.window_s
         while uses and uses[0] < since:
             uses.popleft()
         return len(uses)
+
+    def recall_use(self, prefix: KnownPrefix, now: float) -> Use:
+        """How it was used within the window, which is how long ago an earlier use is taken to be."""
+        count, uses = self.count_recent_uses(prefix, now), prefix.uses
+        idle_s = now - uses[-1] if count else self.window_s
+        gap_s = (uses[-1] - uses[0]) / (count - 1) if count > 1 else self.window_s
+        return Use(count, len(prefix.tokens), idle_s, gap_s)
 
     def walk_coldest(self, instance: str) -> Iterator[KnownPrefix]:
         """Prefixes with tokens that `instance` served, the longest unused first. Not to be changed meanwhile."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Self
 
@@ -14,7 +15,17 @@ from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.actions.executor import ActionExecutor
 from kvproxy.kvcache.actions.job_queue import Job, JobQueue
 from kvproxy.kvcache.actions.signals import Hotness, KnownPrefix
-from kvproxy.kvcache.actions.strategies import Action, ActionRecord, Compress, Evict, Pin, PressureOf, Served, Strategy
+from kvproxy.kvcache.actions.strategies import (
+    Action,
+    ActionRecord,
+    ColdPrefixes,
+    Compress,
+    Evict,
+    Pin,
+    PressureOf,
+    Served,
+    Strategy,
+)
 from kvproxy.kvcache.actions.transfers import Transfers
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.overlap.facts import RequestFacts
@@ -46,6 +57,7 @@ class StrategyRunner:
     ) -> None:
         strategy = settings.cache_strategy
         self.hotness = hotness
+        self._cold = ColdPrefixes(strategy, hotness)
         self.pin = Pin(strategy, hotness, record) if strategy.enable_pinning else None
         self.compress = Compress(strategy, hotness, record) if strategy.enable_compression else None
         self.evict = Evict(strategy, hotness, record, supports=self._supports) if strategy.enable_eviction else None
@@ -93,7 +105,7 @@ class StrategyRunner:
             return
         self.pin.counted = ActionKind.UNPIN in self._lookups.provider.supports
         for action in self.pin.tick(self._clock()):
-            self.executor.submit(action, self.pin)
+            self._submit(action, self.pin)
 
     def adopt_action(self, action: Action, now: float) -> None:
         """Another proxy did this, at this time."""
@@ -148,14 +160,20 @@ class StrategyRunner:
             taken |= self.pin.heads(now)
         for strategy in self._order:
             for action in strategy.plan(served, self._pressure, taken, now):
-                self.executor.submit(action, strategy)
+                self._submit(action, strategy)
 
     def _decompress(self, endpoint: EndpointId, keys: Sequence[int], instances: dict[EndpointId, str]) -> bool:
         assert self.compress is not None
         actions = self.compress.plan_decompressions(keys, instances[endpoint])
         for action in actions:
-            self.executor.submit(action, self.compress)
+            self._submit(action, self.compress)
         return bool(actions)
+
+    def _submit(self, action: Action, strategy: Strategy) -> None:
+        """With the score that the prefix has now."""
+        if action.prefix is not None:
+            action = replace(action, score=self._cold.score(action.prefix, self._clock()))
+        self.executor.submit(action, strategy)
 
     def _supports(self) -> frozenset[ActionKind]:
         provider = self._lookups.provider

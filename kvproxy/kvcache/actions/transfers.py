@@ -189,7 +189,7 @@ class Transfers:
         return (source.instance_id, missing) if missing >= self._settings.min_tokens else None
 
     def _begin(self, target: Endpoint, prefix: KnownPrefix, tokens: int, source: str) -> bool:
-        action = Action(ActionKind.TRANSFER, target.instance_id, prefix, "next turn", source)
+        action = Action(ActionKind.TRANSFER, target.instance_id, prefix, "next turn", source=source)
         over = partial(self._over, target.id, prefix, action)
         if not self._executor.submit(action, self, over):
             return False

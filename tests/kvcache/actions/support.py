@@ -20,8 +20,8 @@ def hotness() -> Hotness:
 
 
 def strategy(**changes: Any) -> CacheStrategySettings:
-    """Hot from the second use on."""
-    return CacheStrategySettings.model_validate({"hot_content_threshold": 2, **changes})
+    """Hot from the second use on; prompts of any length are compressed."""
+    return CacheStrategySettings.model_validate({"hot_content_threshold": 2, "compress_min_tokens": 0, **changes})
 
 
 def everywhere(pressure: Pressure) -> PressureOf:
