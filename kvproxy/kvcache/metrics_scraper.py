@@ -62,19 +62,15 @@ class MetricsScraper(BackgroundTask):
         self.readings = SharedReadings(clock=clock, max_age_s=self._interval_s)
         max_age_s = _STALE_INTERVALS * self._interval_s + _STALE_S
         self.signals = Signals(settings.cache_strategy, clock=clock, max_age_s=max_age_s)
-        self._clusters = clusters
-        self._indexes = indexes
+        self._clusters, self._indexes = clusters, indexes
         self._engines = engines
         self._rank_finder = RankFinder(engines, stated=settings.kv_event_sources)
         self._lookups = lookups
-        self._bytes_per_token = state.bytes_per_token
-        self._hit_ratios = state.hit_ratios
-        self._losses = state.losses
+        self._bytes_per_token, self._hit_ratios = state.bytes_per_token, state.hit_ratios
+        self._losses, self._present = state.losses, state.present
         self._sample_host = sample_host
         self._on_round = on_round
-        self._clock = clock
-        self._sleep = sleep
-        self._present = state.present
+        self._clock, self._sleep = clock, sleep
         self._slots = asyncio.Semaphore(MAX_CONCURRENT)
 
     def show(self, metrics: Metrics) -> None:
@@ -237,8 +233,7 @@ class MetricsScraper(BackgroundTask):
 
     def _kv_usage(self) -> Iterator[tuple[tuple[str, ...], float]]:
         """KV memory in use, where the engine's metrics say it and are not too old."""
-        found = self._readings()
-        return ((labels, metrics.kv_usage) for labels, metrics in found if metrics.kv_usage is not None)
+        return ((labels, found.kv_usage) for labels, found in self._readings() if found.kv_usage is not None)
 
     def _engine_requests(self) -> Iterator[tuple[tuple[str, ...], float]]:
         """Requests running and waiting at each engine."""
