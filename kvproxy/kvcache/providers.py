@@ -13,7 +13,7 @@ from kvproxy.clients.lmcache.controller_wire import ActionResult
 from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
 from kvproxy.clients.lmcache.coordinator_wire import CacheScope, HeldPrefix, chunk_tokens_of
 from kvproxy.clients.tokens import TokenIds
-from kvproxy.config.kvcache_schema import CacheStrategySettings
+from kvproxy.config.kvcache_actions_schema import CacheStrategySettings
 from kvproxy.errors import BadResponse, NotSupported, Refused
 from kvproxy.routing.policy import FactSource
 from kvproxy.types import LowerTokens, Tier

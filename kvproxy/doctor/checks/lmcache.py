@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvproxy.config.kvcache_schema import CacheStrategySettings, Provider
+from kvproxy.config.kvcache_actions_schema import CacheStrategySettings
+from kvproxy.config.kvcache_schema import Provider
 from kvproxy.doctor.checks.trial import TRIAL_CALLS
 from kvproxy.doctor.deployment import Deployment, gather_facts
 from kvproxy.doctor.engine import EngineFacts

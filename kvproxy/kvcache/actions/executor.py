@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from kvproxy.config.kvcache_schema import KvCacheSettings, TransferSettings
+from kvproxy.config.kvcache_actions_schema import TransferSettings
+from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import (
     BreakerOpen,
     ClientError,

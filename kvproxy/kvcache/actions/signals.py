@@ -19,7 +19,7 @@ from kvproxy.bounded import BoundedMapping
 from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.config.kvcache_schema import CacheStrategySettings, SignalSource
+from kvproxy.config.kvcache_actions_schema import CacheStrategySettings, SignalSource
 from kvproxy.prefix.eviction import Use
 from kvproxy.types import Clock
 

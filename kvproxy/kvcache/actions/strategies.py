@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Protocol
 
 from kvproxy.bounded import BoundedMapping
-from kvproxy.config.kvcache_schema import CacheStrategySettings
+from kvproxy.config.kvcache_actions_schema import CacheStrategySettings
 from kvproxy.kvcache.actions.signals import EDGE_PREFIXES, Hotness, KnownPrefix, Pressure
 from kvproxy.kvcache.providers import ActionKind
 from kvproxy.prefix.eviction import Priority, Weights, score_use

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.config.kvcache_schema import TransferSettings
+from kvproxy.config.kvcache_actions_schema import TransferSettings
 from kvproxy.config.load import check_config
 from kvproxy.kvcache.actions.executor import SPEED_AGE_S, Link
 from kvproxy.kvcache.actions.signals import Pauses
