@@ -17,6 +17,7 @@ from kvproxy.kvcache.actions.leasing import Leasing
 from kvproxy.kvcache.actions.signals import HostUse
 from kvproxy.kvcache.actions.strategy_runner import StrategyRunner
 from kvproxy.kvcache.actions.touching import Toucher
+from kvproxy.kvcache.actions.transfers import Transfers
 from kvproxy.kvcache.actions.warming import Warmer, Warming
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.engines import Engines
@@ -100,15 +101,26 @@ class KvCache:
             clock=clock,
             rng=random.Random() if rng is None else rng,
         )
-        self.warmer, self.warming = self._make_warming(clock)
+        self.warmer, self.warming = self._make_preparations(clock, random.Random() if rng is None else rng)
         self.snapshot = warm_restart(
             settings.snapshot, self.state, clusters=clusters, metrics=metrics, clock=clock, wall_clock=wall_clock
         )
         self.leasing = self.actions.leasing = self._make_leasing(clock) if settings.leases.enabled else None
         self._running = AsyncExitStack()
 
-    def _make_warming(self, clock: Clock) -> tuple[Warmer, Warming | None]:
+    def _make_preparations(self, clock: Clock, rng: random.Random) -> tuple[Warmer, Warming | None]:
+        """What copies and what computes KV before a request needs it."""
         settings, metrics = self.settings, self._metrics
+        if settings.transfers.ahead:
+            self.actions.transfers = Transfers(
+                settings,
+                overlap=self.overlap,
+                executor=self.actions.executor,
+                jobs=self.actions.jobs,
+                metrics=metrics,
+                clock=clock,
+                rng=rng,
+            )
         warmer = Warmer(settings, engines=self._engines, metrics=metrics, clock=clock)
         if not settings.warming.enabled:
             return warmer, None
@@ -135,8 +147,15 @@ class KvCache:
             metrics=metrics,
             clock=clock,
         )
-        executor = self.actions.executor
-        return Leasing(self.settings, book=book, executor=executor, toucher=toucher, metrics=metrics, clock=clock)
+        return Leasing(
+            self.settings,
+            book=book,
+            executor=self.actions.executor,
+            lookups=self.overlap.lookups,
+            toucher=toucher,
+            metrics=metrics,
+            clock=clock,
+        )
 
     async def __aenter__(self) -> Self:
         self.state.keep_only(self.clusters)
@@ -165,6 +184,8 @@ class KvCache:
         self.actions.jobs.show(self._metrics)
         if self.leasing is not None:
             self.leasing.show(self._metrics)
+        if self.actions.transfers is not None:
+            self.actions.transfers.show()
         hotness = self.actions.hotness
         self._metrics.holdings.index_bytes.labels("prefixes").set_function(lambda: hotness.held_bytes)
         if self.snapshot is not None:

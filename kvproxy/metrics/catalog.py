@@ -16,6 +16,7 @@ from kvproxy.metrics.cache_groups import (
     KvEventMetrics,
     LeaseMetrics,
     SnapshotMetrics,
+    TransferMetrics,
 )
 from kvproxy.metrics.collectors import CallbackGauge, Counter, Histogram
 from kvproxy.metrics.exposition import Registry
@@ -351,6 +352,7 @@ class Metrics:
         self.kvcache = KvCacheMetrics(self.registry)
         self.holdings = HoldingMetrics(self.registry)
         self.leases = LeaseMetrics(self.registry)
+        self.transfers = TransferMetrics(self.registry)
         self.snapshot = SnapshotMetrics(self.registry)
         self.picker = PickerMetrics(self.registry)
         self.bounds = BoundMetrics(self.registry)

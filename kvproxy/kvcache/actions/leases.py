@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
-from kvproxy.config.kvcache_schema import LeaseSettings
+from kvproxy.config.kvcache_actions_schema import LeaseSettings
 from kvproxy.kvcache.actions.gaps import HORIZON_S, Gaps, PauseKind
 from kvproxy.kvcache.actions.signals import KnownPrefix
 from kvproxy.types import EndpointId

@@ -12,6 +12,7 @@ from kvproxy.kvcache.actions.signals import KnownPrefix
 from kvproxy.kvcache.actions.strategies import Action, PressureOf, Served
 from kvproxy.kvcache.actions.touching import Toucher
 from kvproxy.kvcache.overlap.facts import RequestFacts
+from kvproxy.kvcache.overlap.lookup import LookupClient
 from kvproxy.kvcache.providers import ActionKind
 from kvproxy.metrics.cache_groups import LeaseMetrics
 from kvproxy.metrics.catalog import Metrics
@@ -51,6 +52,7 @@ class Leasing:
         *,
         book: LeaseBook,
         executor: ActionExecutor,
+        lookups: LookupClient,
         toucher: Toucher,
         metrics: Metrics,
         clock: Clock,
@@ -59,6 +61,7 @@ class Leasing:
         self._settings = settings.leases
         self._renewal_s = settings.cache_strategy.pin_renewal
         self._executor = executor
+        self._lookups = lookups
         self._toucher = toucher
         self._metrics: LeaseMetrics = metrics.leases
         self._clock = clock
@@ -172,14 +175,14 @@ class Leasing:
     @property
     def _counts(self) -> bool:
         """Whether pins are counted, and stay until they are taken back."""
-        return ActionKind.UNPIN in self._executor.supported
+        return ActionKind.UNPIN in self._lookups.supported
 
     def _make(
         self, of: Waiting, prefix: KnownPrefix, endpoint: Endpoint, duration_s: float, now: float
     ) -> tuple[Lease, str]:
         """By the best lever there is, and why by none."""
         action, lever, refusal = Action(ActionKind.PIN, endpoint.instance_id, prefix, ""), Lever.PIN, ""
-        if ActionKind.PIN not in self._executor.supported or self._executor.is_disabled(action):
+        if ActionKind.PIN not in self._lookups.supported or self._executor.is_disabled(action):
             lever, refusal = Lever.TOUCH, self._toucher.why_not(endpoint, len(prefix.tokens))
         why, until = Why.TOOL_CALL if of.kind[1] else Why.CLIENT, of.ended_at + duration_s
         held = lever is Lever.TOUCH  # the engine has just used it

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.config.kvcache_schema import LeaseSettings
+from kvproxy.config.kvcache_actions_schema import LeaseSettings
 from kvproxy.kvcache.actions.gaps import HORIZON_S, LEAST_SEEN, Gaps, PauseKind
 from kvproxy.kvcache.actions.leases import (
     FIRST_S,
