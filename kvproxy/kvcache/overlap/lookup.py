@@ -16,8 +16,8 @@ from kvproxy.errors import BreakerOpen, ClientError
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.overlap.merge import HolderOverlap
 from kvproxy.kvcache.providers import (
-    ActionKind,
     EVERY_INSTANCE,
+    ActionKind,
     Holder,
     Prefix,
     Provider,
