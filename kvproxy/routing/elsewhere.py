@@ -81,7 +81,17 @@ class _Told(msgspec.Struct, frozen=True, gc=False):
 class Elsewhere:
     """Others' load on one endpoint, added to the totals of its ledger."""
 
-    __slots__ = ("_line", "_load", "_prefilled", "_told", "busy_at", "in_flight", "pending", "resident_tokens", "shown_at")
+    __slots__ = (
+        "_line",
+        "_load",
+        "_prefilled",
+        "_told",
+        "busy_at",
+        "in_flight",
+        "pending",
+        "resident_tokens",
+        "shown_at",
+    )
 
     def __init__(self, load: SharedLoad) -> None:
         self._load = load

@@ -19,18 +19,24 @@ import msgspec
 
 from kvproxy.routing.elsewhere import Elsewhere, LoadRow, told_head
 from kvproxy.routing.room import HEAD_TOKENS, EngineState, LiveBlocks, Room, room_of
-from kvproxy.routing.work import HEAD_REQUESTS, NO_WORK, Features, difference, head_of, seconds_of, sum_of
+from kvproxy.routing.work import (
+    HEAD_REQUESTS,
+    IDLE,
+    MAX_PROGRESS,
+    NO_WORK,
+    OVERDUE,
+    OVERDUE_S,
+    Backlog,
+    Features,
+    difference,
+    head_of,
+    seconds_of,
+    sum_of,
+)
 from kvproxy.types import LowerTokens
 
 #: First tokens closer together than this left the engine in one step.
 GROUP_GAP_S = 0.002
-
-#: A running step is never believed to be further along than this share of its estimate.
-MAX_PROGRESS = 0.95
-
-#: A step that takes longer than so many times its estimate and this many seconds is not the one believed in: the
-#: engine does something else, and nothing of what is pending counts as done.
-OVERDUE, OVERDUE_S = 2.0, 0.05
 
 #: A request that ends moves the mean stay by this share of the difference.
 _STAY_GAIN = 0.05
@@ -70,28 +76,6 @@ class Reservation(msgspec.Struct, eq=False):
     first_token_at: float | None = None
     sequences: float = 0.0  # in flight there when its first token came; at its end the mean of then and now
     released: bool = False
-
-
-class Backlog(msgspec.Struct, frozen=True):
-    """What an engine still has to prefill at one moment."""
-
-    work: Features  # of everything pending
-    head: Features  # of what it is at work on
-    elapsed_s: float  # since that work began, as far as is known
-    room_s: float = 0.0  # until there is KV memory, or a slot, for one more request
-
-    def wait_s(self, seconds: Features, slowness: float) -> float:
-        """Until it would begin with a request placed now; `seconds` and `slowness` as in `EndpointLoad.wait_s`."""
-        if self.work is NO_WORK:
-            return 0.0
-        head_s = seconds_of(self.head, seconds)
-        progress = min(MAX_PROGRESS * slowness * head_s, max(0.0, self.elapsed_s))
-        if self.elapsed_s > OVERDUE * slowness * head_s + OVERDUE_S:
-            progress = 0.0
-        return max(0.0, slowness * seconds_of(self.work, seconds) - progress) + self.room_s
-
-
-IDLE = Backlog(NO_WORK, NO_WORK, 0.0)
 
 
 class EndpointLoad:
@@ -327,7 +311,9 @@ class EndpointLoad:
             if head is not work:
                 p, q, r, s = head
                 self._head_s = p * a + q * b + r * c + s * d
-        begun = self._begun if elsewhere is None else self._begun_of_all(elsewhere, self._begun if self._pending else None)
+        begun = self._begun
+        if elsewhere is not None:
+            begun = self._begun_of_all(elsewhere, begun if self._pending else None)
         progress, elapsed = MAX_PROGRESS * slowness * self._head_s, now - begun
         if elapsed < progress:
             progress = elapsed if elapsed > 0.0 else 0.0

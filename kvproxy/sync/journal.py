@@ -27,7 +27,8 @@ MAX_SAMPLES = 64
 MAX_SENT_BYTES, MAX_SENT = 4 * 1024 * 1024, 4096
 
 _DIGEST = (1 << 64) - 1
-_ROW_BYTES, _DELTA_BYTES = 150, 120
+_ROW_BYTES, _AHEAD_BYTES, _DELTA_BYTES = 150, 48, 120
+MAX_ROWS = 100  # of one message: they fit whatever is told in them
 
 
 class Journal:
@@ -126,7 +127,8 @@ class Journal:
         rows = [ledger.told(now) for ledger in self._touched.values()]
         self._touched.clear()
         while self._waiting or rows:
-            taken, batch = len(rows[:300]) * _ROW_BYTES, list[Delta]()
+            said, batch = rows[:MAX_ROWS], list[Delta]()
+            taken = sum(_ROW_BYTES + _AHEAD_BYTES * len(one.row.head) for one in said)
             while self._waiting and len(batch) < MAX_DELTAS:
                 size = size_of(self._waiting[0])
                 if taken + size > MAX_BYTES and (batch or rows):
@@ -134,8 +136,8 @@ class Journal:
                 taken += size
                 batch.append(self._count(self._waiting.popleft()))
             self.seq += 1
-            yield Batch(self.origin, self.seq, now, batch, rows[:300])
-            del rows[:300]
+            yield Batch(self.origin, self.seq, now, batch, said)
+            del rows[:MAX_ROWS]
 
     def _count(self, delta: Delta) -> Delta:
         if isinstance(delta, deltas.Routed | deltas.Entered):

@@ -12,7 +12,7 @@ from kvproxy.bounded import BoundedMapping
 from kvproxy.sync import wire
 from kvproxy.sync.heard import Heard
 from kvproxy.sync.joining import Joining, ReceiveSnapshot
-from kvproxy.sync.journal import Journal, SentBatches, in_parts
+from kvproxy.sync.journal import MAX_ROWS, Journal, SentBatches, in_parts
 from kvproxy.sync.peer import Peer
 from kvproxy.sync.wire import Batch, Message, Origin
 from kvproxy.sync.world import World
@@ -234,9 +234,9 @@ class Peers:
         said = partial(wire.Standing, self.origin, journal.seq, oldest, journal.told, journal.digest)
         loads, under_way = journal.rows(now), list(journal.open.values())
         parts = in_parts(under_way)
-        while len(loads) > 300:
-            self.send_to(to, said([], loads[:300], True))
-            del loads[:300]
+        while len(loads) > MAX_ROWS:
+            self.send_to(to, said([], loads[:MAX_ROWS], True))
+            del loads[:MAX_ROWS]
         for part in parts[:-1]:
             self.send_to(to, said(part, [], True))
         self.send_to(to, said([] if not parts else parts[-1], loads, False))
