@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from operator import itemgetter
 from urllib.parse import urlsplit
 
 import msgspec
@@ -20,6 +21,7 @@ HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade".split()
 )
+_NAME = itemgetter(0)
 _TRACE_PARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 _USUAL_CONNECTION = frozenset({b"keep-alive", b"close", b"Keep-Alive", b"Close"})
@@ -115,6 +117,7 @@ class RequestHeaders:
 
     def _remember(self, sender: _Sender) -> ClientFields:
         fields = ClientFields(self._pass_on(*sender))
+        fields.sent = frozenset(map(_NAME, sender[0]))
         sent_bytes = sum(len(name) + len(value) for name, value in sender[0])  # also what is not passed on is kept
         if sent_bytes <= _MAX_REMEMBERED_BYTES:
             if len(self._remembered) >= _MAX_REMEMBERED:
@@ -162,12 +165,13 @@ class RequestHeaders:
 class ClientFields(RepeatedFields):
     """Those of one client."""
 
-    __slots__ = ("_anonymous", "rank")
+    __slots__ = ("_anonymous", "rank", "sent")
 
     def __init__(self, headers: Headers) -> None:
         super().__init__(headers)
         self._anonymous: ClientFields | None = None
         self.rank = dict(headers).get(RANK_HEADER)  # the data-parallel rank it asks for
+        self.sent: Collection[bytes] = ()  # names, of what was passed on and what was not
 
     @property
     def anonymous(self) -> ClientFields:
