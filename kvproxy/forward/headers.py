@@ -60,6 +60,20 @@ def _without_named_by_connection(headers: Headers, connection: bytes) -> Headers
     return [pair for pair in headers if pair[0] not in named]
 
 
+def _set_apart(headers: Headers, names: frozenset[bytes]) -> tuple[_Sent, dict[bytes, bytes]]:
+    """The fields but for those of these names, and the values of those; several of one name are joined."""
+    rest = dict(headers)
+    if len(rest) == len(headers):  # nearly always no name comes twice, and no field need be looked at
+        found_once = {name: rest.pop(name) for name in names & rest.keys()}
+        return tuple(rest.items()), found_once
+    found: dict[bytes, list[bytes]] = {}
+    for name, value in headers:
+        if name in names:
+            found.setdefault(name, []).append(value)
+    kept = tuple([pair for pair in headers if pair[0] not in names])
+    return kept, {name: b", ".join(values) for name, values in found.items()}
+
+
 class RequestHeaders:
     """Makes the client's headers ready for an engine.
 
@@ -90,18 +104,9 @@ class RequestHeaders:
     def build_head(self, scope: Scope, *, request_id: str, trusted: bool = False) -> RequestHead:
         """One head for all attempts of a request. Raises RequestLoops, and UnsafeRequest."""
         of_this_one = self._of_this_one if request_id else _OF_THIS_ONE
-        sent = []
-        found: dict[bytes, bytes] = {}
-        for pair in scope["headers"]:
-            name = pair[0]
-            if name not in of_this_one:
-                sent.append(pair)
-            elif name in found:
-                found[name] += b", " + pair[1]
-            else:
-                found[name] = pair[1]
+        sent, found = _set_apart(scope["headers"], of_this_one)
         client = scope.get("client")
-        sender = (tuple(sent), client[0] if client else "", scope["scheme"], trusted)
+        sender = (sent, client[0] if client else "", scope["scheme"], trusted)
         repeated = self._remembered.get(sender) or self._remember(sender)
         parent = found.get(b"traceparent")
         if parent is not None and _TRACE_PARENT.fullmatch(parent):
