@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Collection, Iterable
 from operator import itemgetter
-from urllib.parse import urlsplit
 
 import msgspec
 from starlette.types import Scope
@@ -14,7 +12,7 @@ from starlette.types import Scope
 from kvproxy.request.error_reply import LocalReply
 from kvproxy.request.exchange import RandomHex
 from kvproxy.types import Headers
-from kvproxy.upstream.origin import Origin
+from kvproxy.upstream.origin import Origin, public_location
 from kvproxy.upstream.request import RepeatedFields
 
 HOP_BY_HOP = frozenset(
@@ -226,33 +224,8 @@ def response_headers(received: Headers, *, endpoint: bytes, origin: Origin | Non
         elif name == b"connection":
             connection = pair[1]
         elif name in (b"location", b"content-location"):
-            headers.append((name, _public_location(pair[1], origin)))
+            headers.append((name, public_location(pair[1], origin)))
     if connection and connection not in _USUAL_CONNECTION:
         headers = _without_named_by_connection(headers, connection)
     headers.append((b"x-kvproxy-endpoint", endpoint))
     return headers
-
-
-def _public_location(location: bytes, origin: Origin | None) -> bytes:
-    """Relative ones and those to public hosts stay."""
-    try:
-        parts = urlsplit(location.decode("latin-1"))
-        host = parts.hostname or ""
-    except ValueError:
-        return b"/"
-    if not parts.netloc or not (
-        _is_internal(host) or (origin is not None and host in (origin.host.lower(), origin.server_name.lower()))
-    ):
-        return location
-    path = parts.path or "/"
-    base = "" if origin is None else origin.base_path.decode("ascii")
-    if base and (path + "/").startswith(base + "/"):
-        path = path[len(base) :] or "/"
-    return (f"/{path.lstrip('/')}" + (f"?{parts.query}" if parts.query else "")).encode("latin-1")
-
-
-def _is_internal(host: str) -> bool:
-    try:
-        return host == "localhost" or not ipaddress.ip_address(host).is_global
-    except ValueError:
-        return False

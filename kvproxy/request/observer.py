@@ -100,9 +100,7 @@ class RequestObserver:
         nothing), an exception of type `crash` (mostly "") came out."""
 
 
-def notify(
-    hook: Callable[[RequestObserver, Exchange, Unpack[Ts]], None], exchange: Exchange, *args: *Ts
-) -> None:
+def notify(hook: Callable[[RequestObserver, Exchange, Unpack[Ts]], None], exchange: Exchange, *args: *Ts) -> None:
     """Calls this hook of every observer of the exchange that has it, such as `notify(RequestObserver.finished,
     exchange, now)`. An observer that fails is logged, and the others go on.
 
