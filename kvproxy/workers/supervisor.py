@@ -142,10 +142,10 @@ class Supervisor:
             served = await self._one_life(slot, process)
             if self.ending.is_set():
                 return
-            if not self.all_ready.is_set():
-                raise WorkersFailed(f"worker {slot.index} ended before all served")
             if process.told != self.served.number:
                 continue  # it was let go, to hear of what is new
+            if not self.all_ready.is_set():
+                raise WorkersFailed(f"worker {slot.index} ended before all served")
             steady = served and self._clock() - began >= STEADY_S
             slot.failures = 0 if steady else slot.failures + 1
             if slot.failures >= GIVE_UP_AFTER and not any(one.ready for one in self.slots):

@@ -143,6 +143,21 @@ async def test_workers_that_do_not_know_the_news_are_started_again(tmp_path: Pat
         assert not supervisor.slots[1].failures
 
 
+async def test_news_that_come_while_workers_start_do_not_end_the_start(tmp_path: Path) -> None:
+    """A worker that began with what is old is let go and started again, whether or not all served by then."""
+    public = await bind_sockets("127.0.0.1", 0)
+    command = (sys.executable, "-S", "-E", str(STAND_IN), "serve")
+    supervisor = Supervisor(Served(CONFIG), count=2, public=public, folder=tmp_path, command=command, first_alone=True)
+    running = asyncio.create_task(supervisor.run())
+    await until(lambda: supervisor.slots[0].process is not None)
+    supervisor.note_news(told=[])
+    await until(lambda: supervisor.all_ready.is_set() or running.done())
+    supervisor.drain()
+    await asyncio.wait_for(running, 60)
+    assert supervisor.all_ready.is_set()
+    assert not supervisor.slots[0].failures
+
+
 async def test_the_others_may_follow_on_the_first(tmp_path: Path) -> None:
     """Where it restores what they ask it for; a drain before that ends all the same."""
     public = await bind_sockets("127.0.0.1", 0)
