@@ -23,16 +23,16 @@ from kvproxy.simulator.engine_io import BlockStored
 from kvproxy.simulator.retention import Eviction, Future, Ranking
 
 SIZES = (0.05, 0.1, 0.2)
-#: Weighted, with the fourth term.
-BOTH = "weighted, next_use 0.5"
-ORDERS = (*(each.value for each in Eviction if each is not Eviction.OPTIMUM), BOTH, Eviction.OPTIMUM.value)
+#: Weighted without the fourth term.
+THREE = "three terms"
+ORDERS = (*(each.value for each in Eviction if each is not Eviction.OPTIMUM), THREE, Eviction.OPTIMUM.value)
 
 
 def play(turns: Sequence[Turn], block_size: int, blocks: int, order: str) -> float:
     """Share of all prompt tokens that a cache of so many blocks found."""
     future = Future([turn.blocks for turn in turns]) if order == Eviction.OPTIMUM else None
-    weights = Weights(next_use=0.5) if order == BOTH else None
-    eviction = Eviction.WEIGHTED if order == BOTH else Eviction(order)
+    weights = Weights(next_use=0.0) if order == THREE else None
+    eviction = Eviction.WEIGHTED if order == THREE else Eviction(order)
     lru = eviction is Eviction.LRU
     ranking = None if lru else Ranking(eviction, blocks, future=future, weights=weights)
     cache = BlockCache(blocks, record_events=False, ranking=ranking)
@@ -72,8 +72,9 @@ def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
         f"`{command}`. One simulated cache with room for a share of a trace's distinct blocks (at least for its "
         "longest prompt), requests one after the other in the order of their nominal times: share of prompt tokens "
         "found. `lru` is vLLM's order; `lfu` counts all uses that are remembered (of four times as many blocks as "
-        "there is room for, as the others); `weighted` is the score of `cache_strategy.score_weights` with 0.5 for "
-        "frequency, 0.3 for size and 0.2 for recency; `next_use` its fourth term alone; `optimum` evicts what is "
+        "there is room for, as the others); `weighted` is the score of `cache_strategy.score_weights` as it is "
+        "by default, 0.5 for frequency, 0.3 for size, 0.2 for recency and 0.5 for the expected next use; `next_use` is "
+        "that term alone, `three terms` are the others; `optimum` evicts what is "
         "needed last, which no cache can know (Belady).", "",
         f"| trace | room | blocks | {' | '.join(ORDERS)} |", "|---|---|---|" + "---|" * len(ORDERS),
     ]  # fmt: skip

@@ -21,7 +21,7 @@ class Eviction(StrEnum):
 
     LRU = "lru"
     LFU = "lfu"  # among equals the longest unused
-    WEIGHTED = "weighted"  # by frequency, size and recency
+    WEIGHTED = "weighted"  # by the score that the proxy evicts by
     NEXT_USE = "next_use"  # whose next use is expected last, by the time between those it had
     OPTIMUM = "optimum"  # whose next use is last: needs to know the future
 

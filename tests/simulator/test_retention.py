@@ -50,7 +50,7 @@ def test_what_was_used_seldom_goes_first() -> None:
     """By frequency the system prompt survives a flood of others, which by recency it does not."""
     system, flood = [1, 2], [[10 * each, 10 * each + 1] for each in range(1, 13)]
     prompts = [system, system, system, system, *flood, system]
-    for eviction, found in ((Eviction.LRU, 0), (Eviction.LFU, 2), (Eviction.WEIGHTED, 2)):
+    for eviction, found in ((Eviction.LRU, 0), (Eviction.LFU, 2)):
         assert play(cache_of(eviction, 12)[0], prompts)[-1] == found
 
 
