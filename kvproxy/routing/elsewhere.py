@@ -1,10 +1,11 @@
 """What other routers have in flight on one endpoint: the sum of what each said last, in numbers that only replace each
-other, so that what is lost on the way heals with the next word. Pure; the time is an argument."""
+other, so that what is lost on the way heals with the next word; and how routers that are told late keep apart.
+Pure; the time is an argument."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from heapq import merge
 from operator import itemgetter
 from typing import Annotated, Protocol
@@ -57,6 +58,36 @@ class LoadRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     bound: int = 0  # of these, such as would have cost much more elsewhere
     #: Of the pending work what is the head of this router's line, the oldest first.
     head: Annotated[tuple[Ahead, ...], msgspec.Meta(max_length=MAX_TOLD)] = ()
+
+
+#: An endpoint with so many more in flight than the best one is not chosen in its place.
+MAX_MORE = 4
+
+
+class Counted(Protocol):
+    """A ledger, as far as it is looked at here."""
+
+    @property
+    def in_flight(self) -> int: ...
+
+
+class Others(msgspec.Struct, frozen=True):
+    """Routers that decide on the same endpoints, each of which hears after `delay_s` what the others did. `rank`: of
+    this one among these, counted alike by all."""
+
+    delay_s: float
+    routers: int
+    rank: int
+
+    def choose_apart(self, best: int, costs: Sequence[float], ends_s: Sequence[float], loads: Sequence[Counted]) -> int:
+        """The endpoint to take where `best` costs least. A prefill that would end no later than the delay after the one
+        there (`ends_s`) is as good as that one: what is known of both is as old. All would take the same one in that
+        time, so that each keeps to its own stretch of those that are as good, and takes there what costs least."""
+        latest, most = ends_s[best] + self.delay_s, loads[best].in_flight + MAX_MORE
+        near = [i for i, end_s in enumerate(ends_s) if end_s <= latest and loads[i].in_flight <= most]
+        begin, end = self.rank * len(near) // self.routers, (self.rank + 1) * len(near) // self.routers
+        stretch = near[begin : max(begin + 1, end)]
+        return best if best in stretch else min(stretch, key=costs.__getitem__)
 
 
 class SharedLoad(Protocol):

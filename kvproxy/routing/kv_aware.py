@@ -134,6 +134,11 @@ class KvAware(Policy):
         if (more := request.adapter_s) is not None:
             costs = [one + more.get(id_, 0.0) / w for one, id_, w in zip(costs, pool.ids, pool.weights, strict=True)]
         index = least(costs, self._rng)
+        if (others := self.others) is not None:
+            ends_s = costs
+            if more is None and settings.target_itl is None:
+                ends_s = [(t + s * o) / w for t, s, o, w in zip(waits, slowness, owns, pool.weights, strict=True)]
+            index = others.choose_apart(index, costs, ends_s, pool.loads)
         here, elsewhere = 0, 0
         if held:
             here, held[index] = held[index], 0

@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import msgspec
 
 from kvproxy.config.model import Model
+from kvproxy.routing.elsewhere import Others
 from kvproxy.routing.load import EndpointLoad
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.routing.work import Features, prefill_s
@@ -160,6 +161,7 @@ class Policy(ABC):
     settings: Model | None = None
     #: Told the endpoint, the prefill seconds, and whether elsewhere would have cost much more, of what was placed.
     on_placed: Callable[[EndpointId, float, bool], None] | None = None
+    others: Others | None = None  # None: no other router is heard
 
     def __init__(self, *, rng: Random, settings: Model | None = None) -> None:
         """`settings` are of the type that the configuration gives the policy of this name."""

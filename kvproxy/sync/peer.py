@@ -76,8 +76,8 @@ class Peer:
 
     def _take_batch(self, batch: Batch, size_bytes: int, now: float) -> None:
         """Whenever it comes: loads count at once, deltas in their order and once."""
-        self.lag.observe(batch.sent_s, now)
-        self.heard.load(batch.loads, batch.seq, now)
+        late_s = self.lag.observe(batch.sent_s, now)
+        self.heard.load(batch.loads, batch.seq, now - late_s)
         if self._next is None and batch.seq == 1:
             self._next = 1
         if self._next is not None and batch.seq < self._next:
@@ -222,13 +222,15 @@ class Lag:
         self._least = self._least_before = float("inf")  # difference of the clocks and the way, now and before
         self._since = 0.0
 
-    def observe(self, sent_s: float, now: float) -> None:
-        """Something came that was sent then, by the sender's clock."""
+    def observe(self, sent_s: float, now: float) -> float:
+        """Something came that was sent then, by the sender's clock: so long ago."""
         difference = now - sent_s
         if now - self._since > _OFFSET_S:
             self._least_before, self._least, self._since = self._least, difference, now
         self._least = min(self._least, difference)
-        self.seconds.append(difference - min(self._least, self._least_before) + 0.5 * self.round_trip_s)
+        late_s = difference - min(self._least, self._least_before) + 0.5 * self.round_trip_s
+        self.seconds.append(late_s)
+        return late_s
 
     def went_around(self, seconds: float) -> None:
         """There and back took so long."""

@@ -105,6 +105,7 @@ class Peers:
     def beat(self, now: float) -> None:
         """Every `beat_s`: say how it stands, and see who fell silent."""
         self._journal.look()
+        self._world().keep_apart(self.origin, {peer.origin: peer.lag.quantile(0.5) for peer in self.living})
         for peer in list(self.known.values()):
             silent_s = now - peer.heard_at
             if peer.alive and silent_s > MISSED * self._beat_s:

@@ -149,7 +149,7 @@ def encode(message: Message) -> bytes:
 def held_bytes(message: Batch | Standing, encoded_bytes: int) -> int:
     """What it takes while it is held."""
     parts = len(message.deltas) if isinstance(message, Batch) else len(message.open)
-    return encoded_bytes + _PART_BYTES * (1 + parts + len(message.loads))
+    return encoded_bytes + _PART_BYTES * (1 + parts + sum(1 + len(one.row.head) for one in message.loads))
 
 
 class Drops(Protocol):

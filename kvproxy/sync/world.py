@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Protocol
 
 from kvproxy.cluster.cluster import Cluster
@@ -14,10 +15,12 @@ from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.state import CacheState
 from kvproxy.resilience.retry import RetryBudget
+from kvproxy.routing.elsewhere import Others
 from kvproxy.routing.load import EndpointLoad
 from kvproxy.routing.policy import Policy
 from kvproxy.routing.work import Features
 from kvproxy.sync.deltas import EngineRead
+from kvproxy.sync.wire import Origin
 from kvproxy.types import EndpointId
 
 
@@ -82,6 +85,13 @@ class World:
         if kvcache is None:
             return cls(parts, limits=limits, budgets=budgets)
         return cls(parts, kvcache.state, kvcache.actions, kvcache.scraper, limits, budgets)
+
+    def keep_apart(self, own: Origin, lags_s: Mapping[Origin, float]) -> None:
+        """Policies are told of the processes that decide beside this one, and how late these are heard."""
+        delay_s = fmean(lags_s.values()) if lags_s else 0.0
+        others = Others(delay_s, 1 + len(lags_s), sum(one < own for one in lags_s)) if delay_s else None
+        for part in self.clusters.values():
+            part.policy.others = others
 
     def hear_engine(self, delta: EngineRead) -> None:
         """Another proxy read an engine."""
