@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.routing.elsewhere import MAX_TOLD, Elsewhere
+from kvproxy.routing.elsewhere import MAX_MORE, MAX_TOLD, Elsewhere, Others
 from kvproxy.routing.load import EndpointLoad, Reservation
 from kvproxy.routing.work import Features
 
@@ -111,3 +111,34 @@ def test_many_short_requests_at_the_head_are_told_in_a_few_words() -> None:
     assert sum(ahead.work[1] for ahead in row.head) == 240
     routers.now += 0.1
     routers.check()
+
+
+@dataclass
+class Ledger:
+    in_flight: int = 0
+
+
+def chosen(*ends_s: float, routers: int = 4, delay_s: float = 0.25, in_flight: tuple[int, ...] = ()) -> list[int]:
+    """Where each of so many routers places the same request."""
+    ledgers = [Ledger(count) for count in in_flight or (0,) * len(ends_s)]
+    best = ends_s.index(min(ends_s))
+    return [Others(delay_s, routers, rank).choose_apart(best, ends_s, ends_s, ledgers) for rank in range(routers)]
+
+
+def test_routers_that_hear_of_each_other_late_do_not_take_the_same_idle_endpoint() -> None:
+    """Each keeps to its own among those that are as good for all that is known."""
+    assert chosen(0.0, 0.0, 0.0, 0.0, 9.0) == [0, 1, 2, 3]
+
+
+def test_what_ends_later_than_the_delay_is_not_as_good() -> None:
+    assert chosen(1.0, 1.3, 1.2, 5.0) == [0, 0, 2, 2]
+
+
+def test_an_endpoint_with_many_more_in_flight_is_not_taken_for_a_good_one() -> None:
+    assert chosen(0.0, 0.0, in_flight=(0, MAX_MORE + 1)) == [0, 0, 0, 0]
+
+
+def test_more_endpoints_than_routers_are_chosen_among_by_cost() -> None:
+    """Each has a stretch of them."""
+    assert chosen(0.02, 0.01, 0.0, 0.03, routers=2) == [1, 2]
+    assert chosen(0.0, 0.1, 0.2, 0.3, routers=2, delay_s=0.001) == [0, 0]

@@ -514,3 +514,35 @@ def test_what_a_new_one_is_told_of_sessions_fits_into_messages() -> None:
     assert [piece.number for piece in pieces] == list(range(len(pieces)))
     assert sum(len(piece.deltas) for piece in pieces) == 100
     assert max(len(wire.encode(piece)) for piece in pieces) <= wire.MAX_BYTES
+
+
+def test_policies_know_how_late_which_others_are_heard() -> None:
+    """They keep apart by it; with nobody heard they decide as ever."""
+    bus = Bus()
+    one, two = Node(bus, "one"), Node(bus, "two")
+    for _ in range(4):
+        bus.now += BEAT_S
+        for node in (one, two):
+            node.beat()
+        bus.now += 0.05
+        bus.deliver()
+    heard = [node.cluster.policy.others for node in (one, two)]
+    assert [(others.routers, others.rank) for others in heard if others is not None] == [(2, 0), (2, 1)]
+    assert all(others is not None and 0.0 < others.delay_s < 0.06 for others in heard)
+    two.peers.leave()
+    bus.deliver()
+    one.beat()
+    assert one.cluster.policy.others is None
+
+
+def test_a_row_counts_from_when_it_was_sent() -> None:
+    """Work of another router's request went on while its word was under way."""
+    bus, one, two = pair()
+    for _ in range(4):
+        bus.heal(1)
+    two.begin(A, 1, tokens=8000)
+    two.flush()
+    bus.now += 0.5
+    bus.deliver()
+    load = one.cluster.ledgers[A]
+    assert load.backlog((0.0, 0.001, 0.0, 1.0), 1.0, bus.now).elapsed_s == pytest.approx(0.5)
