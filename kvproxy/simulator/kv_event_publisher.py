@@ -99,7 +99,8 @@ class EventEncoder:
 
 @dataclass(frozen=True, slots=True)
 class PublisherSettings:
-    """Where and how events are published; port 0 picks a free one. `buffer_steps` batches can be replayed."""
+    """Where and how events are published; port 0 picks a free one. `buffer_steps` batches can be replayed. With
+    `device_only` nothing is told of tiers below engine memory."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -110,6 +111,7 @@ class PublisherSettings:
     buffer_steps: int = 10_000
     hwm: int = 100_000
     rank: int = 0
+    device_only: bool = False
 
 
 class KvEventPublisher:
@@ -161,6 +163,10 @@ class KvEventPublisher:
 
     async def publish(self, events: Sequence[KvEvent]) -> None:
         """Sends one step's events as one batch."""
+        if self.settings.device_only:
+            events = [each for each in events if isinstance(each, AllBlocksCleared) or each.medium == "GPU"]
+            if not events:
+                return
         seq = self._next_seq.to_bytes(8, "big")
         self._next_seq += 1
         payload = self._encoder.encode_payload(events, ts=self._wall_clock(), rank=self.settings.rank)
