@@ -15,6 +15,7 @@ from kvproxy.metrics.cache_groups import (
     KvCacheMetrics,
     KvEventMetrics,
     SnapshotMetrics,
+    TierMetrics,
     TransferMetrics,
 )
 from kvproxy.metrics.collectors import CallbackGauge, Counter, Histogram
@@ -351,6 +352,7 @@ class Metrics:
         self.kv_events = KvEventMetrics(self.registry)
         self.kvcache = KvCacheMetrics(self.registry)
         self.holdings = HoldingMetrics(self.registry)
+        self.tiers = TierMetrics(self.registry)
         self.transfers = TransferMetrics(self.registry)
         self.snapshot = SnapshotMetrics(self.registry)
         self.picker = PickerMetrics(self.registry)
