@@ -14,6 +14,7 @@ from kvproxy.metrics.cache_groups import (
     HoldingMetrics,
     KvCacheMetrics,
     KvEventMetrics,
+    LeaseMetrics,
     SnapshotMetrics,
     TierMetrics,
     TransferMetrics,
@@ -353,6 +354,7 @@ class Metrics:
         self.kvcache = KvCacheMetrics(self.registry)
         self.holdings = HoldingMetrics(self.registry)
         self.tiers = TierMetrics(self.registry)
+        self.leases = LeaseMetrics(self.registry)
         self.transfers = TransferMetrics(self.registry)
         self.snapshot = SnapshotMetrics(self.registry)
         self.picker = PickerMetrics(self.registry)
