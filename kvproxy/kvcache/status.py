@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.kvcache.overlap.gauges import PRECISE_ROW_BYTES, describe_tiers, index_worth
+from kvproxy.kvcache.overlap.gauges import PRECISE_ROW_BYTES, index_worth
 from kvproxy.kvcache.service import KvCache
 from kvproxy.prefix.approximate.heat import Run
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
@@ -211,7 +211,6 @@ def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[s
     indexes = overlap.indexes[cluster]
     streams = {} if overlap.streams is None else overlap.streams.streams(endpoint)
     loss = service.state.losses.latest_loss(cluster, endpoint.id)
-    memory = service.scraper.signals.recall_memory(endpoint.instance_id)
     return {
         "state": index_worth(streams).value,
         "events_believed": endpoint.id not in indexes.missed.doubted,
@@ -228,7 +227,7 @@ def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[s
         "hit_ratio": asdict(service.state.hit_ratios.read_shares((cluster, endpoint.id))),
         "block_bytes": TEXT_BLOCK_BYTES,
         "precise_blocks": indexes.precise.count_rows(endpoint.id),
-        "tiers": describe_tiers(overlap.tier_counts.holdings(cluster, endpoint.id), memory),
+        "tiers": overlap.tier_counts.describe(cluster, endpoint, service.scraper.signals.memory),
     }
 
 

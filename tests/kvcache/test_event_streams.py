@@ -20,7 +20,7 @@ from kvproxy.clients.kv_events.events import BlockStored
 from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
-from kvproxy.kvcache.overlap.gauges import TierCounts, describe_tiers
+from kvproxy.kvcache.overlap.gauges import TierCounts
 from kvproxy.kvcache.overlap.indexes import FollowedEvents, IndexState, LocalIndexes
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, _Consumer
 from kvproxy.kvcache.providers import TierMemory
@@ -298,7 +298,8 @@ async def test_what_left_engine_memory_is_found_on_its_host_tier() -> None:
         assert counted[Tier.DEVICE][0] <= 40 < counted[Tier.HOST][0]
         assert all(tokens == 32 * blocks for blocks, tokens in counted.values())
         assert counted[Tier.HOST][0] == indexes["default"].precise.count_rows(B)  # all is written through
-        shown = describe_tiers(counted, [TierMemory("b", Tier.HOST, 7, 9, 0.8)])
+        memory = [TierMemory("b", Tier.HOST, 7, 9, 0.8), TierMemory("a", Tier.DISK, 7, 9, 0.8)]
+        shown = counts.describe("default", service.cluster.endpoints[1], memory)
         assert [(one["tier"], one["tokens"], one["used_bytes"]) for one in shown] == [
             ("device", counted[Tier.DEVICE][1], None),
             ("host", counted[Tier.HOST][1], 7),

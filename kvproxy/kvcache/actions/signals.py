@@ -20,7 +20,7 @@ from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_actions_schema import CacheStrategySettings, SignalSource
-from kvproxy.kvcache.providers import EVERY_INSTANCE, TierMemory
+from kvproxy.kvcache.providers import TierMemory
 from kvproxy.prefix.eviction import Use
 from kvproxy.types import Clock
 
@@ -85,10 +85,6 @@ class Signals:
         for one in memory:
             if one.share is not None and one.instance_id:
                 self._providers[one.instance_id] = max(one.share, self._providers.get(one.instance_id, 0.0))
-
-    def recall_memory(self, instance: str) -> list[TierMemory]:
-        """What LMCache says of this instance's, and of the store that all share."""
-        return [one for one in self.memory if one.instance_id in (instance, EVERY_INSTANCE)]
 
     def memory_series(self) -> Iterator[tuple[tuple[str, str, str], float]]:
         """The same by instance and tier, for the gauge."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from kvproxy.clients.kv_events.status import StreamState, StreamStatus
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
-from kvproxy.kvcache.providers import TierMemory
+from kvproxy.kvcache.providers import EVERY_INSTANCE, TierMemory
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock, EndpointId, Tier
 
@@ -71,6 +71,23 @@ class TierCounts:
         """Blocks and tokens by tier, as last counted."""
         return self._found.get((cluster, endpoint), {})
 
+    def describe(self, cluster: str, endpoint: Endpoint, memory: Iterable[TierMemory]) -> list[dict[str, object]]:
+        """Where the endpoint's KV lies, the nearest first, for people: what its KV events say, and LMCache of its
+        instance and of the store that all share."""
+        counted = self.holdings(cluster, endpoint.id)
+        said = {one.tier: one for one in memory if one.instance_id in (endpoint.instance_id, EVERY_INSTANCE)}
+        return [
+            {
+                "tier": tier.value,
+                "blocks": counted[tier][0] if tier in counted else None,
+                "tokens": counted[tier][1] if tier in counted else None,
+                "used_bytes": said[tier].used_bytes if tier in said else None,
+                "capacity_bytes": said[tier].capacity_bytes or None if tier in said else None,
+            }
+            for tier in Tier
+            if tier in counted or tier in said
+        ]
+
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""
         metrics.tiers.blocks.set_source(lambda: self._series(0))
@@ -99,22 +116,6 @@ class TierCounts:
     def _series(self, which: int) -> Series:
         for (cluster, endpoint), sums in self._found.items():
             yield from (((cluster, str(endpoint), tier.value), both[which]) for tier, both in sums.items())
-
-
-def describe_tiers(counted: Mapping[Tier, tuple[int, int]], memory: Sequence[TierMemory]) -> list[dict[str, object]]:
-    """Where an endpoint's KV lies, the nearest first: what its KV events say, and LMCache of its instance."""
-    said = {one.tier: one for one in memory}
-    return [
-        {
-            "tier": tier.value,
-            "blocks": counted[tier][0] if tier in counted else None,
-            "tokens": counted[tier][1] if tier in counted else None,
-            "used_bytes": said[tier].used_bytes if tier in said else None,
-            "capacity_bytes": said[tier].capacity_bytes or None if tier in said else None,
-        }
-        for tier in Tier
-        if tier in counted or tier in said
-    ]
 
 
 class _Shown:
