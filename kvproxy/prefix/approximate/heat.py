@@ -9,9 +9,11 @@ from math import exp
 from kvproxy.prefix.approximate.radix import Node, PrefixCursor
 
 #: Requests decay by e over this many requests per endpoint.
-WINDOW_REQUESTS_PER_ENDPOINT = 64
-#: Decayed requests per endpoint that make a block hot.
-HOT_REQUESTS_PER_ENDPOINT = 2
+WINDOW_REQUESTS_PER_ENDPOINT = 32
+#: Decayed requests per endpoint that make a block hot: of steady traffic, a share of 1 in WINDOW_REQUESTS_PER_ENDPOINT.
+HOT_REQUESTS_PER_ENDPOINT = 1
+#: ...and at least: one request alone makes nothing hot.
+HOT_REQUESTS = 2
 #: Steps of a run beyond which those worth less than this are given up.
 _STEPS, _NEGLIGIBLE = 32, 0.01
 
@@ -54,7 +56,7 @@ class Heat:
         self._endpoints = endpoints
         self._window = WINDOW_REQUESTS_PER_ENDPOINT * max(1, endpoints)
         #: Decayed requests that make a block hot at present.
-        self.threshold = HOT_REQUESTS_PER_ENDPOINT * max(1, endpoints)
+        self.threshold = max(HOT_REQUESTS, HOT_REQUESTS_PER_ENDPOINT * endpoints)
 
     def count_request(self, path: Sequence[Run]) -> None:
         """One request asked for the prompt that these runs are."""
