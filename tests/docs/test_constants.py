@@ -16,7 +16,18 @@ import pytest
 from kvproxy.config.cluster_schema import KvAwareSettings
 from tests.docs.blocks import ROOT
 
-MODULES = ("kv_aware", "heat", "traffic", "load", "work", "room", "speeds", "onboarding", "engine_samples", "fair_queue")
+MODULES = (
+    "kv_aware",
+    "heat",
+    "traffic",
+    "load",
+    "work",
+    "room",
+    "speeds",
+    "onboarding",
+    "engine_samples",
+    "fair_queue",
+)
 CONSTRUCTED = (
     "traffic.Utilisation",
     "traffic.ArrivalStats",

@@ -203,7 +203,7 @@ class ApproximateAgainstNaive(RuleBasedStateMachine):
         for block in blocks_of(path):
             asked = self.asked_for.get(block, [])
             now = self.requests + (not cursor.counted)
-            heat = sum(exp((at - now) / 32) for at in asked) + (not cursor.counted)
+            heat = sum(exp((at - now) / 64) for at in asked) + (not cursor.counted)
             unsure = abs(heat - threshold) < 1e-6
             if heat < threshold or unsure:
                 break

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,8 +33,8 @@ def hot(index: ApproximateIndex, path: Sequence[int]) -> int:
 
 
 def test_a_shared_system_prompt_becomes_hot() -> None:
-    """A request an endpoint within the window; what follows it in each session stays cold."""
-    index = index_of(4)
+    """Two requests an endpoint within the window; what follows it in each session stays cold."""
+    index = index_of(2)
     for session in range(5):
         assert hot(index, SYSTEM) == 0
         ask(index, (*SYSTEM, session, session))
@@ -60,6 +61,12 @@ def test_more_endpoints_need_more_requests() -> None:
     assert hot(index, SYSTEM) == 10
     index.heat.endpoints = 4
     assert hot(index, SYSTEM) == 0
+
+
+@pytest.mark.parametrize(("endpoints", "requests"), [(1, 2), (4, 8), (6, 8), (8, 8), (16, 16)])
+def test_eight_requests_are_enough_until_endpoints_are_more(endpoints: int, requests: int) -> None:
+    """Fewer than eight tell a shared prefix from a busy session too badly."""
+    assert Heat(endpoints=endpoints).threshold == requests
 
 
 def test_a_request_counts_itself_before_it_is_routed() -> None:
@@ -155,7 +162,7 @@ def test_a_chat_of_many_turns_does_not_pile_up_steps() -> None:
 )
 def test_hot_prefixes_are_those_of_a_count_by_block(requests: list[tuple[list[int], str]], endpoints: int) -> None:
     """Runs are an economy, not an approximation, however they are split and put together."""
-    index, enough = index_of(endpoints), max(2, endpoints)
+    index = index_of(endpoints)
     asked = [path for path, _ in requests]
     for path, endpoint in requests:
         ask(index, path, endpoint)
@@ -164,9 +171,9 @@ def test_hot_prefixes_are_those_of_a_count_by_block(requests: list[tuple[list[in
         while depth < len(request):
             prefix = request[: depth + 1]
             ages = [len(asked) - i - 1 for i, other in enumerate(asked) if other[: depth + 1] == prefix]
-            heat = sum(exp(-age / (32 * endpoints)) for age in ages)
-            if heat < enough - 1e-9:
+            heat = sum(exp(-age / (64 * endpoints)) for age in ages)
+            if heat < 2 * endpoints - 1e-9:
                 break
             depth += 1
-        if depth == len(request) or abs(heat - enough) > 1e-6:
+        if depth == len(request) or abs(heat - 2 * endpoints) > 1e-6:
             assert hot(index, request) == depth
