@@ -242,9 +242,9 @@ class Peers:
         self.send_to(to, said([] if not parts else parts[-1], loads, False))
 
     def _take_buffered(self, now: float) -> None:
-        """What came while it joined counts now."""
+        """What came while it joined counts now, but not of who fell silent meanwhile: its load is gone."""
         buffered, self._buffer = self._buffer, deque()
         for message in buffered:
             peer = self.known.get(message.origin.place)
-            if peer is not None and peer.origin == message.origin:
+            if peer is not None and peer.origin == message.origin and peer.alive:
                 self._take(peer, message, now)

@@ -13,6 +13,7 @@ from kvproxy.routing.kv_aware import KvAware
 from kvproxy.routing.load import EndpointLoad, Reservation
 from kvproxy.routing.work import Features
 from kvproxy.sync import wire
+from kvproxy.sync.claims import PeerClaims
 from kvproxy.sync.journal import Journal
 from kvproxy.sync.peers import Peers
 from kvproxy.sync.wire import Origin
@@ -85,8 +86,10 @@ class Node:
         self.served: list[Origin] = []
         self.snapshots: list[bytes] = []
         self.peers = Peers(
-            self.journal, lambda: self.world, send=self._send, beat_s=BEAT_S, serve=self.served.append
+            self.journal, lambda: self.world, send=self._send, beat_s=BEAT_S, serve=self.served.append,
+            other=lambda message: self.claims.receive(message),
         )  # fmt: skip
+        self.claims = PeerClaims(self.peers, clock=lambda: self.now)
         self.journal.follow(self.world)
         bus.nodes.append(self)
 

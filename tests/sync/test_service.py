@@ -220,3 +220,14 @@ async def test_what_is_to_be_done_once_is_granted_to_one_worker(tmp_path: Path) 
             assert not await two.proxy.sync.claim(f"pin a {number}", 60.0)
             assert await one.proxy.sync.claim(f"pin a {number}", 60.0)
             assert await two.proxy.sync.claim(f"pin b {number}", 60.0)
+
+
+async def test_what_was_learned_last_is_told_before_the_end(tmp_path: Path) -> None:
+    """A worker that ends waits for no batch: what it served in its last moment stays known."""
+    slow = {"sync": {"heartbeat": "50ms", "interval": "1s"}}
+    async with serve(FakeEngine("a")) as engine, worker(tmp_path, 0, engine) as one:
+        async with worker(tmp_path, 1, engine, **slow) as two:
+            await until(lambda: one.status is two.status is SyncStatus.SYNCED)
+            assert (await two.ask()).status_code == 200
+        await until(lambda: one.status is SyncStatus.ALONE)
+        assert one.entries() == two.entries() > 0
