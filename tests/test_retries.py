@@ -135,10 +135,14 @@ async def test_an_error_answer_that_is_too_long_to_hold_goes_down() -> None:
         await send({"type": "http.response.body", "body": b"x" * 100_000})
 
     bad = [FakeEngine(name, answer_at_length) for name in "ab"]
-    async with serve(bad[0]) as a, serve(bad[1]) as b, running_proxy({"a": a, "b": b}) as proxy:
-        async with proxy.client.stream("POST", "/v1/chat/completions", json=chat()) as answer:
-            go_on.set()
-            assert (answer.status_code, len(await answer.aread())) == (500, 200_000)
+    async with (
+        serve(bad[0]) as a,
+        serve(bad[1]) as b,
+        running_proxy({"a": a, "b": b}) as proxy,
+        proxy.client.stream("POST", "/v1/chat/completions", json=chat()) as answer,
+    ):
+        go_on.set()
+        assert (answer.status_code, len(await answer.aread())) == (500, 200_000)
     assert sum(len(engine.calls) for engine in bad) == 1
 
 
