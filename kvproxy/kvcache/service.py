@@ -15,6 +15,7 @@ from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.actions import signals
 from kvproxy.kvcache.actions.signals import HostUse
 from kvproxy.kvcache.actions.strategy_runner import StrategyRunner
+from kvproxy.kvcache.actions.transfers import Transfers
 from kvproxy.kvcache.actions.warming import Warmer, Warming
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.engines import Engines
@@ -98,15 +99,26 @@ class KvCache:
             clock=clock,
             rng=random.Random() if rng is None else rng,
         )
-        self.warmer, self.warming = self._make_warming(clock)
+        self.warmer, self.warming = self._make_preparations(clock, random.Random() if rng is None else rng)
         self.snapshot = warm_restart(
             settings.snapshot, self.state, clusters=clusters, metrics=metrics, clock=clock, wall_clock=wall_clock
         )
         self._uses_tokens = bool(settings.lmcache_endpoint) or settings.kv_events
         self._running = AsyncExitStack()
 
-    def _make_warming(self, clock: Clock) -> tuple[Warmer, Warming | None]:
+    def _make_preparations(self, clock: Clock, rng: random.Random) -> tuple[Warmer, Warming | None]:
+        """What copies and what computes KV before a request needs it."""
         settings, metrics = self.settings, self._metrics
+        if settings.transfers.ahead:
+            self.actions.transfers = Transfers(
+                settings,
+                overlap=self.overlap,
+                executor=self.actions.executor,
+                jobs=self.actions.jobs,
+                metrics=metrics,
+                clock=clock,
+                rng=rng,
+            )
         warmer = Warmer(settings, engines=self._engines, metrics=metrics, clock=clock)
         if not settings.warming.enabled:
             return warmer, None
@@ -144,6 +156,8 @@ class KvCache:
         self.state.breaks.show(self._metrics)
         self.scraper.show(self._metrics)
         self.actions.jobs.show(self._metrics)
+        if self.actions.transfers is not None:
+            self.actions.transfers.show()
         hotness = self.actions.hotness
         self._metrics.holdings.index_bytes.labels("prefixes").set_function(lambda: hotness.held_bytes)
         if self.snapshot is not None:

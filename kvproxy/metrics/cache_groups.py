@@ -139,7 +139,7 @@ class HoldingMetrics:
             "kvproxy_kvcache_token_recalls", "Prompts by what token memory knew", ["result"], counts=True, registry=r
         )  # exact, prefix, missed
         self.actions = Counter(
-            "kvproxy_kvcache_actions", "Pins, compressions, evictions, warming", ["action", "result"], registry=r
+            "kvproxy_kvcache_actions", "What is done to prefixes at LMCache", ["action", "result"], registry=r
         )
         self.warmed_tokens = Counter(
             "kvproxy_kvcache_warmed_tokens", "Tokens of prompts sent to warm caches", ["state"], registry=r
@@ -147,6 +147,26 @@ class HoldingMetrics:
         self.background = Counter(
             "kvproxy_kvcache_background_jobs", "Work after responses", ["result"], registry=r
         )  # done, failed, timeout, duplicate, dropped, abandoned
+
+
+class TransferMetrics:
+    """KV copied to where it will be needed."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.tokens = Counter(
+            "kvproxy_kvcache_transferred_tokens", "Tokens whose KV transfers brought to an endpoint",
+            ["endpoint"], registry=r,
+        )  # fmt: skip
+        self.seconds = Histogram(
+            "kvproxy_kvcache_transfer_seconds", "One transfer, from its call to its end", ["result"],
+            buckets=FAST_BUCKETS_S, registry=r,
+        )  # fmt: skip  # done, no_effect, timeout, ...
+        self.refused = Counter(
+            "kvproxy_kvcache_transfers_refused", "Transfers that were not begun", ["reason"], registry=r
+        )  # busy, budget, slow, short, held
+        self.expected = Gauge(
+            "kvproxy_kvcache_expected_turns", "Turns of sessions that transfers prepare when they are due", registry=r
+        )
 
 
 class SnapshotMetrics:

@@ -30,7 +30,7 @@ from kvproxy.types import Clock
 MAX_BYTES = 32 * 1024 * 1024
 _PIECE_BYTES = 48 * 1024
 #: One step holds the event loop no longer, and pieces go out with this pause: a worker's socket holds a few.
-_SLICE_S, _PIECE_S = 0.003, 0.001
+SLICE_S, _PIECE_S = 0.003, 0.001
 
 log = logging.getLogger("kvproxy.sync")
 
@@ -132,7 +132,7 @@ class Handover:
         times = {"clock": self._clock, "wall_clock": self._wall_clock}
         try:
             steps = take_pieces(self._peers.origin, self._world, self._kvcache, self._clusters, **times)
-            for piece in await run_in_slices(steps, slice_s=_SLICE_S, clock=self._clock):
+            for piece in await run_in_slices(steps, slice_s=SLICE_S, clock=self._clock):
                 self._peers.send_to(peer, piece)
                 await asyncio.sleep(_PIECE_S)
         finally:
@@ -141,7 +141,7 @@ class Handover:
     async def _take(self, peer: Peer, data: bytes, rest: Sequence[Delta]) -> None:
         try:
             steps = put_pieces(data, rest, peer.heard, self._kvcache, self._clusters, clock=self._clock)
-            await run_in_slices(steps, slice_s=_SLICE_S, clock=self._clock)
+            await run_in_slices(steps, slice_s=SLICE_S, clock=self._clock)
             log.info("joined: %d bytes of index and %d other things from %s", len(data), len(rest), peer.origin)
         except Unusable as error:
             log.warning("the index of %s is not taken over: %s", peer.origin, error)

@@ -83,6 +83,8 @@ _SYNC = fields(
         "status": worst(_SYNC_STATES),
         "consistency_ratio": smallest,
         **dict.fromkeys(("waiting", "dropped"), total),
+        "held_bytes": each(total),
+        "namesake": any,
         "index_blocks": largest,
         "peers": keyed(
             ("origin",),

@@ -33,7 +33,7 @@ class Acting(Answering):
         self.answers = list(answers)
         self.calls: list[tuple[ActionKind, str, int]] = []
 
-    async def act(self, kind: ActionKind, instance_id: str, prefix: Prefix) -> Effect:
+    async def act(self, kind: ActionKind, instance_id: str, prefix: Prefix, *, source: str = "") -> Effect:
         self.calls.append((kind, instance_id, len(prefix.tokens)))
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, ClientError):

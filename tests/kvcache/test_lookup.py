@@ -34,7 +34,7 @@ class Answering:
     async def lookup(self, prefix: Prefix, *, timeout_s: float) -> Sequence[Holder]:
         return self.holders
 
-    async def act(self, kind: ActionKind, instance_id: str, prefix: Prefix) -> Effect:
+    async def act(self, kind: ActionKind, instance_id: str, prefix: Prefix, *, source: str = "") -> Effect:
         return Effect(0)
 
     async def instances(self) -> frozenset[str]:

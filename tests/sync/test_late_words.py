@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvproxy.sync import wire
-from kvproxy.sync.peers import FORGET_S, MAX_BUFFERED, SyncStatus
+from kvproxy.sync.peers import FORGET_S, SyncStatus
 from tests.sync.support import BEAT_S, A, B, Bus, Node, pair
 
 
@@ -21,7 +21,7 @@ def test_a_load_that_was_overtaken_counts_no_more() -> None:
     bus.waiting.append(late)
     [*newer, late] = bus.waiting
     for sent in (*newer, late):
-        two.peers.receive(wire.decode(sent.payload), two.now)
+        two.peers.receive(wire.decode(sent.payload), len(sent.payload), two.now)
     assert two.in_flight() == {A: 0, B: 0}
     assert two.held(1) == {A: 1}
 
@@ -39,7 +39,7 @@ def test_a_life_before_the_one_that_is_known_is_not_begun() -> None:
     before.begin(A, 1)
     before.flush()
     [late] = before.bus.waiting
-    two.peers.receive(wire.decode(late.payload), two.now)
+    two.peers.receive(wire.decode(late.payload), len(late.payload), two.now)
     assert [peer.origin.epoch for peer in two.peers.known.values()] == [5]
     assert two.in_flight() == {A: 0, B: 1}
 
@@ -52,7 +52,7 @@ def test_a_goodbye_is_the_last_word() -> None:
     [late], bus.waiting = bus.waiting, []
     one.peers.leave()
     bus.deliver()
-    two.peers.receive(wire.decode(late.payload), two.now)
+    two.peers.receive(wire.decode(late.payload), len(late.payload), two.now)
     assert not two.peers.known
     assert two.in_flight() == {A: 0, B: 0}
 
@@ -67,21 +67,6 @@ def test_who_was_silent_for_long_is_forgotten() -> None:
     bus.now += BEAT_S
     two.beat()
     assert not two.peers.known
-
-
-def test_a_new_one_keeps_the_latest_of_what_comes_while_it_joins() -> None:
-    """Its memory is bounded however long a peer takes to tell everything; what it dropped it asks for."""
-    bus, one, _ = pair()
-    three = Node(bus, "three")
-    three.peers.join(three.now)
-    bus.deliver()
-    batch = next(iter(one.journal.take_batches(one.now)), None)
-    assert batch is None
-    first = one.journal.seq + 1
-    for number in range(MAX_BUFFERED + 10):
-        three.peers.receive(wire.Batch(one.origin, first + number, one.now, [], []), three.now)
-    assert len(three.peers._buffer) == MAX_BUFFERED
-    assert three.peers._buffer[-1].seq == first + MAX_BUFFERED + 9
 
 
 def test_who_dies_while_another_joins_takes_its_load_along() -> None:
@@ -154,7 +139,7 @@ def test_what_waited_for_a_batch_that_is_gone_waits_no_more() -> None:
     bus.fate = lambda sent: 0
     one.end(one.begin(A, 1))
     one.flush()
-    one.peers._sent._kept.clear()
+    one.peers.sent._kept.clear()
     bus.fate = lambda sent: 1
     one.begin(B, 7)
     one.flush()

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Protocol
 
 from kvproxy.bounded import BoundedMapping
-from kvproxy.config.kvcache_schema import CacheStrategySettings
+from kvproxy.config.kvcache_actions_schema import CacheStrategySettings
 from kvproxy.kvcache.actions.signals import EDGE_PREFIXES, Hotness, KnownPrefix, Pressure
 from kvproxy.kvcache.providers import ActionKind
 from kvproxy.prefix.eviction import Priority, Weights, score_use
@@ -31,13 +31,15 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Something to be done at one instance. `prefix` None: to all it holds in a location."""
+    """Something to be done at one instance. `prefix` None: to all it holds in a location. `source`: of a transfer, the
+    instance that it comes from; "": what the target itself reads."""
 
     kind: ActionKind
     instance_id: str
     prefix: KnownPrefix | None
     reason: str
     score: float | None = None  # from 0, to be kept, to 1, to go first
+    source: str = ""
 
 
 class Strategy(Protocol):

@@ -26,6 +26,7 @@ from kvproxy.kvcache.actions.strategies import (
     Served,
     Strategy,
 )
+from kvproxy.kvcache.actions.transfers import Transfers
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.kvcache.overlap.lookup import LookupClient
@@ -65,7 +66,8 @@ class StrategyRunner:
         self.executor = ActionExecutor(
             settings, jobs=self.jobs, lookups=lookups, breakers=breakers, metrics=metrics, clock=clock, rng=rng
         )
-        self._warms = settings.warming.enabled
+        self._counts_uses = settings.warming.enabled or settings.transfers.ahead
+        self.transfers: Transfers | None = None
         self._tokens = tokens
         self._lookups = lookups
         self._pressure = pressure
@@ -76,6 +78,8 @@ class StrategyRunner:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self.transfers is not None:
+            self.transfers.close()
         await self.jobs.__aexit__()
 
     @property
@@ -86,10 +90,10 @@ class StrategyRunner:
     def run_strategies(self, facts: RequestFacts, endpoint: Endpoint | None) -> None:
         """The strategies' turn after a response of the endpoint (None: it left), with the prompt's tokens. Where these
         are not known yet they are asked for, which also lets the next turn of this chat know its beginning."""
-        used = self._use(facts, endpoint) if endpoint is not None and (self.enabled or self._warms) else []
+        used = self._use(facts, endpoint) if endpoint is not None and (self.enabled or self._counts_uses) else []
         if facts.tokens is not None and facts.tokens_exact:
             if endpoint is not None and used:
-                self._consider(used, facts.tokens, endpoint)
+                self._consider(facts, used, facts.tokens, endpoint)
         elif self._tokens.may_ask(facts):
             key = ("tokenize", facts.model, facts.hashes[-1] if facts.hashes else 0, facts.prompt_bytes)
             run = partial(self._tokenize, facts, used, endpoint)
@@ -105,13 +109,14 @@ class StrategyRunner:
 
     def adopt_action(self, action: Action, now: float) -> None:
         """Another proxy did this, at this time."""
-        kinds = {
+        kinds: dict[ActionKind, Strategy | None] = {
             ActionKind.PIN: self.pin,
             ActionKind.UNPIN: self.pin,
             ActionKind.COMPRESS: self.compress,
             ActionKind.DECOMPRESS: self.compress,
             ActionKind.EVICT: self.evict,
             ActionKind.CLEAR: self.evict,
+            ActionKind.TRANSFER: self.transfers,
         }
         strategy = kinds[action.kind]
         if strategy is not None:
@@ -140,12 +145,14 @@ class StrategyRunner:
         task = self._tokens.start_tokenizing(facts)
         tokens = None if task is None else await asyncio.shield(task)
         if tokens is not None and tokens.whole and endpoint is not None and used:
-            self._consider(used, tokens.ids, endpoint)
+            self._consider(facts, used, tokens.ids, endpoint)
         return tokens is not None
 
-    def _consider(self, used: Sequence[KnownPrefix], tokens: TokenIds, endpoint: Endpoint) -> None:
+    def _consider(self, facts: RequestFacts, used: Sequence[KnownPrefix], tokens: TokenIds, endpoint: Endpoint) -> None:
         """The prompt with these prefixes was served there, and its KV exists: decide and queue."""
         self.hotness.learn_tokens(used, tokens)
+        if self.transfers is not None:
+            self.transfers.expect_turn(facts, used[-1], tokens)
         now = self._clock()
         served = Served(endpoint.instance_id, used)
         taken = {one.head for one in used if one.tokens}

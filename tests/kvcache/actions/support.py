@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from kvproxy.config.kvcache_schema import CacheStrategySettings
+from kvproxy.config.kvcache_actions_schema import CacheStrategySettings
 from kvproxy.kvcache.actions.signals import Hotness, KnownPrefix, Pressure
 from kvproxy.kvcache.actions.strategies import PressureOf, Served
 from tests.kvcache.support import tokens
