@@ -165,7 +165,7 @@ def test_filters_behind_it_see_the_length_of_what_is_there() -> None:
     exchange.body = body
     assert inference is not None
     scope = http_scope(headers=[(b"host", b"x"), (b"content-length", b"%d" % len(body))])
-    downstream = Downstream(exchange, scope, nothing, ignore)
+    downstream = Downstream.begin(exchange, scope, nothing, ignore)
     changes = [(piece, rewrite(BILLING, piece)) for piece in pieces_of(inference.prompt)]
     assert put_all(exchange, downstream, inference, [(old, new) for old, new in changes if old != new])
     assert exchange.body == downstream.replayed

@@ -207,7 +207,7 @@ async def test_a_broken_stream_says_so_unless_its_length_was_stated(length: tupl
         sent.append(message)
 
     exchange, flowing = Exchange(received_at=0.0), Flowing()
-    downstream = Downstream(exchange, http_scope(), nothing, keep)
+    downstream = Downstream.begin(exchange, http_scope(), nothing, keep)
     relay = Relay(exchange, flowing.response, downstream, True)
     running = asyncio.create_task(relay.run([(b"content-type", b"text/event-stream"), *length], b"data: 1\n\n"))
     await until(lambda: bool(sent))
