@@ -20,6 +20,7 @@ from kvproxy.filters.chain import FilterType, WallClock
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.present import LoopLag
+from kvproxy.receipts.ledger import make_ledger
 from kvproxy.receipts.recorder import make_recorder
 from kvproxy.request.body import HeldBodies
 from kvproxy.request.observer import RecentDecisions, RequestObserver
@@ -73,6 +74,7 @@ class Proxy:
         )
         self._probes = UpstreamPool(max_connections=4, max_idle=0, clock=clock)  # a full pool must not starve probes
         self._recorder = make_recorder(self, config.receipts, key=receipts_key)
+        self._ledger = make_ledger(config.ledger, metrics=self.metrics, clock=clock, wall_clock=wall_clock)
         self._shared = Shared(
             self.metrics,
             clock,
@@ -107,6 +109,8 @@ class Proxy:
             yield self.recent
         if self._recorder is not None:
             yield self._recorder
+        if self._ledger is not None:
+            yield self._ledger
 
     @property
     def config(self) -> Config:
@@ -179,8 +183,9 @@ class Proxy:
         await self._running.enter_async_context(LoopLag(self.metrics.process.loop_lag, clock=self.clock))
         await self._running.enter_async_context(self._pool)
         await self._running.enter_async_context(self._probes)
-        if self._recorder is not None:
-            await self._running.enter_async_context(self._recorder)
+        for writer in (self._recorder, self._ledger):
+            if writer is not None:
+                await self._running.enter_async_context(writer)
         await self._running.enter_async_context(self._reloader)
         await self._reloader.begin_generation(self._generation)
         self._generation.begin_serving()
@@ -226,5 +231,5 @@ def build(config: Config) -> Proxy:
 
 def _needs_restart(old: Config, new: Config) -> list[str]:
     """Settings whose change takes effect only at the next start of the process, by path."""
-    names = ("listen", "admin", "picker", "workers", "limits", "pool", "shutdown", "log", "receipts", "sync")
+    names = ("listen", "admin", "picker", "workers", "limits", "pool", "shutdown", "log", "receipts", "ledger", "sync")
     return [name for name in names if getattr(old, name) != getattr(new, name)]
