@@ -107,11 +107,6 @@ class MetricsScraper(BackgroundTask):
             self.readings.hear(cluster, engine, metrics)
             self._take(there, found, metrics)
 
-    def capacity_tokens(self, endpoint: Endpoint) -> int | None:
-        """Of its engine's cache; None: it does not say."""
-        reading = self.signals.latest_scrape(endpoint)
-        return None if reading is None or reading[1].cache is None else reading[1].cache.capacity_tokens
-
     def pressure(self, instance: str) -> Pressure:
         """What bears on an LMCache instance: the fullest and busiest of the endpoints under its id."""
         endpoints = [one for cluster in self._clusters.values() for one in cluster.endpoints]

@@ -138,24 +138,13 @@ class KvCache:
     def _make_leasing(self, clock: Clock) -> Leasing:
         book, metrics = self.state.leases, self._metrics
         toucher = Toucher(
-            self.settings,
-            gaps=book.gaps,
-            clusters=self.clusters,
-            jobs=self.actions.jobs,
-            engines=self._engines,
-            capacity_of=self.scraper.capacity_tokens,
-            metrics=metrics,
-            clock=clock,
-        )
+            self.settings, gaps=book.gaps, clusters=self.clusters, jobs=self.actions.jobs, engines=self._engines,
+            signals=self.scraper.signals, metrics=metrics, clock=clock,
+        )  # fmt: skip
         return Leasing(
-            self.settings,
-            book=book,
-            executor=self.actions.executor,
-            lookups=self.overlap.lookups,
-            toucher=toucher,
-            metrics=metrics,
-            clock=clock,
-        )
+            self.settings, book=book, executor=self.actions.executor, lookups=self.overlap.lookups, toucher=toucher,
+            metrics=metrics, clock=clock,
+        )  # fmt: skip
 
     async def __aenter__(self) -> Self:
         self.state.keep_only(self.clusters)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from kvproxy.clients.tokens import body_with_tokens
 from kvproxy.cluster.cluster import Cluster
@@ -15,6 +15,7 @@ from kvproxy.errors import ClientError
 from kvproxy.kvcache.actions.gaps import Gaps
 from kvproxy.kvcache.actions.job_queue import Job, JobQueue
 from kvproxy.kvcache.actions.leases import LEAST_CHANCE, Lease
+from kvproxy.kvcache.actions.signals import Signals
 from kvproxy.kvcache.engines import Engines
 from kvproxy.log_lines import log_fields
 from kvproxy.metrics.catalog import Metrics
@@ -96,12 +97,12 @@ class Toucher:
         clusters: Mapping[str, Cluster],
         jobs: JobQueue,
         engines: Engines,
-        capacity_of: Callable[[Endpoint], int | None],
+        signals: Signals,
         metrics: Metrics,
         clock: Clock,
     ) -> None:
         self.insertions = Insertions()
-        self.capacity_of = capacity_of
+        self._signals = signals
         self._settings = settings
         self._gaps = gaps
         self._clusters = clusters
@@ -110,6 +111,11 @@ class Toucher:
         self._metrics = metrics.leases.touched_tokens
         self._actions = metrics.holdings.actions
         self._clock = clock
+
+    def capacity_of(self, endpoint: Endpoint) -> int | None:
+        """Tokens of its engine's cache; None: it does not say."""
+        reading = self._signals.latest_scrape(endpoint)
+        return None if reading is None or reading[1].cache is None else reading[1].cache.capacity_tokens
 
     def why_not(self, endpoint: Endpoint, tokens: int) -> str:
         """Why a prompt of so many tokens cannot be kept there by this; "" if it can."""
