@@ -15,8 +15,8 @@ import argparse
 import json
 import multiprocessing
 from array import array
-from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
@@ -31,15 +31,17 @@ from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.pooled import measure_bound
 from kvproxy.replay.results import summarize_outcomes
 from kvproxy.replay.router import LiveRequest, SimEndpoint, VirtualRouter
-from kvproxy.replay.settings import Pace, ReplayFleet, TierPlan
+from kvproxy.replay.settings import Pace, ReplayFleet
+from kvproxy.replay.tier_plan import TierPlan
 from kvproxy.replay.trace import Trace
 from kvproxy.replay.view import IndexView, endpoint_id
 from kvproxy.replay.virtual_time import VirtualTime
 from kvproxy.routing.policy import Policy
 from kvproxy.routing.work import prefill_s
 from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import EngineOutput, FirstToken, SimRequest
+from kvproxy.simulator.engine_io import EngineOutput, FirstToken, KvEvent, SimRequest
 from kvproxy.simulator.lower_tiers import LowerTier
+from kvproxy.simulator.retention import TierSettings
 
 #: Shares of an engine's memory that are left: enough for what runs, and too little for all that pauses.
 MEMORY = {"cc_dev": (0.25, 0.125), "agent_dev": (0.06, 0.03)}
@@ -65,39 +67,25 @@ def cells_of(trace: str) -> tuple[Cell, ...]:
     return tuple(Cell(memory, store, leases) for memory, store in plans for leases in (False, True))
 
 
-class Pinned(OrderedDict[int, None]):
-    """A store's blocks, of which those with a pin are passed over by its eviction."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pins: Counter[int] = Counter()
-
-    def popitem(self, last: bool = True) -> tuple[int, None]:
-        for _ in range(len(self)):
-            block, _none = super().popitem(last=last)
-            if not self.pins[block]:
-                return block, None
-            self[block] = None
-        return super().popitem(last=last)
-
-
 class PinnedStore(LowerTier):
-    """LMCache's L2 with the coordinator's counted pins."""
+    """LMCache's L2 with the coordinator's counted pins: eviction passes over what has one."""
+
+    def __init__(self, settings: TierSettings) -> None:
+        super().__init__(settings)
+        self._pins: Counter[int] = Counter()
 
     def pin(self, blocks: Sequence[int], by: int) -> None:
         """Once more, or once less."""
-        assert isinstance(self._held, Pinned)
         for block in blocks:
-            self._held.pins[block] += by
-            if self._held.pins[block] <= 0:
-                del self._held.pins[block]
+            self._pins[block] += by
 
-    @classmethod
-    def of(cls, tier: LowerTier) -> PinnedStore:
-        """An empty store of the same size."""
-        store = cls(tier.settings)
-        store._held = Pinned()
-        return store
+    def _give_up(self) -> Iterator[KvEvent]:
+        for _ in range(len(self._held)):
+            block = next(iter(self._held))
+            if self._pins[block] <= 0:
+                break
+            self._held.move_to_end(block)
+        yield from super()._give_up()
 
 
 class TouchedEngine(Engine):
@@ -228,7 +216,7 @@ def play(trace: Trace, pace: Pace, fleet: ReplayFleet, cell: Cell, seed: int) ->
     fleet = replace(fleet, tiers=plan)
     blocks, duration_s = fleet.blocks_of(trace), pace.duration_s(trace)
     shared = fleet.shared_store(blocks.size)
-    store = None if shared is None else PinnedStore.of(shared)
+    store = None if shared is None else PinnedStore(shared.settings)
     settings = [fleet.engine_settings(blocks.size, index, duration_s) for index in range(fleet.instances)]
     endpoints = [
         SimEndpoint(endpoint_id(index), index, TouchedEngine(each, store=store)) for index, each in enumerate(settings)

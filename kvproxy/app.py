@@ -65,16 +65,12 @@ class Proxy:
         self.adviser: AdviceRuns | None = None  # likewise
         pool = config.pool
         self._pool = UpstreamPool(
-            max_connections=pool.max_connections,
-            max_idle=pool.max_idle,
-            idle_timeout_s=pool.idle_timeout,
-            max_waiting=pool.max_waiting,
-            clock=clock,
-            metrics=self.metrics,
-        )
+            max_connections=pool.max_connections, max_idle=pool.max_idle, idle_timeout_s=pool.idle_timeout,
+            max_waiting=pool.max_waiting, clock=clock, metrics=self.metrics,
+        )  # fmt: skip
         self._probes = UpstreamPool(max_connections=4, max_idle=0, clock=clock)  # a full pool must not starve probes
-        self._recorder = make_recorder(self, config.receipts, key=receipts_key)
-        self._ledger = make_ledger(config.ledger, metrics=self.metrics, clock=clock, wall_clock=wall_clock)
+        written = make_recorder(self, config.receipts, key=receipts_key), make_ledger(self, config.ledger)
+        self._written = [one for one in written if one is not None]
         self._shared = Shared(
             self.metrics,
             clock,
@@ -107,10 +103,7 @@ class Proxy:
     def _observers(self, config: Config) -> Iterator[RequestObserver]:
         if config.admin.enabled:
             yield self.recent
-        if self._recorder is not None:
-            yield self._recorder
-        if self._ledger is not None:
-            yield self._ledger
+        yield from self._written
 
     @property
     def config(self) -> Config:
@@ -183,9 +176,8 @@ class Proxy:
         await self._running.enter_async_context(LoopLag(self.metrics.process.loop_lag, clock=self.clock))
         await self._running.enter_async_context(self._pool)
         await self._running.enter_async_context(self._probes)
-        for writer in (self._recorder, self._ledger):
-            if writer is not None:
-                await self._running.enter_async_context(writer)
+        for record in self._written:
+            await self._running.enter_async_context(record)
         await self._running.enter_async_context(self._reloader)
         await self._reloader.begin_generation(self._generation)
         self._generation.begin_serving()

@@ -16,6 +16,7 @@ from kvproxy.config.ledger_schema import LedgerPrice, LedgerSettings
 from kvproxy.filters.chain import WallClock
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.receipts.files import RotatingFile, list_files, list_workers
+from kvproxy.receipts.recorder import RecorderTarget
 from kvproxy.receipts.writer import Writer
 from kvproxy.request.exchange import Exchange, Outcome
 from kvproxy.request.observer import RequestObserver
@@ -171,6 +172,8 @@ class LedgerReader:
 _decoder = msgspec.json.Decoder(LedgerEntry)
 
 
-def make_ledger(settings: LedgerSettings, *, metrics: Metrics, clock: Clock, wall_clock: WallClock) -> Ledger | None:
+def make_ledger(proxy: RecorderTarget, settings: LedgerSettings) -> Ledger | None:
     """The ledger these settings ask for."""
-    return Ledger(settings, metrics=metrics, clock=clock, wall_clock=wall_clock) if settings.path else None
+    if not settings.path:
+        return None
+    return Ledger(settings, metrics=proxy.metrics, clock=proxy.clock, wall_clock=proxy.wall_clock)

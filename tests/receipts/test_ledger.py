@@ -16,7 +16,7 @@ from kvproxy.commands import ledger as command
 from kvproxy.config.ledger_schema import LedgerPrice
 from kvproxy.config.load import load_config
 from kvproxy.receipts.files import RotatingFile, list_files
-from kvproxy.receipts.ledger import LedgerReader, price_of
+from kvproxy.receipts.ledger import Ledger, LedgerReader, price_of
 from kvproxy.workers.share import take_share
 from tests.support.fake_engine import Call, FakeEngine, event, reply, start_stream
 from tests.support.loopback import serve
@@ -111,8 +111,7 @@ async def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:
         serve(FakeEngine("a")) as url,
         running_proxy({"a": url}, ledger={"path": str(path), "max_queue": 1}) as proxy,
     ):
-        ledger = proxy.proxy._ledger
-        assert ledger is not None
+        [ledger] = [one for one in proxy.proxy.observers if isinstance(one, Ledger)]
         ledger._writer._limit = 0
         assert (await proxy.client.post("/v1/chat/completions", json=chat())).status_code == 200
         assert proxy.metric("kvproxy_ledger_entries_total", result="dropped") == 1
