@@ -243,8 +243,8 @@ class Job:
 
     def __call__(self, name: str) -> list[dict[str, Any]]:
         fleet = ReplayFleet(instances=INSTANCES, capacity_tokens=CAPACITY_TOKENS.get(name, 819_200))
-        bound = measure_bound(trace_of(name), fleet, LOAD)
-        trace = bound.trace.cut(min(self.requests, bound.trace.requests))
+        bound = measure_bound(trace_of(name).cut(self.requests), fleet, LOAD)
+        trace = bound.trace.cut(self.requests)
         return [
             {"trace": name, **asdict(cell), "seed": seed, **play(trace, bound.pace, fleet, cell, seed)}
             for cell in cells_of(name)
@@ -296,7 +296,7 @@ def _line(trace: str, cell: Cell, without: Sequence[dict[str, Any]], held: Seque
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=3000, help="of each trace at most (default 3000)")
+    parser.add_argument("--requests", type=int, default=800, help="of each trace at most (default 800)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each cell (default 1)")
     parser.add_argument("--traces", default=",".join(MEMORY), help="of benchmarks/traces (default: both)")
