@@ -45,7 +45,7 @@ from kvproxy.simulator.retention import TierSettings
 
 #: Shares of an engine's memory that are left: enough for what runs, and too little for all that pauses.
 MEMORY = {"cc_dev": (0.25, 0.125), "agent_dev": (0.06, 0.03)}
-LOAD, INSTANCES = 0.7, 8
+LOAD, INSTANCES = 0.9, 8
 STORE = 2.0  # of an engine's memory that is left
 KIND = ("trace", "tool")
 TOUCH = "touch:"
@@ -124,9 +124,16 @@ class LeasedTime(VirtualTime):
         self.counts: Counter[str] = Counter()
 
     def _arrive(self, turn_of_session: tuple[int, int], now: float) -> None:
-        session, _ = turn_of_session
-        self.book.note_return([session], now)
+        session, number = turn_of_session
+        if self._goes_on(session, number):
+            self.book.note_return([session], now)
         super()._arrive(turn_of_session, now)
+
+    def _goes_on(self, session: int, number: int) -> bool:
+        """Whether the turn's prompt begins with the one before it, but for its last block."""
+        turns = self._trace.sessions[session].turns
+        before = turns[number - 1].blocks[:-1] if number else turns[number].blocks
+        return bool(number) and turns[number].blocks[: len(before)] == before
 
     def _end(self, request: LiveRequest, now: float) -> None:
         super()._end(request, now)
@@ -296,7 +303,7 @@ def _line(trace: str, cell: Cell, without: Sequence[dict[str, Any]], held: Seque
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=800, help="of each trace at most (default 800)")
+    parser.add_argument("--requests", type=int, default=3000, help="of each trace at most (default 3000)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each cell (default 1)")
     parser.add_argument("--traces", default=",".join(MEMORY), help="of benchmarks/traces (default: both)")
