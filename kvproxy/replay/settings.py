@@ -57,6 +57,22 @@ class TierPlan:
         return TierSettings("EXTERNAL", max(1, round(self.shared * capacity_blocks)), read_s, self.latency_s)
 
 
+@dataclass(frozen=True, slots=True)
+class LinkPlan:
+    """A link each way between each engine and the others. A token's KV is as of TierPlan."""
+
+    gb_per_s: float
+    latency_s: float = 0.002
+    min_tokens: int = 512  # fewer are not copied
+    waits: bool = True  # a request may wait for its copy
+    kv_bytes_per_token: int = 131_072
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one copy."""
+        return self.gb_per_s * 1e9 / self.kv_bytes_per_token
+
+
 class IndexMode(StrEnum):
     """What the router knows about caches."""
 
@@ -87,6 +103,7 @@ class ReplayFleet:
     learn_capacity: bool = True  # correct it by what engines reuse; only without events, as in the proxy
     wrong_share: float = 0.0  # of predictions that claim a prefix the endpoint does not hold
     tiers: TierPlan | None = None  # below the engines' memory
+    link: LinkPlan | None = None  # between them
     reports_cached: bool = True  # engines say how many tokens they found cached; else always 0
 
     def __post_init__(self) -> None:
@@ -111,7 +128,7 @@ class ReplayFleet:
     def undisturbed(self) -> ReplayFleet:
         """The same fleet with every engine alike and always as fast, and all KV in its memory: what loads are stated
         for."""
-        return replace(self, slowness=(), slow_middle=1.0, joins=(), leaves=(), tiers=None)
+        return replace(self, slowness=(), slow_middle=1.0, joins=(), leaves=(), tiers=None, link=None)
 
     def blocks_of(self, trace: Trace) -> EngineBlocks:
         """The trace as these engines see it."""

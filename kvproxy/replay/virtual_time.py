@@ -16,6 +16,7 @@ from typing import Any
 from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
 from kvproxy.replay.settings import EngineBlocks, Pace
+from kvproxy.replay.transfers import TransferPlanner
 from kvproxy.replay.view import CacheView
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import CacheChanged, Finished, FirstToken, Preempted, Rejected, SimRequest
@@ -34,6 +35,7 @@ class _Kind(IntEnum):
     QUEUE = 3
     SCRAPE = 4
     CHANGE = 5
+    COPIED = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class VirtualTime:
         *,
         index_delay_s: float = 0.0,
         sharing: Sequence[SimEndpoint] = (),
+        transfers: TransferPlanner | None = None,
         changes: Sequence[Change] = (),
         streams: Callable[[], bool] = lambda: True,
         jitter: Random | None = None,
@@ -71,6 +74,7 @@ class VirtualTime:
         self._view = view
         self._index_delay_s = index_delay_s
         self._sharing = sharing
+        self._transfers = transfers
         self._changes = changes
         self._streams = streams
         self._jitter = jitter
@@ -104,6 +108,9 @@ class VirtualTime:
                 self._scrape(now)
             elif kind is _Kind.CHANGE:
                 self._change(what, now)
+            elif kind is _Kind.COPIED:
+                placement, blocks = what
+                self._copied(placement, blocks, now)
             elif self._queue_due == now:
                 self._release(now)
         return self._outcomes
@@ -135,8 +142,27 @@ class VirtualTime:
             self._submit(placement, now)
 
     def _submit(self, placement: Placement, now: float) -> None:
+        self._placed[placement.request.name] = placement
+        transfer = placement.transfer
+        if transfer is not None and self._transfers is not None:
+            source = next(one for one in self._router.endpoints if one.id == transfer.source)
+            engines = source.engine, placement.endpoint.engine
+            over_at, blocks = self._transfers.begin(transfer, *engines, placement.request.turn.blocks, now)
+            self._push(over_at, _Kind.COPIED, (placement, blocks))
+            if self._transfers.waits:
+                return
+        self._give(placement, now)
+
+    def _copied(self, placement: Placement, blocks: Sequence[int], now: float) -> None:
+        """What comes for a request that is elsewhere by now, or over, came for nothing."""
+        if self._placed.get(placement.request.name) is not placement:
+            return
+        placement.endpoint.engine.receive(blocks, now)
+        if self._transfers is not None and self._transfers.waits:
+            self._give(placement, now)
+
+    def _give(self, placement: Placement, now: float) -> None:
         request, endpoint = placement.request, placement.endpoint
-        self._placed[request.name] = placement
         turn, blocks = request.turn, self._blocks.left_by(request.session, request.number)
         work = SimRequest(request.name, blocks, turn.prompt_tokens, turn.output_tokens, priority=placement.priority)
         endpoint.engine.submit(work, now)
