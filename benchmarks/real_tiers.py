@@ -2,10 +2,11 @@
 
     python -m benchmarks.real_tiers [--repeats N] [--sessions N] [--turns N]
 
-First without a shared store: later turns of chats, of which an engine keeps a quarter and its server's memory all, through
-a proxy that knows all tiers (KV events and the coordinator's directory) and one that goes by what it routed. Then with
-a disk that both servers read: the next turn of sessions whose prompts only the disk has any more, with and without
-transfers ahead. Arms take turns. Needs what `make test-real` installs. Writes real-tiers.md and .json of benchmarks/reports.
+First without a shared store: later turns of chats, of which an engine keeps a quarter and its server's memory all,
+through a proxy that knows all tiers (KV events and the coordinator's directory) and one that goes by what it routed.
+Then with a disk that both servers read: the next turn of sessions whose prompts only the disk has any more, with and
+without transfers ahead. Arms take turns. Needs what `make test-real` installs. Writes real-tiers.md and .json of
+benchmarks/reports.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ async def only_on_disk(tiers: Tiers, bodies: Sequence[dict[str, Any]]) -> None:
 
 async def compare_ahead(tiers: Tiers, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Sessions with a pause; after each turn the disk alone has its prompt."""
-    found = []
+    found: list[dict[str, Any]] = []
     for repeat in range(args.repeats):
         for arm in (NONE, AHEAD) if repeat % 2 == 0 else (AHEAD, NONE):
             transfers = {"ahead": arm == AHEAD, "at_once": 8}
@@ -125,32 +126,29 @@ async def compare_ahead(tiers: Tiers, args: argparse.Namespace) -> list[dict[str
                                       "ttft_s": ttft_s, "endpoint": endpoint, "cached": cached})  # fmt: skip
                     await only_on_disk(tiers, [chat(MID.name, *turn_of(each, turn)) for each in sessions])
                     await asyncio.sleep(PAUSE_S)
-                moved = await proxy.metric("kvproxy_kvcache_actions_total", action="transfer", result="done")
-            later = [
-                row["ttft_s"] for row in found if row["arm"] == arm and row["repeat"] == repeat and row["turn"] > 1
-            ]
-            say(f"{arm}, repeat {repeat}: third and later turns' mean TTFT {statistics.mean(later):.3f} s, "
-                f"{moved:.0f} transfers")  # fmt: skip
+                moved = proxy.metric("kvproxy_kvcache_actions_total", action="transfer", result="done")
+            mean_s = mean_of(found, arm, repeat, 2)
+            say(f"{arm}, repeat {repeat}: third and later turns' mean TTFT {mean_s:.3f} s, {moved:.0f} transfers")
     return found
 
 
 def mean_of(rows: Sequence[dict[str, Any]], arm: str, repeat: int | None, first: int, figure: str = "ttft_s") -> float:
     chosen = [row[figure] for row in rows
               if row["arm"] == arm and row["turn"] >= first and repeat in (None, row["repeat"])]  # fmt: skip
-    return statistics.mean(chosen)
+    return float(statistics.mean(chosen))
 
 
 def as_markdown(aware: Sequence[dict[str, Any]], ahead: Sequence[dict[str, Any]], command: str) -> str:
     """The report."""
     repeats = sorted({row["repeat"] for row in aware})
     lines = ["# Tiers on real engines", "",
-             f"`{command}`. Two vLLM 0.32 (CPU, one core each, 10,240 tokens of cache of their own, a random model of 102 M "
-             "parameters), an LMCache 0.5.6 server beside each, LMCache's coordinator; other work on the same two cores. "
-             "Seconds of one run say little, ratios within it more. Arms take turns.", "",
+             f"`{command}`. Two vLLM 0.32 (CPU, one core each, 10,240 tokens of cache of their own, a random model of "
+             "102 M parameters), an LMCache 0.5.6 server beside each, LMCache's coordinator; other work on the same two "
+             "cores. Seconds of one run say little, ratios within it more. Arms take turns.", "",
              "## Knowing of host memory", "",
-             "Chats of about 2,000 tokens that grow by 200 a turn, two requests at once, host memory of 1 GB beside each engine, no "
-             "shared store. *Blind*: routing goes by what it routed and the engines' cache size. *Aware*: KV events and the "
-             "directory too. Policy kv_aware in both.", "",
+             "Chats of about 2,000 tokens that grow by 200 a turn, two requests at once, host memory of 1 GB beside each "
+             "engine, no shared store. *Blind*: routing goes by what it routed and the engines' cache size. *Aware*: KV "
+             "events and the directory too. Policy kv_aware in both.", "",
              "| later turns | blind | aware | aware / blind |", "|---|---|---|---|"]  # fmt: skip
     for repeat in (*repeats, None):
         blind, knowing = (mean_of(aware, arm, repeat, 1) for arm in (BLIND, AWARE))
@@ -161,8 +159,8 @@ def as_markdown(aware: Sequence[dict[str, Any]], ahead: Sequence[dict[str, Any]]
     ratio = mean_of(aware, AWARE, None, 1) / mean_of(aware, BLIND, None, 1)
     lines += ["", f"Target {_TARGET}: {'reached' if ratio <= _TARGET else '**missed**'} ({ratio:.2f}).", "",
               "## Transfers ahead of a turn", "",
-              f"Sessions with a pause of {PAUSE_S:g} s and more, whose prompts only a disk that both servers read has after each turn. "
-              "*Ahead*: `transfers.ahead` copies them into a server's memory meanwhile.", "",
+              f"Sessions with a pause of {PAUSE_S:g} s and more, whose prompts only a disk that both servers read has "
+              "after each turn. *Ahead*: `transfers.ahead` copies them into a server's memory meanwhile.", "",
               "| third and later turns | none | ahead | ahead / none |", "|---|---|---|---|"]  # fmt: skip
     for repeat in (*repeats, None):
         without, with_it = (mean_of(ahead, arm, repeat, 2) for arm in (NONE, AHEAD))
