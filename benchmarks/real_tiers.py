@@ -143,12 +143,12 @@ def as_markdown(aware: Sequence[dict[str, Any]], ahead: Sequence[dict[str, Any]]
     repeats = sorted({row["repeat"] for row in aware})
     lines = ["# Tiers on real engines", "",
              f"`{command}`. Two vLLM 0.32 (CPU, one core each, 10,240 tokens of cache of their own, a random model of "
-             "102 M parameters), an LMCache 0.5.6 server beside each, LMCache's coordinator; other work on the same two "
-             "cores. Seconds of one run say little, ratios within it more. Arms take turns.", "",
+             "102 M parameters), an LMCache 0.5.6 server beside each, LMCache's coordinator; other work on the same "
+             "two cores. Seconds of one run say little, ratios within it more. Arms take turns.", "",
              "## Knowing of host memory", "",
-             "Chats of about 2,000 tokens that grow by 200 a turn, two requests at once, host memory of 1 GB beside each "
-             "engine, no shared store. *Blind*: routing goes by what it routed and the engines' cache size. *Aware*: KV "
-             "events and the directory too. Policy kv_aware in both.", "",
+             "Chats of about 2,000 tokens that grow by 200 a turn, two requests at once, host memory of 1 GB beside "
+             "each engine, no shared store. *Blind*: routing goes by what it routed and the engines' cache size. "
+             "*Aware*: KV events and the directory too. Policy kv_aware in both.", "",
              "| later turns | blind | aware | aware / blind |", "|---|---|---|---|"]  # fmt: skip
     for repeat in (*repeats, None):
         blind, knowing = (mean_of(aware, arm, repeat, 1) for arm in (BLIND, AWARE))

@@ -25,6 +25,7 @@ from kvproxy.replay.reports import ROW, LiveReport, report_live
 from kvproxy.replay.results import GoodputLimits
 from kvproxy.replay.settings import ENGINES, Pace, ReplayFleet, TierPlan
 from kvproxy.replay.trace import Trace, read_trace
+from kvproxy.replay.transfers import LinkPlan
 
 #: As shells have it for a program that Ctrl-C ended.
 INTERRUPTED = 130
@@ -130,6 +131,7 @@ def _plan(args: argparse.Namespace, *, load: float = DEFAULT_LOAD) -> Comparison
         learn_capacity=not args.fixed_capacity,
         wrong_share=args.wrong,
         tiers=_tiers(args.tiers) if args.tiers else None,
+        link=LinkPlan(args.link),
     )
     return ComparisonPlan(fleet, policies, load=load, baseline=args.baseline, seeds=args.seeds,
                 closed_loop=not args.open_loop, prior_factor=args.prior_factor, streamed=args.streamed,

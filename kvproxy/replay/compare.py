@@ -65,6 +65,8 @@ class PolicySpec:
         if unknown := [suffix for suffix in suffixes if suffix not in _SUFFIXES]:
             hint = spelling_hint(unknown[0], _SUFFIXES)
             raise UnknownPolicy(f"nothing {unknown[0]!r} goes behind a policy ({hint})")
+        if MOVE_SUFFIX in suffixes and name != PolicyName.KV_AWARE:
+            raise UnknownPolicy(f"{MOVE_SUFFIX} needs kv_aware, which prices what is copied")
         timed = [suffix for suffix in suffixes if suffix != BLIND_SUFFIX]
         if timed and not POLICIES[PolicyName(name)].learns_speeds:
             raise UnknownPolicy(

@@ -10,6 +10,7 @@ from itertools import chain
 from random import Random
 
 from kvproxy.replay.trace import Trace, TraceError, Turn
+from kvproxy.replay.transfers import LinkPlan
 from kvproxy.simulator.engine_io import EngineSettings, Scheduling, TierSettings
 from kvproxy.simulator.lower_tiers import LowerTier
 from kvproxy.simulator.timing import EngineTiming
@@ -55,22 +56,6 @@ class TierPlan:
         """Of engines with so many blocks each."""
         read_s = block_size * self.kv_bytes_per_token / (self.shared_gb_per_s * 1e9)
         return TierSettings("EXTERNAL", max(1, round(self.shared * capacity_blocks)), read_s, self.latency_s)
-
-
-@dataclass(frozen=True, slots=True)
-class LinkPlan:
-    """A link each way between each engine and the others. A token's KV is as of TierPlan."""
-
-    gb_per_s: float
-    latency_s: float = 0.002
-    min_tokens: int = 512  # fewer are not copied
-    waits: bool = True  # a request may wait for its copy
-    kv_bytes_per_token: int = 131_072
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of one copy."""
-        return self.gb_per_s * 1e9 / self.kv_bytes_per_token
 
 
 class IndexMode(StrEnum):

@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from kvproxy.replay.settings import LinkPlan
 from kvproxy.routing.policy import Ledgered, Overlap, OverlapFacts, PickRequest
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
@@ -25,6 +24,23 @@ from kvproxy.types import EndpointId
 
 #: Slower links are not used: the copy delays more than it saves. 1 GB/s where a token's KV is 128 KiB.
 LEAST_TOKENS_PER_S = 8192.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkPlan:
+    """A link each way between each engine and the others. A token's KV is that of 128 KiB unless said
+    otherwise."""
+
+    gb_per_s: float
+    latency_s: float = 0.002
+    min_tokens: int = 512  # fewer are not copied
+    waits: bool = True  # a request may wait for its copy
+    kv_bytes_per_token: int = 131_072
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one copy."""
+        return self.gb_per_s * 1e9 / self.kv_bytes_per_token
 
 
 @dataclass(slots=True)

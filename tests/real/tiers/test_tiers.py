@@ -17,7 +17,7 @@ from kvproxy.errors import ClientError, UnknownInstance
 from kvproxy.kvcache.providers import ActionKind, CoordinatorProvider, Effect, Prefix
 from tests.real.conftest import Saw
 from tests.real.engines.place import MID
-from tests.real.kvcache import ask, chat_tokens, with_kvcache
+from tests.real.kvcache import ask, chat_tokens, decided, with_kvcache
 from tests.real.prompts import chat, text
 from tests.real.tiers.conftest import Tiers
 from tests.support.proxy import running_proxy
@@ -148,28 +148,29 @@ async def test_a_transfer_into_nothing(directory: LMCacheCoordinatorClient) -> N
 
 async def test_a_stale_placement_costs_once(tiers: Tiers, directory: LMCacheCoordinatorClient, saw: Saw) -> None:
     """The files are gone and the directory does not know: a transfer finds nothing, a request is answered all the same,
-    and what its engine denied is not believed the next time."""
+    and what its engine denied is believed of no endpoint the next time."""
+    assert tiers.shared is not None
     body = chat(MID.name, text(600, seed="stale"))
     tokens = await chat_tokens(tiers.pair.a.url, body)
-    async with running_proxy(tiers.endpoints[:1], filters=with_kvcache(**tiers.kvcache)) as proxy:
-        await ask(proxy.client, body)
-        await until_placed(tiers, tokens, {("mp-a", "l1"), ("mp-a", "l2")})
-        assert tiers.shared is not None
-        for path in tiers.shared.rglob("*.data"):
-            path.unlink()
-        await drop_memory(tiers, directory, tokens, "mp-a")
-        await until_placed(tiers, tokens, {("mp-a", "l2")})
-        provider = CoordinatorProvider(directory, model=SCOPE.model)
-        assert await provider.act(ActionKind.TRANSFER, "mp-b", Prefix(array("I", tokens), MID.name)) == Effect(0)
+    async with httpx.AsyncClient(timeout=120) as http:
+        await http.post(f"{tiers.pair.a.url}/v1/chat/completions", json=body)
+    await until_placed(tiers, tokens, {("mp-a", "l1"), ("mp-a", "l2")})
+    for path in tiers.shared.rglob("*.data"):
+        path.unlink()
+    await drop_memory(tiers, directory, tokens, "mp-a")
+    await until_placed(tiers, tokens, {("mp-a", "l2")})
+    provider = CoordinatorProvider(directory, model=SCOPE.model)
+    assert await provider.act(ActionKind.TRANSFER, "mp-b", Prefix(array("I", tokens), MID.name)) == Effect(0)
+    settings = with_kvcache(**{**tiers.kvcache, "kv_events": False})
+    async with running_proxy(tiers.endpoints, filters=settings, policy="kv_aware") as proxy:
         wrong = await ask(proxy.client, body)
-        await drop_memory(tiers, directory, tokens, "mp-a")
-        for path in tiers.shared.rglob("*.data"):
-            path.unlink()
-        again = await ask(proxy.client, body)
-    saw(f"predicted {wrong.predicted}, reused {wrong.cached_tokens}; then predicted {again.predicted}")
-    assert wrong.predicted == whole_chunks(tokens)
+        debug = {"x-kvproxy-debug": "1"}
+        answer = await proxy.client.post("/v1/chat/completions", json=body, headers=debug, timeout=60)
+        matched = decided(answer.headers)["matched"]
+    saw(f"predicted {wrong.predicted} ({wrong.source}), reused {wrong.cached_tokens}; then {matched}")
+    assert (wrong.predicted, wrong.source) == (whole_chunks(tokens), "lmcache_coordinator")
     assert wrong.cached_tokens < CHUNK
-    assert again.predicted < CHUNK
+    assert [name for name in "ab" if f"{name}:" in matched] == [wrong.endpoint]  # which has computed it since
 
 
 class Killing(LMCacheCoordinatorClient):
