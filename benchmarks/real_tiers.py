@@ -3,7 +3,8 @@
     python -m benchmarks.real_tiers [--repeats N] [--sessions N] [--turns N]
 
 First without a shared store: later turns of chats, of which an engine keeps a quarter and its server's memory all,
-through a proxy that knows all tiers (KV events and the coordinator's directory) and one that goes by what it routed.
+through a proxy that follows the engines' KV events and one that asks the coordinator's directory too. (The connector
+that vLLM brings along tells of engine memory alone.)
 Then with a disk that both servers read: the next turn of sessions whose prompts only the disk has any more, with and
 without transfers ahead. Arms take turns. Needs what `make test-real` installs. Writes real-tiers.md and .json of
 benchmarks/reports.
@@ -84,7 +85,7 @@ async def play_sessions(proxy: RunningProxy, name: str, sessions: int, turns: in
 
 async def compare_awareness(tiers: Tiers, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Repeats of both arms, in turn."""
-    arms = {BLIND: {"engine_metrics_interval": "1s"}, AWARE: {**tiers.kvcache, "engine_metrics_interval": "1s"}}
+    arms = {BLIND: {"kv_events": True}, AWARE: tiers.kvcache}
     found = []
     for repeat in range(args.repeats):
         for arm in (BLIND, AWARE) if repeat % 2 == 0 else (AWARE, BLIND):
@@ -147,8 +148,8 @@ def as_markdown(aware: Sequence[dict[str, Any]], ahead: Sequence[dict[str, Any]]
              "two cores. Seconds of one run say little, ratios within it more. Arms take turns.", "",
              "## Knowing of host memory", "",
              "Chats of about 2,000 tokens that grow by 200 a turn, two requests at once, host memory of 1 GB beside "
-             "each engine, no shared store. *Blind*: routing goes by what it routed and the engines' cache size. "
-             "*Aware*: KV events and the directory too. Policy kv_aware in both.", "",
+             "each engine, no shared store. *Blind*: the engines' KV events alone, which tell of their own memory. "
+             "*Aware*: the coordinator's directory too. Policy kv_aware in both.", "",
              "| later turns | blind | aware | aware / blind |", "|---|---|---|---|"]  # fmt: skip
     for repeat in (*repeats, None):
         blind, knowing = (mean_of(aware, arm, repeat, 1) for arm in (BLIND, AWARE))
@@ -174,15 +175,20 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--sessions", type=int, default=10)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--parts", default="aware,ahead", help="what is measured anew (default: both)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "reports", help="folder of the report")
     args = parser.parse_args()
-    with running_tiers(say, shared=None, memory_gb=1) as tiers:
-        aware = asyncio.run(compare_awareness(tiers, args))
-    with tempfile.TemporaryDirectory() as folder, running_tiers(say, shared=Path(folder), memory_gb=0.25) as tiers:
-        ahead = asyncio.run(compare_ahead(tiers, args))
+    kept = args.out / "real-tiers.json"
+    rows = json.loads(kept.read_text()) if kept.exists() else {}
+    if "aware" in args.parts:
+        with running_tiers(say, shared=None, memory_gb=1, tells_tokens=False) as tiers:
+            rows["aware"] = asyncio.run(compare_awareness(tiers, args))
+    if "ahead" in args.parts:
+        with tempfile.TemporaryDirectory() as folder, running_tiers(say, shared=Path(folder), memory_gb=0.25) as tiers:
+            rows["ahead"] = asyncio.run(compare_ahead(tiers, args))
     command = "python -m benchmarks.real_tiers" + (f" --repeats {args.repeats}" if args.repeats != 3 else "")
-    (args.out / "real-tiers.json").write_text(json.dumps({"command": command, "aware": aware, "ahead": ahead}) + "\n")
-    report = as_markdown(aware, ahead, command)
+    kept.write_text(json.dumps(rows) + "\n")
+    report = as_markdown(rows["aware"], rows["ahead"], command)
     (args.out / "real-tiers.md").write_text(report)
     say(report)
 

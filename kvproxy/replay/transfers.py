@@ -3,8 +3,9 @@
 Part of the decision: for each engine, the prompt's longest published beginning anywhere is offered as if it were there,
 at the price of waiting for the links of both engines and of the copy itself. Is such an engine chosen, both links are
 reserved, the copy is made, and the request joins the engine with it; of what the source does not have after all nothing
-is copied, and the engine computes it. `waits` off: a request never waits for a copy, so that only those count that are
-over before the engine would begin with it anyway.
+is copied, and the engine computes it. (A request that joins at once, beside a copy that should be over when its turn
+comes, does worse than one that waits, and than none that copies: an engine admits a request, and with that settles what
+it reuses, long before it computes.)
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ class LinkPlan:
     gb_per_s: float
     latency_s: float = 0.002
     min_tokens: int = 512  # fewer are not copied
-    waits: bool = True  # a request may wait for its copy
     kv_bytes_per_token: int = 131_072
 
     @property
@@ -82,11 +82,6 @@ class TransferPlanner:
         self._offered: tuple[PickRequest, Mapping[EndpointId, Transfer]] | None = None  # by the latest `offer`
         self.counts = TransferCounts()
 
-    @property
-    def waits(self) -> bool:
-        """Whether a request may wait for its copy."""
-        return self._plan.waits
-
     def offer(self, asked: PickRequest, endpoints: Sequence[Ledgered], speeds: SpeedModel, now: float) -> PickRequest:
         """The request with what could be copied to each endpoint, and the seconds that costs."""
         facts, self._offered = asked.facts, None
@@ -102,11 +97,8 @@ class TransferPlanner:
                 continue
             transfer = self._plan_transfer(holders, target, published, missing, now)
             wait_s = target.load.wait_s(speeds.seconds, speeds.slowness(target.id, now), now)
-            late_s = transfer.over_at - now - wait_s
-            if late_s > 0.0 and not self._plan.waits:
-                continue
             offered[target.id] = transfer
-            price_s[target.id] = max(0.0, late_s) + missing / self._tokens_per_s
+            price_s[target.id] = max(0.0, transfer.over_at - now - wait_s) + missing / self._tokens_per_s
             found[target.id] = Overlap(transfer.tokens, claimed_tokens=transfer.tokens)
         if not offered:
             return asked

@@ -126,9 +126,8 @@ class VirtualTime:
             engines = source.engine, placement.endpoint.engine
             over_at, blocks = self._transfers.begin(transfer, *engines, placement.request.turn.blocks, now)
             self._push(over_at, self._copied, (placement, blocks))
-            if self._transfers.waits:
-                return
-        self._give(placement, now)
+        else:
+            self._give(placement, now)
 
     def _copied(self, copied: tuple[Placement, Sequence[int]], now: float) -> None:
         """What comes for a request that is elsewhere by now, or over, came for nothing."""
@@ -136,8 +135,7 @@ class VirtualTime:
         if self._placed.get(placement.request.name) is not placement:
             return
         placement.endpoint.engine.receive(blocks, now)
-        if self._transfers is not None and self._transfers.waits:
-            self._give(placement, now)
+        self._give(placement, now)
 
     def _give(self, placement: Placement, now: float) -> None:
         request, endpoint = placement.request, placement.endpoint

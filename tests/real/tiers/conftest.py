@@ -49,17 +49,18 @@ class Tiers:
 
 
 @contextlib.contextmanager
-def running_tiers(saw: Saw, *, shared: Path | None, memory_gb: float) -> Iterator[Tiers]:
+def running_tiers(saw: Saw, *, shared: Path | None, memory_gb: float, tells_tokens: bool = True) -> Iterator[Tiers]:
     needs_memory(gib=9)
     saw("starting LMCache's coordinator, two LMCache servers and two vLLMs that use them (one to three minutes)")
     coordinator = Coordinator()
     with lmcache.running(coordinator.program):
         servers = [Server(name, coordinator, memory_gb=memory_gb, shared=shared) for name in ("mp-a", "mp-b")]
         with lmcache.running(*(server.program for server in servers)):
-            a, b = (
-                server.vllm(MID, core=core, blocks=BLOCKS, tells_tokens=True) for core, server in enumerate(servers)
-            )
-            with running_pair(a, b) as pair:
+            made = [
+                server.vllm(MID, core=core, blocks=BLOCKS, tells_tokens=tells_tokens)
+                for core, server in enumerate(servers)
+            ]
+            with running_pair(*made) as pair:
                 saw(f"coordinator at {coordinator.url}, vLLM a at {a.url}, b at {b.url}")
                 yield Tiers(pair, coordinator, shared)
 
