@@ -107,7 +107,10 @@ async def only_on_disk(tiers: Tiers, bodies: Sequence[dict[str, Any]]) -> None:
             tokens = array("I", await chat_tokens(tiers.pair.a.url, body))
             for instance in ("mp-a", "mp-b"):
                 await directory.delete(instance, CacheScope(str(MID.folder)), tokens, tier="l1")
-    tiers.pair.forget()
+        tiers.pair.forget()
+        for url in tiers.pair.urls.values():  # what an engine has to tell leaves with its next step
+            step = chat(MID.name, f"A step at {time.time()}.")
+            (await http.post(f"{url}/v1/chat/completions", json=step, timeout=60)).raise_for_status()
 
 
 async def compare_ahead(tiers: Tiers, args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -69,6 +69,6 @@ class Autoscaling:
         for endpoint in self._cluster.endpoints:
             if endpoint.load.own_in_flight:
                 slowness = speeds.slowness(endpoint.id, now)
-                work = endpoint.load.own_backlog(speeds.seconds, slowness, now).work
+                work = endpoint.load.own_work(speeds.seconds, slowness, now)
                 pending_s += slowness * seconds_of(work, speeds.seconds)
         return pending_s

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-import tempfile
 import time
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 from prometheus_client import ProcessCollector
 
@@ -30,6 +28,7 @@ from kvproxy.errors import Problem
 from kvproxy.listener.server import bind_sockets, url_of
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.workers.admin import WorkersAdmin
+from kvproxy.workers.assignment import shared_folder
 from kvproxy.workers.share import count_workers, keeps_snapshot
 from kvproxy.workers.supervisor import Served, Supervisor, WorkersFailed
 from kvproxy.workers.workers import Workers
@@ -83,16 +82,16 @@ async def supervise_until_signal(config: Config, problems: list[Problem], source
     signals, metrics = ProcessSignals(config.shutdown.drain), Metrics()
     ProcessCollector(registry=metrics.registry)
     async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvproxy-")))  # for this user alone
+        folder = stack.enter_context(shared_folder())
         public = await bind_sockets(config.listen.host, config.listen.port)
         url = url_of(config.listen.host, public[0].getsockname()[1], tls=config.listen.tls is not None)
-        restarts = metrics.process.worker_restarts
         supervisor = Supervisor(
             Served(config),
             count=count,
             public=public,
             folder=folder,
-            on_restart=restarts.inc,
+            on_restart=metrics.process.worker_restarts.inc,
+            on_hung=metrics.process.worker_hangs.inc,
             first_alone=keeps_snapshot(config),
         )
         workers = await stack.enter_async_context(Workers(supervisor, metrics=metrics))

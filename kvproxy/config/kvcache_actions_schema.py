@@ -37,7 +37,7 @@ class ScoreWeights(Model):
     """Many tokens."""
     recency: float = Field(default=0.2, ge=0)
     """Long not used."""
-    next_use: float = Field(default=0.0, ge=0)
+    next_use: float = Field(default=0.5, ge=0)
     """Its next use is far away, by the time between those it had."""
 
 

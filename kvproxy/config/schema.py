@@ -194,6 +194,8 @@ class Config(Model):
     workers: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 1
     """Processes that serve behind the one listening socket, decide as one, and share bounds; `auto`: one less than
     there are cores, at most 8. With 1 there is no supervisor and no exchange. Also `serve --workers`."""
+    worker_timeout: Duration = Field(default=30, ge=0, le=3600)
+    """A worker whose event loop stands still for so long (at least 2 s) is killed and started again; 0: never."""
     limits: LimitSettings = LimitSettings()
     """Bounds on clients."""
     timeouts: TimeoutSettings = TimeoutSettings()

@@ -173,16 +173,17 @@ class RouterFilter:
         watcher = DisconnectWatcher(scope, downstream.receive, self._arming)
         try:
             target = self._target(exchange, scope)
-            body = RequestBody(downstream.receive, scope["headers"], whole=exchange.body, uploads=parts.uploads)
-            forwarding = Forwarding(
+            body = RequestBody.of(downstream.receive, scope["headers"], whole=exchange.body, uploads=parts.uploads)
+            head = parts.headers.build_head(scope, request_id=exchange.request_id, trusted=exchange.trusted)
+            forwarding = Forwarding.of(
                 parts.forwarder,
                 exchange,
                 cluster=target.cluster,
                 model=target.upstream_model or (exchange.inference.model if exchange.inference else ""),
-                head=parts.headers.build_head(scope, request_id=exchange.request_id, trusted=exchange.trusted),
+                head=head,
                 body=body,
                 downstream=downstream,
-                debug=exchange.debug or (exchange.may_debug and parts.debug_header in dict(scope["headers"])),
+                debug=exchange.debug or (exchange.may_debug and parts.debug_header in head.repeated.sent),
             )
             whole = body.whole
             if whole is not None and len(whole) > LONG_BYTES:

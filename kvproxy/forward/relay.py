@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+import msgspec
 from starlette.types import Receive, Scope
 
 from kvproxy.errors import EngineReportedError, UpstreamError
@@ -30,26 +31,20 @@ ARM_DELAY_S = 0.02
 Arming = SharedTimer["DisconnectWatcher"]
 
 
-class Relay:
+class Relay(msgspec.Struct, eq=False):
     """Sends one response down. From the first byte on nothing is retried: a break is reported, never hidden.
 
     A piece in the middle of a stream goes on in the call that brings it, without waking this request's task, as long as
     the client takes what it gets.
     """
 
-    __slots__ = ("_downstream", "_exchange", "_failure", "_first", "_last", "_plain", "_post", "_response")
-
-    def __init__(
-        self, exchange: Exchange, response: UpstreamResponse, *, downstream: Downstream, post: bool = False
-    ) -> None:
-        self._exchange = exchange
-        self._response = response
-        self._downstream = downstream
-        self._plain = "body_piece" not in exchange.hooks
-        self._post = post
-        self._first = b""
-        self._last: deque[bytes] = _NO_PIECES  # of a stream, until its end; of any other answer all there is
-        self._failure: Exception | None = None  # of a piece that could not be passed on
+    _exchange: Exchange
+    _response: UpstreamResponse
+    _downstream: Downstream
+    _post: bool = False
+    _first: bytes = b""
+    _last: deque[bytes] = _NO_PIECES  # of a stream, until its end; of any other answer all there is
+    _failure: Exception | None = None  # of a piece that could not be passed on
 
     async def run(self, headers: Headers, first: bytes) -> UpstreamError | None:
         """The failure that cut the response short; None when it was complete. The client knows either way."""
@@ -98,7 +93,7 @@ class Relay:
             return False
         self._last.append(piece)
         try:
-            if self._plain:
+            if "body_piece" not in self._exchange.hooks:
                 connection.write(piece, more=True)
                 downstream.sent_bytes += len(piece)
             else:

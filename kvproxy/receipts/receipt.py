@@ -19,9 +19,8 @@ from hashlib import blake2b
 import msgspec
 
 from kvproxy.prefix.hygiene.causes import PrefixBreak
-from kvproxy.routing.load import Backlog
 from kvproxy.routing.policy import Overlap
-from kvproxy.routing.work import NO_WORK, Features, features_of, seconds_of
+from kvproxy.routing.work import NO_WORK, Backlog, Features, features_of, seconds_of
 from kvproxy.types import EndpointId
 
 VERSION = 1

@@ -26,7 +26,7 @@ MAX_SAMPLES = 64
 MAX_SENT_BYTES = 4 * 1024 * 1024
 
 _DIGEST = (1 << 64) - 1
-_ROW_BYTES, _DELTA_BYTES, _BATCH_BYTES = 150, 120, 100
+_ROW_BYTES, _AHEAD_BYTES, _DELTA_BYTES, _BATCH_BYTES = 150, 48, 120, 100
 
 
 class Journal:
@@ -127,7 +127,8 @@ class Journal:
         rows = [ledger.told(now) for ledger in self._touched.values()]
         self._touched.clear()
         while self._waiting or rows:
-            taken, batch = len(rows[:MAX_ROWS]) * _ROW_BYTES, list[Delta]()
+            said, batch = rows[:MAX_ROWS], list[Delta]()
+            taken = sum(_ROW_BYTES + _AHEAD_BYTES * len(one.row.head) for one in said)
             while self._waiting and len(batch) < MAX_DELTAS:
                 size = self._waiting.next_bytes
                 if taken + size > MAX_BYTES and (batch or rows):
@@ -135,7 +136,7 @@ class Journal:
                 taken += size
                 batch.append(self._count(self._waiting.popleft()))
             self.seq += 1
-            yield Batch(self.origin, self.seq, now, batch, rows[:MAX_ROWS])
+            yield Batch(self.origin, self.seq, now, batch, said)
             del rows[:MAX_ROWS]
 
     def _count(self, delta: Delta) -> Delta:

@@ -24,7 +24,7 @@ MAX_BLOCKS = 6_000
 MAX_DELTAS = 400
 
 #: Ledgers of one message.
-MAX_ROWS = 300
+MAX_ROWS = 100
 #: What a message and each part of it take in memory at most, beside their bytes.
 _PART_BYTES = 200
 

@@ -7,28 +7,33 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 from kvproxy.config.load import load_config
 from kvproxy.listener.server import bind_sockets
+from kvproxy.workers import process as process_module
 from kvproxy.workers import supervisor as module
+from kvproxy.workers.assignment import remove_left_folder, shared_folder
 from kvproxy.workers.supervisor import Served, Supervisor, WorkersFailed, describe_exit
 from tests.support.until import until
 
 pytestmark = pytest.mark.anyio
 STAND_IN = Path(__file__).with_name("stand_in.py")
-CONFIG = load_config({"endpoints": {"a": "http://127.0.0.1:1"}, "shutdown": {"drain": "1s"}})
+CONFIG = load_config({"endpoints": {"a": "http://127.0.0.1:1"}, "shutdown": {"drain": "1s"}, "worker_timeout": 0})
 
 
 @contextlib.asynccontextmanager
-async def supervised(folder: Path, behaviour: str = "serve", *, count: int = 2) -> AsyncIterator[Supervisor]:
+async def supervised(
+    folder: Path, behaviour: str = "serve", *, count: int = 2, on_hung: Callable[[], object] = lambda: None
+) -> AsyncIterator[Supervisor]:
     """One that runs, with stand-ins for workers; ended at the end."""
     command = (sys.executable, "-S", "-E", str(STAND_IN), behaviour)
     public = await bind_sockets("127.0.0.1", 0)
-    supervisor = Supervisor(Served(CONFIG), count=count, public=public, folder=folder, command=command)
+    supervisor = Supervisor(Served(CONFIG), count=count, public=public, folder=folder, command=command, on_hung=on_hung)
     running = asyncio.create_task(supervisor.run())
     try:
         async with asyncio.timeout(60):
@@ -66,6 +71,37 @@ async def test_a_dead_worker_is_started_again(tmp_path: Path) -> None:
         await until(lambda: len(pids(supervisor)) == 2 and pids(supervisor)[0] != first)
         assert gone == [0]
         assert pids(supervisor)[1] == second
+
+
+async def test_a_worker_that_says_nothing_any_more_is_killed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As soon as silence is limited: a reload may say so. Until then it may be silent."""
+    monkeypatch.setattr(process_module, "BEAT_S", 0.01)
+    hung: list[int] = []
+    async with supervised(tmp_path, "deaf", count=1, on_hung=lambda: hung.append(1)) as supervisor:
+        first = pids(supervisor)
+        supervisor.served.config = CONFIG.model_copy(update={"worker_timeout": 0.04})
+        await until(lambda: pids(supervisor) and pids(supervisor) != first)
+        supervisor.served.config = CONFIG
+    assert hung
+    assert f"worker 0 (pid {first[0]}) hangs: it is killed" in caplog.text
+    assert not runs(first[0])
+
+
+def test_a_folder_that_a_killed_supervisor_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the next start; that of one that lives stays, and what is none of ours."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, other = tmp_path / "kvproxy-left", tmp_path / "kvproxy-notes"
+    for folder, name in ((left, "supervisor"), (other, "notes.txt")):
+        folder.mkdir()
+        (folder / name).touch()
+    (tmp_path / "kvproxy-link").symlink_to(other)
+    with shared_folder() as first, shared_folder() as second:
+        assert {one.name for one in tmp_path.iterdir()} == {first.name, second.name, "kvproxy-notes", "kvproxy-link"}
+        remove_left_folder(first)
+        assert first.exists()
+    assert {one.name for one in tmp_path.iterdir()} == {"kvproxy-notes", "kvproxy-link"}
 
 
 async def test_a_worker_that_dies_before_it_serves_ends_the_start(tmp_path: Path) -> None:

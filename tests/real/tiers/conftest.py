@@ -61,7 +61,7 @@ def running_tiers(saw: Saw, *, shared: Path | None, memory_gb: float, tells_toke
                 for core, server in enumerate(servers)
             ]
             with running_pair(*made) as pair:
-                saw(f"coordinator at {coordinator.url}, vLLM a at {a.url}, b at {b.url}")
+                saw(f"coordinator at {coordinator.url}, vLLM a at {pair.a.url}, b at {pair.b.url}")
                 yield Tiers(pair, coordinator, shared)
 
 
