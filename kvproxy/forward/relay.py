@@ -7,14 +7,14 @@ import asyncio
 from collections import deque
 
 import msgspec
-from starlette.types import Receive, Scope
+from starlette.types import Receive
 
 from kvproxy.errors import EngineReportedError, UpstreamError
 from kvproxy.request.body import SharedTimer
 from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import Exchange
 from kvproxy.request.usage import ERROR_MARK, error_event, error_status, read_response_id, read_usage
-from kvproxy.types import CONNECTION, ClientConnection, Headers, RequestKind
+from kvproxy.types import ClientConnection, Headers, RequestKind
 from kvproxy.upstream.pool import UpstreamResponse
 
 #: Of an answer's end, what is looked at of all pieces but the last.
@@ -78,12 +78,13 @@ class Relay(msgspec.Struct, eq=False):
         outcome.end = "completed"
         if not streams:
             await downstream.start(status, headers, chunk, more=False)
-            return self._read_end(status, headers, chunk)
+            return read_end(self._exchange, status, headers, first=self._first, tail=chunk, post=self._post)
         if chunk:
             self._last.append(chunk)
         await downstream.write(chunk, more=False)
         *earlier, last = self._last
-        return self._read_end(status, headers, b"".join(earlier)[-TAIL_BYTES:] + last)
+        tail = b"".join(earlier)[-TAIL_BYTES:] + last
+        return read_end(self._exchange, status, headers, first=self._first, tail=tail, post=self._post)
 
     def _pass_on(self, piece: bytes) -> bool:
         """A piece has arrived while the task waits for one; False: the task has to take it, and wait for the client."""
@@ -102,9 +103,6 @@ class Relay(msgspec.Struct, eq=False):
             self._failure = error
             self._response.abort()
         return True
-
-    def _read_end(self, status: int, headers: Headers, tail: bytes) -> UpstreamError | None:
-        return read_end(self._exchange, status, headers, first=self._first, tail=tail, post=self._post)
 
     async def _tell_broken(self, headers: Headers, error: UpstreamError) -> None:
         """An event stream ends with an error event; anything else is left incomplete, which cuts the connection."""
@@ -159,22 +157,19 @@ def new_arming(delay_s: float = ARM_DELAY_S) -> Arming:
     return SharedTimer(delay_s, DisconnectWatcher.start)
 
 
-class DisconnectWatcher:
+class DisconnectWatcher(msgspec.Struct, eq=False):
     """Cancels the task it was armed in when the client is gone: our listener tells it, under another `receive` does.
 
     The request body must have been read before arming. Works like `asyncio.timeout`: the task that catches the
     cancellation asks `caused_cancellation()` whether it was this watcher's, and re-raises it otherwise.
     """
 
-    __slots__ = ("_arming", "_connection", "_receive", "_task", "_watch", "gone")
-
-    def __init__(self, scope: Scope, receive: Receive, arming: Arming) -> None:
-        self._connection: ClientConnection | None = scope.get(CONNECTION)
-        self._receive = receive
-        self._arming = arming
-        self._task: asyncio.Task[object] | None = None
-        self._watch: asyncio.Task[None] | None = None
-        self.gone = False
+    _connection: ClientConnection | None  # None: another server's client
+    _receive: Receive
+    _arming: Arming
+    _task: asyncio.Task[object] | None = None
+    _watch: asyncio.Task[None] | None = None
+    gone: bool = False
 
     def arm(self, task: asyncio.Task[object] | None = None) -> None:
         """Start watching on behalf of this task; None: the current one."""

@@ -81,6 +81,7 @@ class RequestCycle(msgspec.Struct, eq=False):
     """
 
     _connection: Connection
+    loop: asyncio.AbstractEventLoop
     _head_request: bool
     _http_1_0: bool
     keep_alive: bool
@@ -230,7 +231,7 @@ class RequestCycle(msgspec.Struct, eq=False):
             raise RuntimeError(f"unexpected ASGI message {kind!r}")
         elif not self.disconnected:
             self._start(message["status"], message.get("headers", ()))
-            self._connection.loop.call_soon(self._flush_head)
+            self.loop.call_soon(self._flush_head)
 
     # the parts
 

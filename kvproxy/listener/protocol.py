@@ -152,7 +152,7 @@ class ClientProtocol(asyncio.Protocol):
     def open_request(self, scope: Scope, *, keep_alive: bool, expects_continue: bool) -> RequestCycle:
         """The request begins at once, or in its turn behind those before it."""
         head_request, http_1_0 = scope["method"] == "HEAD", scope["http_version"] == "1.0"
-        cycle = RequestCycle(self, head_request, http_1_0, keep_alive, expects_continue)
+        cycle = RequestCycle(self, self.loop, head_request, http_1_0, keep_alive, expects_continue)
         self._unwanted_bytes = 0
         scope["state"] = self._app_state.copy()
         scope[CONNECTION] = cycle

@@ -57,7 +57,7 @@ async def test_usage_is_found_however_the_last_events_are_cut(end: tuple[bytes, 
     exchange = Exchange(received_at=0.0)
     first, *rest = [b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'] * 20
     headers = [(b"content-type", b"text/event-stream")]
-    downstream = Downstream(exchange, http_scope(), nothing, ignore)
+    downstream = Downstream.begin(exchange, http_scope(), nothing, ignore)
     relay = Relay(exchange, Arriving(*rest, *end).response, downstream, True)
     assert await relay.run(headers, first) is None
     assert (exchange.outcome.prompt_tokens, exchange.outcome.completion_tokens) == (1000, 500)
@@ -126,7 +126,7 @@ async def flow() -> AsyncIterator[tuple[Flowing, Client, asyncio.Task[UpstreamEr
     engine, client = Flowing(), Client()
     scope = http_scope(**{CONNECTION: client})
     exchange = Exchange.of(scope, now=0.0)
-    downstream = Downstream(exchange, scope, client.receive, client.send)
+    downstream = Downstream.begin(exchange, scope, client.receive, client.send)
     relay = Relay(exchange, engine.response, downstream, True)
     task = asyncio.create_task(relay.run([(b"content-type", b"text/event-stream")], b"first"))
     await asyncio.sleep(0)
