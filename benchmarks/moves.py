@@ -91,10 +91,10 @@ def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
 
     lines = [
         "# Moves: KV that is copied between engines on demand", "",
-        f"`{command}`. {INSTANCES} simulated engines behind the router queue, each with a link each way; a token's KV is "
-        "131,072 bytes. A request keeps its place and waits for its copy where that costs less than computing. The pool is one "
-        "cache of all engines' size, routed by exact least work. TTFT in ratios; the last but one column is the "
-        "geometric mean.", "",
+        f"`{command}`. {INSTANCES} simulated engines behind the router queue, each with a link each way; a token's "
+        "KV is 131,072 bytes. A request keeps its place and waits for its copy where that costs less than computing. "
+        "The pool is one cache of all engines' size, routed by exact least work. TTFT in ratios; the last but one "
+        "column is the geometric mean.", "",
         f"| of the pool | {' | '.join(traces)} | all | target |", "|---|" + "---|" * (len(traces) + 2),
     ]  # fmt: skip
     for figure, name in (("ttft_mean_s", "mean"), ("ttft_p99_s", "p99")):
