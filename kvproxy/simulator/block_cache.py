@@ -173,13 +173,10 @@ class BlockCache:
         """A prompt's leading blocks are copied from elsewhere, those that are not here, if there is room: how many."""
         held = self.match_prefix(block_hashes, len(block_hashes))
         blocks = self.acquire(block_hashes, held)  # so that none of them makes room for the others
-        count = len(block_hashes) - held
-        if count > len(self._free):
-            count = 0
+        count = missing if (missing := len(block_hashes) - held) <= len(self._free) else 0
         blocks += self.allocate(count)
         if count:
-            parent = block_hashes[held - 1] if held else None
-            self.store(blocks[held:], BlockStored(tuple(block_hashes[held:]), parent))
+            self.store(blocks[held:], BlockStored(tuple(block_hashes[held:]), block_hashes[held - 1] if held else None))
         self.release(blocks)
         return count
 
