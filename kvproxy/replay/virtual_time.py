@@ -204,7 +204,7 @@ class VirtualTime:
             following = request.number + 1
             self._push(now + turns[following].delay_s, self._arrive, (request.session, following))
 
-    def _scrape(self, _: None, now: float) -> None:
+    def _scrape(self, what: None, now: float) -> None:
         for endpoint in self._router.endpoints:
             endpoint.scrape_engine(now)
         if self._events:  # something is still to come
@@ -231,7 +231,7 @@ class VirtualTime:
                 request.outcome.first_token_at = None  # a broken answer is none
                 self._end(request, now)
 
-    def _poll_queue(self, _: None, now: float) -> None:
+    def _poll_queue(self, what: None, now: float) -> None:
         if self._queue_due == now:
             self._release(now)
 
