@@ -156,6 +156,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     cache_group: str | None = None  # of `prompt_cache_key`: requests that share prefixes, often of many sessions
     continues: str | None = None  # id of the response, or conversation, that comes before this prompt
     continuable: bool = False  # another request may go on from its response by that one's id
+    retention_s: float | None = None  # how long its client asks for the whole prompt to be kept after the answer
 
     @property
     def head(self) -> bytes:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from kvproxy.config.model import Duration, Fraction, Model
+from kvproxy.config.model import Duration, Fraction, Model, Name
 
 
 def _prefix_name(text: str) -> str:
@@ -37,7 +37,7 @@ class ScoreWeights(Model):
     """Many tokens."""
     recency: float = Field(default=0.2, ge=0)
     """Long not used."""
-    next_use: float = Field(default=0.0, ge=0)
+    next_use: float = Field(default=0.5, ge=0)
     """Its next use is far away, by the time between those it had."""
 
 
@@ -126,3 +126,36 @@ class TransferSettings(Model):
     """A transfer that is not over by then has failed."""
     min_tokens: int = Field(default=1024, ge=1)
     """Fewer tokens are not worth a transfer."""
+
+
+class LeaseBudget(Model):
+    """What one tenant may have under lease."""
+
+    tenant: Name
+    """Name of its API key."""
+    tokens: int = Field(ge=0)
+    """At once; 0: no leases."""
+
+
+class LeaseSettings(Model):
+    """Keeping prompts for conversations that are expected back (docs/leases.md): after an answer that calls a tool, and
+    where clients ask for it. By a pin of LMCache, else by asking the engine for the prompt again."""
+
+    enabled: bool = False
+    """Do it. Token ids of prompts under a lease are then kept in memory, never text."""
+    max_duration: Duration = Field(default=900.0, gt=0, le=3600)
+    """Longest lease, whatever a client asks for."""
+    share: Fraction = 0.95
+    """A lease ends when this share of the pauses of its kind (client and tool, as learned) would be over."""
+    min_tokens: int = Field(default=1024, ge=1)
+    """Shorter prompts are not worth one."""
+    max_leases: int = Field(default=1000, ge=1, le=100_000)
+    """At once."""
+    endpoint_tokens: int = Field(default=500_000, ge=0)
+    """Under lease at one endpoint at once; of an engine's own memory never more than half."""
+    tenant_tokens: int = Field(default=200_000, ge=0)
+    """Under lease for one tenant (API key) at once; requests without one are a tenant together."""
+    tenants: tuple[LeaseBudget, ...] = ()
+    """The same for single tenants, where it is another number."""
+    touch: bool = True
+    """Ask the engine for a prompt again (`max_tokens: 1`) where nothing pins and that is expected to save more."""

@@ -7,7 +7,12 @@ from enum import StrEnum
 from pydantic import Field
 
 from kvproxy.config.cluster_schema import BreakerSettings, EventSources
-from kvproxy.config.kvcache_actions_schema import CacheStrategySettings, TransferSettings, WarmingSettings
+from kvproxy.config.kvcache_actions_schema import (
+    CacheStrategySettings,
+    LeaseSettings,
+    TransferSettings,
+    WarmingSettings,
+)
 from kvproxy.config.model import Duration, Model, Size
 
 
@@ -131,6 +136,8 @@ class KvCacheSettings(Model):
     """Asking the engine for token ids."""
     cache_strategy: CacheStrategySettings = CacheStrategySettings()
     """Pin, compress, evict."""
+    leases: LeaseSettings = LeaseSettings()
+    """Prompts kept for conversations that are expected back."""
     warming: WarmingSettings = WarmingSettings()
     """Hot prefixes at endpoints that lack them."""
     transfers: TransferSettings = TransferSettings()

@@ -101,11 +101,7 @@ class KvCacheFilter(Step):
                 salt = tenant_salt(exchange.tenant, request.cache_salt)
                 request = msgspec.structs.replace(request, cache_salt=salt)
             facts = self._service.gather(
-                request,
-                exchange.body,
-                cluster=target.cluster,
-                model=target.upstream_model,
-                tenant=exchange.tenant,
+                request, exchange.body, cluster=target.cluster, model=target.upstream_model, tenant=exchange.tenant
             )
             if facts.wants_lookup:
                 return self._look_up(facts, exchange, scope)
@@ -135,6 +131,8 @@ class KvCacheFilter(Step):
             exchange.preferred = facts.preferred
         learning = KvCacheLearning(self._service, facts, prefers)
         exchange.facts_source = learning.refresh
+        if self._service.leasing is not None:
+            exchange.attach(self._service.leasing.watch(facts))
         exchange.observers += (learning,)
         exchange.hooks |= KvCacheLearning.hooks
 

@@ -13,8 +13,10 @@ from typing import Self
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.actions import signals
+from kvproxy.kvcache.actions.leasing import Leasing
 from kvproxy.kvcache.actions.signals import HostUse
 from kvproxy.kvcache.actions.strategy_runner import StrategyRunner
+from kvproxy.kvcache.actions.touching import Toucher
 from kvproxy.kvcache.actions.transfers import Transfers
 from kvproxy.kvcache.actions.warming import Warmer, Warming
 from kvproxy.kvcache.breakers import OperationBreakers
@@ -103,7 +105,7 @@ class KvCache:
         self.snapshot = warm_restart(
             settings.snapshot, self.state, clusters=clusters, metrics=metrics, clock=clock, wall_clock=wall_clock
         )
-        self._uses_tokens = bool(settings.lmcache_endpoint) or settings.kv_events
+        self.leasing = self.actions.leasing = self._make_leasing(clock) if settings.leases.enabled else None
         self._running = AsyncExitStack()
 
     def _make_preparations(self, clock: Clock, rng: random.Random) -> tuple[Warmer, Warming | None]:
@@ -133,6 +135,17 @@ class KvCache:
             clock=clock,
         )
 
+    def _make_leasing(self, clock: Clock) -> Leasing:
+        book, metrics = self.state.leases, self._metrics
+        toucher = Toucher(
+            self.settings, gaps=book.gaps, clusters=self.clusters, jobs=self.actions.jobs, engines=self._engines,
+            signals=self.scraper.signals, metrics=metrics, clock=clock,
+        )  # fmt: skip
+        return Leasing(
+            self.settings, book=book, executor=self.actions.executor, lookups=self.overlap.lookups, toucher=toucher,
+            metrics=metrics, clock=clock,
+        )  # fmt: skip
+
     async def __aenter__(self) -> Self:
         self.state.keep_only(self.clusters)
         for name, indexes in self.overlap.indexes.items():
@@ -147,6 +160,8 @@ class KvCache:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self.leasing is not None and self.state.leases.owner is self.leasing:
+            self.leasing.release_all()
         await self._running.aclose()
 
     def show(self) -> None:
@@ -156,6 +171,8 @@ class KvCache:
         self.state.breaks.show(self._metrics)
         self.scraper.show(self._metrics)
         self.actions.jobs.show(self._metrics)
+        if self.leasing is not None:
+            self.leasing.show(self._metrics)
         if self.actions.transfers is not None:
             self.actions.transfers.show()
         hotness = self.actions.hotness
@@ -188,7 +205,8 @@ class KvCache:
         if facts.request.session_ends:
             self._end_session(facts)
             return
-        if not (result.prefilled and self._uses_tokens):
+        settings = self.settings
+        if not (result.prefilled and (settings.lmcache_endpoint or settings.kv_events or settings.leases.enabled)):
             return
         self.overlap.tokens.note_count(facts, result.prompt_tokens)
         endpoint = None if result.endpoint is None else facts.cluster.find_endpoint(result.endpoint)
@@ -218,5 +236,7 @@ class KvCache:
         self.feedback.keep_only(present)
         self.state.breaks.keep_only(present)
         self.actions.tick()
+        if self.leasing is not None:
+            self.leasing.tick()
         if self.warming is not None:
             self.warming.tick()

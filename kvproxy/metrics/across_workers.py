@@ -77,6 +77,7 @@ RULES: Mapping[str, Across] = {
             "kvproxy_learned_onboarding_seconds_per_token",
             "kvproxy_kvcache_trust_ratio",
             "kvproxy_endpoint_cache_hit_ratio",
+            "kvproxy_lease_kept_ratio",
         ),
         Across.MEAN,
     ),

@@ -14,6 +14,7 @@ from kvproxy.metrics.cache_groups import (
     HoldingMetrics,
     KvCacheMetrics,
     KvEventMetrics,
+    LeaseMetrics,
     SnapshotMetrics,
     TransferMetrics,
 )
@@ -351,6 +352,7 @@ class Metrics:
         self.kv_events = KvEventMetrics(self.registry)
         self.kvcache = KvCacheMetrics(self.registry)
         self.holdings = HoldingMetrics(self.registry)
+        self.leases = LeaseMetrics(self.registry)
         self.transfers = TransferMetrics(self.registry)
         self.snapshot = SnapshotMetrics(self.registry)
         self.picker = PickerMetrics(self.registry)

@@ -20,7 +20,7 @@ class Weights(NamedTuple):
     frequency: float = 0.5
     size: float = 0.3
     recency: float = 0.2
-    next_use: float = 0.0
+    next_use: float = 0.5
 
 
 class Use(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from random import Random
 from typing import TextIO
 
@@ -105,12 +106,11 @@ def play_policy(
     fleet = replace(fleet, scheduling=Scheduling.PRIORITY) if priority else fleet
     blocks, duration_s = fleet.blocks_of(trace), pace.duration_s(trace)
     settings = [fleet.engine_settings(blocks.size, index, duration_s) for index in range(fleet.instances)]
-    store = fleet.shared_store(blocks.size)
-    endpoints = [
-        SimEndpoint(endpoint_id(index), index, Engine(each, store=store)) for index, each in enumerate(settings)
-    ]
+    future = fleet.future_of(blocks)
+    make_engine = partial(Engine, store=fleet.shared_store(blocks.size, future=future), future=future)
+    endpoints = [SimEndpoint(endpoint_id(index), index, make_engine(each)) for index, each in enumerate(settings)]
     changes = [
-        Change(share * duration_s, endpoints[index], Engine(settings[index], store=store) if joins else None)
+        Change(share * duration_s, endpoints[index], make_engine(settings[index]) if joins else None)
         for share, index, joins in fleet.changes()
     ]
     view = IndexView(fleet, blocks.size, rng=Random(seed + 1), tier_blind=tier_blind)

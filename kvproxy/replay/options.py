@@ -7,7 +7,9 @@ from pathlib import Path
 
 from kvproxy.replay.results import GoodputLimits
 from kvproxy.replay.settings import ENGINES, IndexMode, ReplayFleet
+from kvproxy.replay.tier_plan import TierPlan
 from kvproxy.replay.trace import Half
+from kvproxy.simulator.retention import Eviction
 from kvproxy.simulator.timing import EngineTiming
 
 DEFAULT_LOAD = 0.7
@@ -92,10 +94,14 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
                        help="the next turn finds the blocks of an answer, as with vLLM")  # fmt: skip
     group.add_argument("--capacity-tokens", type=int, metavar="N",
                        help=f"KV cache of each (default {fleet.capacity_tokens})")  # fmt: skip
+    more = ", ".join(name for name in TierPlan.NAMES if name not in ("device", "host", "gbps"))
     group.add_argument("--tiers", default="", metavar="NAME=X,...",
                        help="tiers below engine memory: device=0.25,host=4,gbps=20 leaves a quarter of it, with "
-                       "host memory of four times that, read at 20 GB/s (a token's KV is 128 KiB); shared=N adds a "
-                       "store of N times an engine's memory that all read, at shared_gbps (2.5)")  # fmt: skip
+                       "host memory of four times that, read at 20 GB/s (a token's KV is 128 KiB); docs/tiers.md tells "
+                       f"of {more}")  # fmt: skip
+    group.add_argument("--eviction", choices=list(Eviction), type=Eviction, default=Eviction.LRU,
+                       help="which blocks engines and tiers give up first; optimum knows the future "
+                       "(default %(default)s)")  # fmt: skip
     group.add_argument("--prefill-tokens-per-s", type=float, metavar="X",
                        help=f"(default {timing.prefill_tokens_per_s:g})")  # fmt: skip
     group.add_argument("--quadratic-tokens", type=float, metavar="X",

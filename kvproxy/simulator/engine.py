@@ -22,6 +22,7 @@ from kvproxy.simulator.engine_io import (
     Tokens,
 )
 from kvproxy.simulator.lower_tiers import LowerTier, LowerTiers
+from kvproxy.simulator.retention import Eviction, Future, Ranking
 from kvproxy.simulator.scheduler import Batch, Scheduler
 from kvproxy.simulator.sequence import LoraSlots, Sequence
 from kvproxy.simulator.timing import Stretch
@@ -32,16 +33,25 @@ class Engine:
 
     `now` is seconds and never goes back. `submit` and `cancel` act at `now`; a request that arrives during a step
     joins at the step's end. Several engines may be given one `cache`: a pool no real fleet has, but a bound for it.
-    They may also share a `store`, below their own tiers.
+    They may also share a `store`, below their own tiers, and the `future`, where eviction goes by that.
     """
 
     def __init__(
-        self, settings: EngineSettings, *, cache: PrefixCache | None = None, store: LowerTier | None = None
+        self,
+        settings: EngineSettings,
+        *,
+        cache: PrefixCache | None = None,
+        store: LowerTier | None = None,
+        future: Future | None = None,
     ) -> None:
         self._settings = settings
-        tiers = [*map(LowerTier, settings.tiers), *(() if store is None else (store,))]
+        self._future = future
+        own_tiers = [LowerTier(each, future=future) for each in settings.tiers]
+        tiers = [*own_tiers, *(() if store is None else (store,))]
         lower = LowerTiers(tiers, on_eviction=settings.offload_on_eviction) if tiers else None
-        own = BlockCache(settings.capacity_blocks, record_events=settings.kv_events, lower=lower)
+        ranked = settings.eviction is not Eviction.LRU
+        ranking = Ranking(settings.eviction, settings.capacity_blocks, future=future) if ranked else None
+        own = BlockCache(settings.capacity_blocks, record_events=settings.kv_events, lower=lower, ranking=ranking)
         self._scheduler = Scheduler(settings, own if cache is None else cache, lower=lower)
         self._sequences: dict[str, Sequence] = {}
         self._batch: Batch | None = None
@@ -208,5 +218,7 @@ class Engine:
     def _finish(self, sequence: Sequence, at: float) -> None:
         request = sequence.request
         del self._sequences[request.id]
+        if self._future is not None:
+            self._future.note_prompt(request.block_hashes)
         self._scheduler.drop(sequence)
         self._outputs.append(Finished(request.id, at, sequence.generated, request.finish_reason))

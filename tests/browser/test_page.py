@@ -381,7 +381,9 @@ async def test_parts_have_names_for_screen_readers(browser: Browser) -> None:
         counts = await browser.script(
             "const count = (s) => document.querySelectorAll(s).length;"
             "return [count('table') - count('table > caption'), count('th:not([scope])'), count('h1'),"
-            " count('svg:not([aria-label])'), count('html[lang]'), count('button[type=button]:not([aria-label])')]"
+            " count('svg:not([aria-label])'), count('html[lang]'),"
+            " [...document.querySelectorAll('button')].filter((one) => !/[a-z]{2}/i.test("
+            "one.ariaLabel ?? one.textContent)).length]"
         )
     assert counts == [0, 0, 1, 0, 1, 0]
 

@@ -26,8 +26,8 @@ from kvproxy.kvcache.status import troubles
 from kvproxy.listener.server import serve
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import FactSource
-from kvproxy.simulator.engine_io import TierSettings
 from kvproxy.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.simulator.retention import TierSettings
 from kvproxy.types import EndpointId, Tier
 from tests.kvcache.fleet import Place, simulated
 from tests.kvcache.support import A, B, Fake, Service, chat, cluster_of, long_text, running, settings, tokens, world

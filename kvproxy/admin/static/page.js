@@ -43,6 +43,12 @@ function learnedText({ policy, learned }) {
   return facts.join(" · ");
 }
 
+// Prompts kept for conversations that are expected back, and how often they were there.
+function promisesText({ prompts, tokens, kept, broken }) {
+  const held = `${count(prompts)} ${prompts === 1 ? "prompt" : "prompts"}, ${count(tokens)} tokens`;
+  return kept + broken ? `${held} · promises kept ${percent(kept / (kept + broken))}` : held;
+}
+
 function showWork(live) {
   const rows = Object.entries(live.routing).map(([name, one]) => [`Cluster ${name}`, learnedText(one)]);
   const { cache } = live;
@@ -50,6 +56,7 @@ function showWork(live) {
     const running = cache.running.map(({ about, instance }) => (instance ? `${about} at ${instance}` : about));
     rows.push(["Running", running.join(", ") || "nothing"]);
     rows.push(["Waiting jobs", count(cache.waiting)], ["Pinned prefixes", count(cache.leases)]);
+    if (cache.promises) rows.push(["Leases", promisesText(cache.promises)]);
     const open = Object.entries(cache.breakers).filter(([, state]) => state !== "closed");
     rows.push(["Open breakers", open.map(([name, state]) => `${name} (${words(state)})`).join(", ") || "none"]);
   }

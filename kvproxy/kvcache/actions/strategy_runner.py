@@ -14,6 +14,7 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.actions.executor import ActionExecutor
 from kvproxy.kvcache.actions.job_queue import Job, JobQueue
+from kvproxy.kvcache.actions.leasing import Leasing
 from kvproxy.kvcache.actions.signals import Hotness, KnownPrefix
 from kvproxy.kvcache.actions.strategies import (
     Action,
@@ -60,14 +61,17 @@ class StrategyRunner:
         self._cold = ColdPrefixes(strategy, hotness)
         self.pin = Pin(strategy, hotness, record) if strategy.enable_pinning else None
         self.compress = Compress(strategy, hotness, record) if strategy.enable_compression else None
-        self.evict = Evict(strategy, hotness, record, supports=self._supports) if strategy.enable_eviction else None
+        self.evict = (
+            Evict(strategy, hotness, record, supports=lambda: lookups.supported) if strategy.enable_eviction else None
+        )
         self._order: Sequence[Strategy] = [one for one in (self.compress, self.pin, self.evict) if one is not None]
         self.jobs = JobQueue(settings.background, metrics=metrics)
         self.executor = ActionExecutor(
             settings, jobs=self.jobs, lookups=lookups, breakers=breakers, metrics=metrics, clock=clock, rng=rng
         )
-        self._counts_uses = settings.warming.enabled or settings.transfers.ahead
+        self._counts_uses = settings.warming.enabled or settings.transfers.ahead or settings.leases.enabled
         self.transfers: Transfers | None = None
+        self.leasing: Leasing | None = None  # told of prompts whose tokens are known
         self._tokens = tokens
         self._lookups = lookups
         self._pressure = pressure
@@ -151,6 +155,8 @@ class StrategyRunner:
     def _consider(self, facts: RequestFacts, used: Sequence[KnownPrefix], tokens: TokenIds, endpoint: Endpoint) -> None:
         """The prompt with these prefixes was served there, and its KV exists: decide and queue."""
         self.hotness.learn_tokens(used, tokens)
+        if self.leasing is not None:
+            self.leasing.hold(used[-1], endpoint)
         if self.transfers is not None:
             self.transfers.expect_turn(facts, used[-1], tokens)
         now = self._clock()
@@ -174,7 +180,3 @@ class StrategyRunner:
         if action.prefix is not None:
             action = replace(action, score=self._cold.score(action.prefix, self._clock()))
         self.executor.submit(action, strategy)
-
-    def _supports(self) -> frozenset[ActionKind]:
-        provider = self._lookups.provider
-        return frozenset() if provider is None else provider.supports

@@ -17,6 +17,7 @@ from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.overlap.merge import HolderOverlap
 from kvproxy.kvcache.providers import (
     EVERY_INSTANCE,
+    ActionKind,
     Holder,
     Prefix,
     Provider,
@@ -63,6 +64,11 @@ class LookupClient:
     def possible(self) -> bool:
         """Whether there is a service and its breaker lets calls through."""
         return self.provider is not None and self._breakers.admits(OPERATION)
+
+    @property
+    def supported(self) -> frozenset[ActionKind]:
+        """What the service can do at present; nothing without one."""
+        return frozenset() if self.provider is None else self.provider.supports
 
     async def find_holders(
         self, tokens: TokenIds, *, model: str, cache_salt: str | None, timeout_s: float

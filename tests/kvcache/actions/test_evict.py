@@ -76,9 +76,9 @@ def test_once_begun_it_goes_on_until_memory_is_well_below() -> None:
 @pytest.mark.parametrize(
     ("weights", "first"),
     [
-        ({"frequency": 1, "size": 0, "recency": 0}, 2),  # used once, the other twice
-        ({"frequency": 0, "size": 1, "recency": 0}, 1),  # the longer one
-        ({"frequency": 0, "size": 0, "recency": 1}, 2),  # used longer ago
+        ({"frequency": 1, "size": 0, "recency": 0, "next_use": 0}, 2),  # used once, the other twice
+        ({"frequency": 0, "size": 1, "recency": 0, "next_use": 0}, 1),  # the longer one
+        ({"frequency": 0, "size": 0, "recency": 1, "next_use": 0}, 2),  # used longer ago
         ({"frequency": 0, "size": 0, "recency": 0, "next_use": 1}, 2),  # used once: its next use is a window away
         ({}, 2),
     ],
