@@ -34,7 +34,7 @@ from kvproxy.kvcache.status import hot_prefixes, leases, prefix_breaks, running_
 from kvproxy.request.exchange import FAILED
 from kvproxy.request.observer import Tally
 
-_SCRIPTS = ("page", "parts", "table", "charts", "endpoints", "decisions", "breaks", "advice")
+_SCRIPTS = ("page", "parts", "table", "charts", "endpoints", "decisions", "breaks", "peers", "advice")
 FILES = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),

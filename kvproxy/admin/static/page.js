@@ -6,6 +6,7 @@ import { showHistory } from "./charts.js";
 import { publicUrl, showDecisions } from "./decisions.js";
 import { connect, showEndpoints, showQueues } from "./endpoints.js";
 import { TOKEN_KEY, ask, byId, count, element, known, percent, seconds, setText, short, shortNames, span, withCode, words } from "./parts.js";
+import { showPeers } from "./peers.js";
 import { fill, number, text } from "./table.js";
 
 const POLL_MS = 1000;
@@ -129,6 +130,7 @@ function show(live, spanName) {
   byId("hot-none").hidden = hot.length > 0;
   showWork(live);
   showBreaks(live.cache);
+  showPeers(live.sync);
   showDecisions(live);
 }
 
