@@ -16,6 +16,7 @@ from kvproxy.metrics.cache_groups import (
     KvEventMetrics,
     LeaseMetrics,
     SnapshotMetrics,
+    TierMetrics,
     TransferMetrics,
 )
 from kvproxy.metrics.collectors import CallbackGauge, Counter, Histogram
@@ -246,6 +247,7 @@ class BoundMetrics:
         self.receipts = Counter(
             "kvproxy_receipts", "Decision receipts", ["result"], registry=r
         )  # written, dropped, failed
+        self.ledger = Counter("kvproxy_ledger_entries", "Entries of the ledger", ["result"], registry=r)
         self.normalized = Counter(
             "kvproxy_normalized_requests", "Requests with a prompt that rules of `normalize` change",
             ["cluster", "rules", "result"], registry=r,
@@ -352,6 +354,7 @@ class Metrics:
         self.kv_events = KvEventMetrics(self.registry)
         self.kvcache = KvCacheMetrics(self.registry)
         self.holdings = HoldingMetrics(self.registry)
+        self.tiers = TierMetrics(self.registry)
         self.leases = LeaseMetrics(self.registry)
         self.transfers = TransferMetrics(self.registry)
         self.snapshot = SnapshotMetrics(self.registry)

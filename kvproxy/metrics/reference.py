@@ -52,6 +52,7 @@ LABELS: Mapping[str, str] = {
     "index": "`approximate`, `in_flight`, `precise`, `hot`, `sessions` (hashes of chats, at most 64 MiB a cluster), "
     "`session_parts` (digests of sessions' last prompts, at most 17 MiB) or `prefixes` (tokens of prefixes that may be "
     "pinned or evicted, at most 64 MiB)",
+    "instance": "an LMCache instance by its id; empty: the store that all of them share",
     "kind": "which of a few kinds; the meaning of the metric names them",
     "lever": "what keeps a prompt: `pin` (LMCache) or `touch` (asked for again)",
     "mode": "how Envoy sends the request's body: `buffered`, `duplex`, or `headers` where it does not or does not wait",
@@ -61,8 +62,8 @@ LABELS: Mapping[str, str] = {
     "peer": "another process: host and worker (at most 256, silent ones for ten minutes)",
     "policy": "name of the balancing policy",
     "queue": "which bounded place: `upstream` connections, `rate_limit` buckets, `kvcache_...` jobs, `receipts`, "
-    "reservations (`picks`; Envoy's: `picker`), `picker_streams`, `picker_connections`, requests in a `router/CLUSTER` "
-    "queue, client `connections`",
+    "`ledger`, reservations (`picks`; Envoy's: `picker`), `picker_streams`, `picker_connections`, requests in a "
+    "`router/CLUSTER` queue, client `connections`",
     "quantile": "`0.5` or `0.99`",
     "rank": "data-parallel rank of the engine",
     "reason": "why; a closed set of each metric",
