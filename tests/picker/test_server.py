@@ -14,6 +14,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from kvproxy.app import Proxy
 from kvproxy.config.load import load_config
+from kvproxy.picker import server as server_module
 from kvproxy.picker.protocol import EXT_PROC as SERVICE
 from kvproxy.picker.protocol import PROCESS
 from kvproxy.picker.server import PickerServer
@@ -99,6 +100,40 @@ async def test_it_serves_over_tls(tmp_path: Path) -> None:
         async with grpc.aio.secure_channel(f"localhost:{picker.server.port}", trusted) as channel:
             assert await health(channel, "liveness") == "SERVING"
             assert destination(await Envoy(begin_stream(channel)).pick())
+
+
+async def test_who_may_connect_is_said_by_a_certificate(tmp_path: Path) -> None:
+    """With `client_ca` no one else is heard: whoever is, speaks for clients."""
+    made = make_certificate(tmp_path, "localhost")
+    certificate, key = made.certificate.read_bytes(), made.private_key.read_bytes()
+    tls = {"certificate": str(made.certificate), "private_key": str(made.private_key)}
+    async with running_picker(picker={"tls": {**tls, "client_ca": str(made.certificate)}}) as picker:
+        where = f"localhost:{picker.server.port}"
+        known = grpc.ssl_channel_credentials(certificate, private_key=key, certificate_chain=certificate)
+        async with grpc.aio.secure_channel(where, known) as channel:
+            assert await health(channel, "liveness") == "SERVING"
+        async with grpc.aio.secure_channel(where, grpc.ssl_channel_credentials(certificate)) as channel:
+            with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+                await health(channel, "liveness")
+
+
+async def test_handshakes_that_fail_take_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there were, whoever can speak TLS is served; one that never ends does not hold the end up."""
+    monkeypatch.setattr(server_module, "_MAX_CONNECTIONS", 2)
+    made = make_certificate(tmp_path, "localhost")
+    tls = {"certificate": str(made.certificate), "private_key": str(made.private_key)}
+    async with running_picker(picker={"tls": tls}) as picker:
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection("127.0.0.1", picker.server.port)
+            writer.write(b"PRI * HTTP/2.0 in the clear\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                await reader.read()
+            writer.close()
+        silent = await asyncio.open_connection("127.0.0.1", picker.server.port)
+        trusted = grpc.ssl_channel_credentials(made.certificate.read_bytes())
+        async with grpc.aio.secure_channel(f"localhost:{picker.server.port}", trusted) as channel:
+            assert await health(channel, "liveness") == "SERVING"
+    silent[1].close()
 
 
 async def test_its_end_waits_for_what_envoy_carries() -> None:
