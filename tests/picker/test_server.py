@@ -48,11 +48,35 @@ async def test_it_is_not_ready_without_an_endpoint() -> None:
         assert await health(picker.channel, "readiness") == "NOT_SERVING"
 
 
-@pytest.mark.parametrize("path", ["/grpc.health.v1.Health/Watch", "/else.Service/Method"])
-async def test_what_is_not_served_is_said(path: str) -> None:
+async def test_a_watch_says_what_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How it is at once, then each change; an unknown service may come yet. It counts as no request, and ends with the
+    drain, which does not wait for it."""
+    monkeypatch.setattr(server_module, "_LOOK_S", 0.01)
+    async with running_picker(endpoints={"a": f"http://{A}"}, shutdown={"drain": "60s"}) as picker:
+        watch = HealthStub(picker.channel).Watch
+        ready = watch(HealthCheckRequest(service="readiness"), timeout=60)
+        unknown = watch(HealthCheckRequest(service="else"), timeout=60)
+        cluster = picker.proxy.clusters["default"]
+        said = [(await unknown.read()).status]
+        for draining in (False, True, False):
+            cluster.drain_endpoint(cluster.endpoints[0].id, draining=draining)
+            said.append((await ready.read()).status)
+        said_by_name = [HealthCheckResponse.ServingStatus.Name(status) for status in said]
+        assert said_by_name == ["SERVICE_UNKNOWN", "SERVING", "NOT_SERVING", "SERVING"]
+        assert picker.server.streams == 0
+        unknown.cancel()
+        await until(lambda: len(picker.server._watches) == 1)
+        picker.proxy.draining = True
+        assert HealthCheckResponse.ServingStatus.Name((await ready.read()).status) == "NOT_SERVING"
+        assert await ready.code() is grpc.StatusCode.OK
+        await until(lambda: not picker.server._server.streams)
+        assert not picker.server._watches
+
+
+async def test_what_is_not_served_is_said() -> None:
     """As gRPC says it."""
     async with running_picker() as picker:
-        call = picker.channel.unary_unary(path)(b"", timeout=30)
+        call = picker.channel.unary_unary("/else.Service/Method")(b"", timeout=30)
         assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
