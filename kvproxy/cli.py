@@ -285,9 +285,10 @@ def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
     demo.add_argument(
         "--engine", dest="kind", choices=("vllm", "sglang"), default="vllm", help="their kind (default vllm)"
     )
+    demo.add_argument("--tiers", action="store_true", help="engines with host memory: what it is worth to know of it")
     demo.add_argument("--engines", type=_count, default=3, help="simulated engines (default 3)")
     demo.add_argument("--ranks", type=_count, default=1, help="data-parallel ranks of each, of SGLang's (default 1)")
-    demo.add_argument("--sessions", type=_count, default=15, help="conversations (default 15)")
+    demo.add_argument("--sessions", type=_count, help="conversations (default 15; with --tiers 12)")
     demo.add_argument("--turns", type=_count, default=5, help="turns of each (default 5)")
     demo.add_argument("--stay", action="store_true", help="leave everything running until Ctrl-C")
     demo.set_defaults(run="commands.demo:main")

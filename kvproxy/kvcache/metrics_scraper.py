@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from math import lcm
 
 from kvproxy.background_task import BackgroundTask
@@ -30,8 +30,7 @@ from kvproxy.types import Clock, EndpointId, Sleep
 log = logging.getLogger("kvproxy.kvcache")
 
 #: The first round comes this long after the start: engines that just came up are busy enough.
-FIRST_ROUND_S = 1.0
-MAX_CONCURRENT = 16
+FIRST_ROUND_S, MAX_CONCURRENT = 1.0, 16
 #: A reading older than this many intervals (and a while) says nothing any more.
 _STALE_INTERVALS, _STALE_S = 3, 5.0
 #: Rounds that read nothing still forget endpoints that left and renew leases.
@@ -54,7 +53,7 @@ class MetricsScraper(BackgroundTask):
         engines: Engines,
         lookups: LookupClient,
         sample_host: Callable[[], HostUse],
-        on_round: Callable[[], None],
+        on_round: Callable[[], Awaitable[None]],
         clock: Clock,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
@@ -81,6 +80,7 @@ class MetricsScraper(BackgroundTask):
         """The gauges read it from now on."""
         metrics.holdings.engine_kv_usage.set_source(self._kv_usage)
         metrics.holdings.engine_requests.set_source(self._engine_requests)
+        metrics.tiers.bytes.set_source(self.signals.memory_series)
 
     async def _run(self) -> None:
         interval_s = self._interval_s or WITHOUT_READING_S
@@ -97,7 +97,7 @@ class MetricsScraper(BackgroundTask):
         self._follow()
         if reading:
             await self._read_all()
-        self._on_round()
+        await self._on_round()
 
     def hear(self, cluster: str, engine: str, metrics: EngineMetrics) -> None:
         """Another process has read this engine just now."""

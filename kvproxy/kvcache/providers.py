@@ -11,7 +11,7 @@ from typing import Protocol
 from kvproxy.clients.lmcache.controller import LMCacheControllerClient
 from kvproxy.clients.lmcache.controller_wire import ActionResult
 from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
-from kvproxy.clients.lmcache.coordinator_wire import CacheScope, HeldPrefix, chunk_tokens_of
+from kvproxy.clients.lmcache.coordinator_wire import CacheScope, HeldPrefix, MemoryModule, chunk_tokens_of
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.config.kvcache_actions_schema import CacheStrategySettings
 from kvproxy.errors import BadResponse, NotSupported, Refused
@@ -66,6 +66,17 @@ class Effect:
     amount: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class TierMemory:
+    """Of one instance, or of a store that EVERY_INSTANCE reads, as the service says."""
+
+    instance_id: str
+    tier: Tier
+    used_bytes: int
+    capacity_bytes: int  # 0: none declared
+    share: float | None  # of the capacity that is used
+
+
 class Provider(Protocol):
     """One LMCache service. Every method raises ClientError and nothing else."""
 
@@ -95,8 +106,8 @@ class Provider(Protocol):
         """Chunks in the service's index, over all instances."""
         ...
 
-    async def memory(self) -> dict[str, float]:
-        """Share of memory used by instance (0 to 1); empty where the service cannot say."""
+    async def memory(self) -> Sequence[TierMemory]:
+        """What is used of it by instance and tier; empty where the service cannot say."""
         ...
 
 
@@ -156,8 +167,8 @@ class ControllerProvider:
     async def indexed_chunks(self) -> int:
         return (await self._client.key_stats()).total_key_count
 
-    async def memory(self) -> dict[str, float]:
-        return {}
+    async def memory(self) -> Sequence[TierMemory]:
+        return ()
 
 
 class CoordinatorProvider:
@@ -218,13 +229,14 @@ class CoordinatorProvider:
     async def indexed_chunks(self) -> int:
         return (await self._client.fetch_stats()).num_keys
 
-    async def memory(self) -> dict[str, float]:
+    async def memory(self) -> Sequence[TierMemory]:
         usage = await self._client.fetch_usage()
-        ratios = {
-            one.instance_id: [m.usage_ratio for m in one.modules if m.usage_ratio is not None]
-            for one in usage.instances
-        }
-        return {name: max(values) for name, values in ratios.items() if values}
+        own = [(one.instance_id, module) for one in usage.instances for module in one.modules]
+        shared = [(EVERY_INSTANCE, module) for module in usage.shared_modules]
+        return [
+            TierMemory(name, _tier_of(module), module.used_bytes, module.capacity_bytes, module.usage_ratio)
+            for name, module in (*own, *shared)
+        ]
 
 
 async def is_coordinator(client: LMCacheCoordinatorClient) -> bool:
@@ -234,6 +246,12 @@ async def is_coordinator(client: LMCacheCoordinatorClient) -> bool:
     except (Refused, BadResponse):
         return False
     return True
+
+
+def _tier_of(module: MemoryModule) -> Tier:
+    if module.shared:
+        return Tier.SHARED
+    return Tier.HOST if module.tier == "l1" else Tier.DISK
 
 
 def _tiers_of(held: HeldPrefix) -> LowerTokens:

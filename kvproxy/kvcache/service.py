@@ -230,7 +230,7 @@ class KvCache:
         self.overlap.indexes[cluster].reset_endpoint(endpoint)
         self.state.losses.note_loss(cluster, endpoint, LossReason.CLEARED)
 
-    def _tick(self) -> None:
+    async def _tick(self) -> None:
         """Between requests, after each round of the scraper."""
         present = {(name, one.id) for name, cluster in self.clusters.items() for one in cluster.endpoints}
         self.feedback.keep_only(present)
@@ -240,3 +240,4 @@ class KvCache:
             self.leasing.tick()
         if self.warming is not None:
             self.warming.tick()
+        await self.overlap.tier_counts.refresh()

@@ -227,6 +227,7 @@ def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[s
         "hit_ratio": asdict(service.state.hit_ratios.read_shares((cluster, endpoint.id))),
         "block_bytes": TEXT_BLOCK_BYTES,
         "precise_blocks": indexes.precise.count_rows(endpoint.id),
+        "tiers": overlap.tier_counts.describe(cluster, endpoint, service.scraper.signals.memory),
     }
 
 

@@ -149,6 +149,23 @@ class HoldingMetrics:
         )  # done, failed, timeout, duplicate, dropped, abandoned
 
 
+class TierMetrics:
+    """Where KV lies."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.blocks = CallbackGauge(
+            "kvproxy_tier_blocks", "Blocks at an endpoint by where they lie, as its KV events say (twice a minute)",
+            ["cluster", "endpoint", "tier"], registry=r,
+        )  # fmt: skip
+        self.tokens = CallbackGauge(
+            "kvproxy_tier_tokens", "Tokens of these", ["cluster", "endpoint", "tier"], registry=r
+        )
+        self.bytes = CallbackGauge(
+            "kvproxy_tier_bytes", "KV below engine memory, and room for it, as LMCache's coordinator says; the shared "
+            "store has no instance", ["instance", "tier", "kind"], registry=r,
+        )  # fmt: skip  # used, capacity
+
+
 class LeaseMetrics:
     """Prompts kept for conversations that are expected back (docs/leases.md)."""
 

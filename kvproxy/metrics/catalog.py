@@ -16,6 +16,7 @@ from kvproxy.metrics.cache_groups import (
     KvEventMetrics,
     LeaseMetrics,
     SnapshotMetrics,
+    TierMetrics,
     TransferMetrics,
 )
 from kvproxy.metrics.collectors import CallbackGauge, Counter, Histogram
@@ -352,6 +353,7 @@ class Metrics:
         self.kv_events = KvEventMetrics(self.registry)
         self.kvcache = KvCacheMetrics(self.registry)
         self.holdings = HoldingMetrics(self.registry)
+        self.tiers = TierMetrics(self.registry)
         self.leases = LeaseMetrics(self.registry)
         self.transfers = TransferMetrics(self.registry)
         self.snapshot = SnapshotMetrics(self.registry)

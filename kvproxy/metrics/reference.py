@@ -52,6 +52,7 @@ LABELS: Mapping[str, str] = {
     "index": "`approximate`, `in_flight`, `precise`, `hot`, `sessions` (hashes of chats, at most 64 MiB a cluster), "
     "`session_parts` (digests of sessions' last prompts, at most 17 MiB) or `prefixes` (tokens of prefixes that may be "
     "pinned or evicted, at most 64 MiB)",
+    "instance": "an LMCache instance by its id; empty: the store that all of them share",
     "kind": "which of a few kinds; the meaning of the metric names them",
     "lever": "what keeps a prompt: `pin` (LMCache) or `touch` (asked for again)",
     "mode": "how Envoy sends the request's body: `buffered`, `duplex`, or `headers` where it does not or does not wait",

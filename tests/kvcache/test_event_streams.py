@@ -20,8 +20,10 @@ from kvproxy.clients.kv_events.events import BlockStored
 from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
+from kvproxy.kvcache.overlap.gauges import TierCounts
 from kvproxy.kvcache.overlap.indexes import FollowedEvents, IndexState, LocalIndexes
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, _Consumer
+from kvproxy.kvcache.providers import TierMemory
 from kvproxy.kvcache.status import troubles
 from kvproxy.listener.server import serve
 from kvproxy.metrics.catalog import Metrics
@@ -288,3 +290,20 @@ async def test_what_left_engine_memory_is_found_on_its_host_tier() -> None:
         assert (found.device_tokens + found.lower_tokens, found.lower[0][0]) == (held, Tier.HOST)
         usage = await generate(place, "b", TURN)
         assert usage["prompt_tokens_details"]["cached_tokens"] >= held - 32
+
+        indexes = service.kv.overlap.indexes
+        counts = TierCounts(indexes, service.kv.clusters, clock=lambda: 0.0)
+        await counts.refresh()
+        counted = counts.holdings("default", B)
+        assert counted[Tier.DEVICE][0] <= 40 < counted[Tier.HOST][0]
+        assert all(tokens == 32 * blocks for blocks, tokens in counted.values())
+        assert counted[Tier.HOST][0] == indexes["default"].precise.count_rows(B)  # all is written through
+        memory = [TierMemory("b", Tier.HOST, 7, 9, 0.8), TierMemory("a", Tier.DISK, 7, 9, 0.8)]
+        shown = counts.describe("default", service.cluster.endpoints[1], memory)
+        assert [(one["tier"], one["tokens"], one["used_bytes"]) for one in shown] == [
+            ("device", counted[Tier.DEVICE][1], None),
+            ("host", counted[Tier.HOST][1], 7),
+        ]
+        await generate(place, "b", TURN)
+        await counts.refresh()
+        assert counts.holdings("default", B) == counted  # a count stands for a while: it takes time

@@ -22,6 +22,7 @@ from kvproxy.routing.policy import FactSource
 from kvproxy.simulator.lmcache_chunks import WorkerSettings
 from kvproxy.simulator.lmcache_controller import ControllerSettings
 from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
+from kvproxy.types import Tier
 from tests.kvcache.fleet import Place, simulated
 from tests.kvcache.support import Fake, settings, tokens
 from tests.support.clock import FakeClock
@@ -79,7 +80,7 @@ async def test_what_a_controller_can_do() -> None:
         assert (await provider.act(ActionKind.CLEAR, "a", PROMPT)).amount == 0  # all of it is pinned
         assert await provider.instances() == {"a", "b"}
         assert await provider.indexed_chunks() == 4
-        assert await provider.memory() == {}
+        assert not await provider.memory()
         with pytest.raises(NotSupported):
             await provider.act(ActionKind.UNPIN, "a", PROMPT)
 
@@ -118,7 +119,10 @@ async def test_what_a_coordinator_can_do() -> None:
         provider = coordinator(http, place)
         assert await provider.instances() == {"a", "b"}
         assert await provider.indexed_chunks() == 4
-        assert (await provider.memory())["a"] > 0
+        memory = {(one.instance_id, one.tier): one for one in await provider.memory()}
+        held = memory["a", Tier.HOST]
+        assert 0 < held.used_bytes < held.capacity_bytes
+        assert held.share == pytest.approx(held.used_bytes / held.capacity_bytes)
         assert isinstance(await provider.act(ActionKind.PIN, "a", PROMPT), Effect)
         assert isinstance(await provider.act(ActionKind.UNPIN, "a", PROMPT), Effect)
         evicted = await provider.act(ActionKind.EVICT, "a", PROMPT)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -20,6 +20,7 @@ from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_actions_schema import CacheStrategySettings, SignalSource
+from kvproxy.kvcache.providers import TierMemory
 from kvproxy.prefix.eviction import Use
 from kvproxy.types import Clock
 
@@ -66,7 +67,8 @@ class Signals:
         self.max_age_s = max_age_s
         self._engines: dict[Endpoint, tuple[float, EngineMetrics]] = {}
         self._host: HostUse | None = None
-        self._providers: Mapping[str, float] = {}
+        self.memory: Sequence[TierMemory] = ()
+        self._providers: dict[str, float] = {}  # by instance, the fullest of its tiers
 
     def note_scrape(self, endpoint: Endpoint, metrics: EngineMetrics) -> None:
         """A scrape of one engine."""
@@ -76,9 +78,20 @@ class Signals:
         """A sample of this host."""
         self._host = use
 
-    def note_memory(self, memory: Mapping[str, float]) -> None:
-        """LMCache's own memory by instance, as a share."""
-        self._providers = memory
+    def note_memory(self, memory: Sequence[TierMemory]) -> None:
+        """What LMCache says of its own."""
+        self.memory = memory
+        self._providers = {}
+        for one in memory:
+            if one.share is not None and one.instance_id:
+                self._providers[one.instance_id] = max(one.share, self._providers.get(one.instance_id, 0.0))
+
+    def memory_series(self) -> Iterator[tuple[tuple[str, str, str], float]]:
+        """The same by instance and tier, for the gauge."""
+        for one in self.memory:
+            yield (one.instance_id, one.tier.value, "used"), one.used_bytes
+            if one.capacity_bytes:
+                yield (one.instance_id, one.tier.value, "capacity"), one.capacity_bytes
 
     def keep_only(self, endpoints: frozenset[Endpoint]) -> None:
         """Forget the readings of all others."""

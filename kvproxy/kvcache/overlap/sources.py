@@ -13,7 +13,7 @@ from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.overlap.facts import RequestFacts
-from kvproxy.kvcache.overlap.gauges import show_indexes
+from kvproxy.kvcache.overlap.gauges import TierCounts, show_indexes
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, follow_events
 from kvproxy.kvcache.overlap.last_served import NO_BLOCKS, NO_NAMES, Served
@@ -76,6 +76,7 @@ class OverlapSources:
             metrics=metrics,
             clock=clock,
         )
+        self.tier_counts = TierCounts(self.indexes, clusters, clock=clock)
         self._uses_tokens = bool(settings.lmcache_endpoint) or settings.kv_events
         self._facts_seconds = metrics.kvcache.facts_seconds.labels()
         self._running = AsyncExitStack()
@@ -210,6 +211,7 @@ class OverlapSources:
         self.tokens.show(metrics)
         self._lookup_task.show(metrics)
         show_indexes(self.indexes, self._clusters, self.trust, metrics)
+        self.tier_counts.show(metrics)
 
 
 def _add_history(found: dict[EndpointId, Overlap], history: Served, step: int | None, prompt_tokens: int) -> None:
