@@ -127,7 +127,7 @@ async def test_it_serves_over_tls(tmp_path: Path) -> None:
 
 
 async def test_who_may_connect_is_said_by_a_certificate(tmp_path: Path) -> None:
-    """With `client_ca` no one else is heard: whoever is, speaks for clients."""
+    """With `client_ca` other peers are not heard: each that is speaks for clients."""
     made = make_certificate(tmp_path, "localhost")
     certificate, key = made.certificate.read_bytes(), made.private_key.read_bytes()
     tls = {"certificate": str(made.certificate), "private_key": str(made.private_key)}
@@ -142,7 +142,7 @@ async def test_who_may_connect_is_said_by_a_certificate(tmp_path: Path) -> None:
 
 
 async def test_handshakes_that_fail_take_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many there were, whoever can speak TLS is served; one that never ends does not hold the end up."""
+    """However many there were, a client that speaks TLS is served; one that never ends does not hold the end up."""
     monkeypatch.setattr(server_module, "_MAX_CONNECTIONS", 2)
     made = make_certificate(tmp_path, "localhost")
     tls = {"certificate": str(made.certificate), "private_key": str(made.private_key)}
