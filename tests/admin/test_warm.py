@@ -74,6 +74,16 @@ async def test_what_cannot_be_warmed_is_refused(query: str, body: dict[str, Any]
             assert [one["result"] for one in answer.json()["endpoints"]] == ["refused"]
 
 
+async def test_what_could_not_be_warmed_is_expected_nowhere() -> None:
+    """The engine refused it: a request with the same prompt is not sent there for it."""
+    other = {**PROMPT, "model": "other"}
+    async with warmed() as (_, _, client):
+        answer = (await client.post("/warm", json={"request": other})).json()
+        assert [one["result"] for one in answer["endpoints"]] == ["refused"]
+        shown = (await client.post("/pick", json={"request": other})).json()
+        assert [one["matched_tokens"] for one in shown["candidates"]] == [0, 0]
+
+
 async def test_a_proxy_without_the_filter_says_so() -> None:
     """There is nothing that could send it."""
     proxy = proxy_of(endpoints={"a": "http://127.0.0.1:9"}, policy="round_robin",

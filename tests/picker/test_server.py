@@ -11,14 +11,17 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
+from hpack import Encoder
 
 from kvproxy.app import Proxy
 from kvproxy.config.load import load_config
 from kvproxy.picker import server as server_module
+from kvproxy.picker.http2_frames import PREFACE
 from kvproxy.picker.protocol import EXT_PROC as SERVICE
 from kvproxy.picker.protocol import PROCESS
 from kvproxy.picker.server import PickerServer
 from tests.picker.support import A, Envoy, begin_stream, chat, destination, fields_of, running_picker
+from tests.picker.test_http2 import DATA, END_HEADERS, HEADERS, RESET, SETTINGS, frame
 from tests.support.certificates import make_certificate
 from tests.support.until import until
 
@@ -113,6 +116,21 @@ async def test_compressed_messages_are_refused() -> None:
         envoy = Envoy(begin_stream(picker.channel, compression=grpc.Compression.Gzip), headers={"x": "y" * 5000})
         await envoy.say_headers()
         assert (await envoy.status())[0] == "UNIMPLEMENTED"
+
+
+async def test_half_a_message_of_a_stream_that_is_gone_is_not_held() -> None:
+    """What Envoy sent of it counts among all bodies until then."""
+    named = {":scheme": "http", ":authority": "x", "content-type": "application/grpc", "te": "trailers"}
+    head: bytes = Encoder().encode({":method": "POST", ":path": PROCESS, **named})
+    async with running_picker() as picker:
+        _, writer = await asyncio.open_connection("127.0.0.1", picker.server.port)
+        writer.write(PREFACE + frame(SETTINGS, 0, 0) + frame(HEADERS, END_HEADERS, 1, head))
+        writer.write(frame(DATA, 0, 1, b"\0" + (1000).to_bytes(4, "big") + b"x" * 100))
+        await until(lambda: picker.proxy.bodies.held_bytes == 105)
+        writer.write(frame(RESET, 0, 1, b"\0\0\0\x08"))
+        await until(lambda: picker.proxy.bodies.held_bytes == 0)
+        writer.close()
+        await writer.wait_closed()
 
 
 async def test_it_serves_over_tls(tmp_path: Path) -> None:

@@ -73,16 +73,17 @@ async def etcd() -> AsyncIterator[tuple[FakeEtcd, dict[str, object]]]:
 
 
 @pytest.mark.parametrize(
-    ("line", "complaint"),
+    ("line", "complaint", "lists"),
     [
-        (b"{", "something that is no event"),
-        (b'{"error":{"grpc_code":14,"message":"etcdserver: no leader"}}', "ended: etcdserver: no leader"),
+        (b"{", "something that is no event", 2),  # what it said is not known: all is read again
+        (b'{"error":{"grpc_code":14,"message":"etcdserver: no leader"}}', "ended: etcdserver: no leader", 1),
         (
             b'{"result":{"canceled":true,"cancel_reason":"permission denied"}}',
             "etcd ended the watch: permission denied",
+            1,
         ),
-        (b'{"result":{"compact_revision":"nine"}}', "a revision that is no number"),
-        (b'{"result":{"events":[{"kv":{"key":"*"}}]}}', "not base64"),
+        (b'{"result":{"compact_revision":"nine"}}', "a revision that is no number", 2),
+        (b'{"result":{"events":[{"kv":{"key":"*"}}]}}', "not base64", 2),
     ],
 )
 async def test_what_is_wrong_with_a_watch_is_said(
@@ -90,6 +91,7 @@ async def test_what_is_wrong_with_a_watch_is_said(
     etcd: tuple[FakeEtcd, dict[str, object]],
     line: bytes,
     complaint: str,
+    lists: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And it is begun again; what is known stays."""
@@ -99,6 +101,31 @@ async def test_what_is_wrong_with_a_watch_is_said(
         await until(lambda: len(fake.watched) == 2)
         assert complaint in caplog.text
         assert one.urls == {"a": "http://127.0.0.1:1"}
+        assert fake.lists == lists
+
+
+async def test_all_serve_the_models_of_their_source_but_for_those_that_say_theirs(
+    follow: Follow, etcd: tuple[FakeEtcd, dict[str, object]]
+) -> None:
+    """Else a model of another source's would be sent to them."""
+    fake, settings = etcd
+    own = json.dumps({"url": "http://127.0.0.1:2", "models": ["m2"]})
+    fake.range["kvs"] = [
+        {"key": text("/e/a"), "value": text("http://127.0.0.1:1")},
+        {"key": text("/e/b"), "value": text(own)},
+    ]
+    async with follow(etcd=settings["etcd"] | {"models": ["m1"]}) as one:
+        serves = {str(each.id): [each.serves(model) for model in ("m1", "m2")] for each in one.cluster.endpoints}
+        assert serves == {"a": [True, False], "b": [False, True]}
+
+
+async def test_who_is_asked_no_more_is_not_failing(follow: Follow, etcd: tuple[FakeEtcd, dict[str, object]]) -> None:
+    """Its series ends with the asking, or an alert would go on for a source that a reload took away."""
+    fake, settings = etcd
+    async with follow(**settings) as one:
+        fake.lines.put_nowait(b"{")
+        await until(lambda: one.failing == 1.0)
+    assert one.failing is None
 
 
 async def test_a_compacted_revision_is_no_trouble(
