@@ -164,7 +164,7 @@ class ManyRouters:
                 at, _, sender, payload = heapq.heappop(self._under_way)
                 for replica in self._replicas:
                     if replica.number != sender:
-                        replica.peers.receive(wire.decode(payload), at)
+                        replica.peers.receive(wire.decode(payload), len(payload), at)
             else:
                 at, self._next_beat = self._next_beat, self._next_beat + BEAT_S
                 for replica in self._replicas:

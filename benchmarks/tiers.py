@@ -24,7 +24,8 @@ from benchmarks.routing_cells import CAPACITY_TOKENS, ROOT, TRACES, trace_of
 from kvproxy.replay.compare import PolicySpec, play_policy
 from kvproxy.replay.pooled import measure_bound
 from kvproxy.replay.results import summarize_outcomes
-from kvproxy.replay.settings import ReplayFleet, TierPlan
+from kvproxy.replay.settings import ReplayFleet
+from kvproxy.replay.tier_plan import TierPlan
 
 LOADS, INSTANCES = (0.7, 0.9), 8
 SPEEDS = (20.0, 5.0, 1.5)

@@ -1,11 +1,14 @@
-"""Background tasks: the end of some, and what owns one, or several that come and go, inside an `async with`."""
+"""Background tasks: the end of some, work in slices, and what owns one task, or several that come and go, inside an
+`async with`."""
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterable
-from typing import Any, Self
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
 
 
 async def cancel_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -14,6 +17,27 @@ async def cancel_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     for task in ending:
         task.cancel()
     await asyncio.gather(*ending, return_exceptions=True)
+
+
+async def run_in_slices(
+    steps: Generator[None, None, T],
+    *,
+    slice_s: float,
+    clock: Callable[[], float],
+    pause_s: float = 0.0,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> T:
+    """The result of all the steps: they hold the event loop for `slice_s` at a time, and the last of these for as long
+    as it takes; then the loop is left alone for `pause_s`, at least for a turn."""
+    while True:
+        until = clock() + slice_s
+        try:
+            while clock() < until:
+                next(steps)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        await sleep(pause_s)
 
 
 class TaskSet:

@@ -1,9 +1,11 @@
-"""The one mapping with a bound: least recently used out first, by count and, where entries differ, by bytes."""
+"""What has a bound: the one mapping, least recently used out first, by count and, where entries differ, by bytes; and
+the one queue, oldest out first, by bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
 
 from cachetools import LRUCache
 
@@ -44,3 +46,44 @@ class BoundedMapping(LRUCache[K, V]):
             super().__setitem__(key, value)
         except ValueError:  # larger than the whole bound
             self.pop(key, None)
+
+
+class BoundedQueue(Generic[V]):
+    """At most `max_bytes` of what it is told that its items take; the oldest are dropped first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.held_bytes = 0
+        self._max_bytes = max_bytes
+        self._items: deque[tuple[V, int]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[V]:
+        return (item for item, _ in self._items)
+
+    @property
+    def next_bytes(self) -> int:
+        """What the oldest takes."""
+        return self._items[0][1]
+
+    def append(self, item: V, size_bytes: int) -> int:
+        """How many had to be dropped for it."""
+        dropped = 0
+        self._items.append((item, size_bytes))
+        self.held_bytes += size_bytes
+        while self.held_bytes > self._max_bytes:
+            self.popleft()
+            dropped += 1
+        return dropped
+
+    def popleft(self) -> V:
+        """Take the oldest."""
+        item, size_bytes = self._items.popleft()
+        self.held_bytes -= size_bytes
+        return item
+
+    def clear(self) -> None:
+        """Drop all, which nothing counts."""
+        self._items.clear()
+        self.held_bytes = 0

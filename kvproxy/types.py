@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from enum import StrEnum
 from typing import NewType, Protocol
@@ -72,6 +73,9 @@ class ClientConnection(Protocol):
     `send` (or `receive`) and should see the messages must use those. The calls raise RuntimeError where `send` would: a
     head with forbidden characters, a body of another length than announced. After the client left they do nothing.
     """
+
+    loop: asyncio.AbstractEventLoop
+    """The one it is served in; asking for that costs a system call."""
 
     writable: bool
     """False: the client takes less than was written; await `drain` before the next write. True once it left."""
@@ -152,6 +156,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     cache_group: str | None = None  # of `prompt_cache_key`: requests that share prefixes, often of many sessions
     continues: str | None = None  # id of the response, or conversation, that comes before this prompt
     continuable: bool = False  # another request may go on from its response by that one's id
+    retention_s: float | None = None  # how long its client asks for the whole prompt to be kept after the answer
 
     @property
     def head(self) -> bytes:

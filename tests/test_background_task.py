@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Generator
 
-from kvproxy.background_task import BackgroundTask, cancel_tasks
+from kvproxy.background_task import BackgroundTask, cancel_tasks, run_in_slices
 
 
 class Waiting(BackgroundTask):
@@ -74,3 +75,24 @@ async def test_all_tasks_are_ended_whatever_they_end_with() -> None:
     assert all(task.done() for task in ended)
     await asyncio.sleep(0)
     assert tasks == set()
+
+
+async def test_steps_are_taken_in_slices_of_time() -> None:
+    """As many as fit into a slice, then a pause; the result is that of the last one."""
+    now, paused = [0.0], list[float]()
+    taken: list[list[int]] = [[]]
+
+    def steps() -> Generator[None, None, str]:
+        for number in range(7):
+            now[0] += 1.0
+            taken[-1].append(number)
+            yield
+        return "all"
+
+    async def sleep(seconds: float) -> None:
+        paused.append(seconds)
+        taken.append([])
+
+    assert await run_in_slices(steps(), slice_s=3.0, clock=lambda: now[0], pause_s=0.5, sleep=sleep) == "all"
+    assert taken == [[0, 1, 2], [3, 4, 5], [6]]
+    assert paused == [0.5, 0.5]

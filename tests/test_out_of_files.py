@@ -13,7 +13,7 @@ import pytest
 
 from kvproxy.cluster.verdicts import ProbeOutcome
 from kvproxy.commands.serving import fit_connections
-from kvproxy.listener.server import serve
+from kvproxy.listener.server import Server
 from tests.support.fake_engine import FakeEngine
 from tests.support.proxy import chat, running_proxy
 from tests.support.until import until
@@ -44,19 +44,22 @@ def no_free_descriptor() -> Iterator[None]:
 async def test_no_engine_is_blamed_for_it(caplog: pytest.LogCaptureFixture) -> None:
     """Requests get 503 meanwhile, probes say nothing, no endpoint is taken out, no breaker opens; it is counted."""
     engine = FakeEngine("a")
-    health = {"active": True, "interval": "20ms", "timeout": "5s", "unhealthy_threshold": 1, "eject_after": 1}
-    async with serve(engine) as url, running_proxy({"a": url}, health=health, pool={"max_idle": 0}) as proxy:
+    health = {"active": True, "interval": "500ms", "timeout": "5s", "unhealthy_threshold": 1, "eject_after": 1}
+    pool = {"max_idle": 0}
+    async with Server(engine) as server, running_proxy({"a": server.url}, health=health, pool=pool) as proxy:
         endpoint = proxy.proxy.clusters["default"].endpoints[0]
 
         def probes(outcome: ProbeOutcome) -> float:
             return proxy.metric("kvproxy_health_probes_total", cluster="default", endpoint="a", outcome=outcome)
 
         assert (await proxy.client.post("/v1/chat/completions", json=chat())).status_code == 200
+        good = probes(ProbeOutcome.OK)
+        await until(lambda: probes(ProbeOutcome.OK) > good and not server.connections)  # none is under way
         with no_free_descriptor():
             for _ in range(3):
                 refused = await proxy.client.post("/v1/chat/completions", json=chat())
                 assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_file_descriptors")
-            await until(lambda: probes(ProbeOutcome.NOT_SENT) >= 3)
+            await until(lambda: probes(ProbeOutcome.NOT_SENT) >= 1)
         assert proxy.metric("kvproxy_endpoint_up", cluster="default", endpoint="a") == 1
         assert (endpoint.health.failures, endpoint.breaker.state) == (0, "closed")
         assert probes(ProbeOutcome.UNREACHABLE) == 0

@@ -95,6 +95,19 @@ async def two_workers(engine: FakeEngine) -> AsyncIterator[tuple[KvproxyProcess,
         yield kvproxy, streams
 
 
+async def test_a_worker_that_stands_still_is_replaced(tmp_path: Path) -> None:
+    """Meanwhile the other serves; afterwards both do."""
+    config = tmp_path / "c.yaml"
+    async with serve(FakeEngine("a")) as url:
+        config.write_text(f"endpoints: {{a: {url}}}\nworkers: 2\nworker_timeout: 2s\nadmin: {{enabled: false}}\n")
+        async with kvproxy_serve("--config", str(config), "--port", "0") as kvproxy:
+            pids = workers_of(kvproxy)
+            os.kill(pids[0], signal.SIGSTOP)
+            await until(lambda: any(f"worker 0 (pid {pids[0]}) hangs: it is killed" in line for line in kvproxy.lines))
+            await until(lambda: workers_of(kvproxy)[0] != pids[0])
+            assert not psutil.pid_exists(pids[0])
+
+
 def done(texts: Sequence[str]) -> bool:
     """Whether all of these streams are whole."""
     return bool(texts) and all(text.endswith("data: [DONE]\n\n") for text in texts)
@@ -122,15 +135,19 @@ async def test_a_killed_worker_takes_only_its_own_streams_along() -> None:
 
 
 async def test_workers_end_when_their_supervisor_is_killed() -> None:
-    """Nothing can restart them or tell them anything: they finish what they have, and are no orphans."""
+    """Nothing can restart them or tell them anything: they finish what they have, and are no orphans. The
+    folder of their sockets goes with them."""
     engine = HalfEngine()
     async with two_workers(engine) as (kvproxy, streams):
         pids = workers_of(kvproxy)
+        [folder] = {Path(one.laddr).parent for one in psutil.Process(pids[0]).net_connections("unix") if one.laddr}
+        assert folder.name.startswith("kvproxy-")
         kvproxy.process.kill()
         await until(lambda: sum("the supervisor is gone" in line for line in kvproxy.lines) == 2)
         engine.go_on.set()
         assert done(await asyncio.gather(*streams.ports.values()))
         await until(lambda: not any(map(psutil.pid_exists, pids.values())))
+    assert not folder.exists()
 
 
 async def test_a_worker_that_cannot_serve_ends_the_start(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from kvproxy.config.cluster_schema import EnginePriorityMode
 from kvproxy.kvcache.feedback.trust import WINDOW, CacheLosses, LossReason, MissedReuse
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams
 from kvproxy.kvcache.service import KvCache
+from kvproxy.sync.service import SyncService
 
 #: Out of the rotation by its own fault. An endpoint that an operator drains is not.
 DOWN = frozenset({Condition.UNHEALTHY, Condition.EJECTED, Condition.BREAKER_OPEN})
@@ -55,6 +56,16 @@ def list_names(endpoints: Sequence[Endpoint]) -> str:
 def source_trouble(key: tuple[str, ...], where: str, what: str, fix: str, *, patience_s: float = 0.0) -> Trouble:
     """A source of facts that is lost or not believed."""
     return Trouble(key, Rank.SOURCES, "warning", where, what, fix, patience_s)
+
+
+def find_sync_troubles(sync: SyncService) -> Iterator[Trouble]:
+    """What stands between this process and those that decide as one with it."""
+    if sync.namesake.lives:
+        what = f"another process goes by the name {sync.origin} too: each ignores what the other does"
+        yield source_trouble(("namesake",), "sync", what, "set sync.replica to a name of its own in each")
+    if sync.store is not None and not sync.store.connected:
+        what = f"{sync.store.where} is away: each replica decides by what it knows itself"
+        yield source_trouble(("store",), "sync", what, "is it up? the log says why it is not reached", patience_s=2.0)
 
 
 #: So many placements without one sample are no accident.

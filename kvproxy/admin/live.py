@@ -34,7 +34,7 @@ from kvproxy.kvcache.status import hot_prefixes, leases, prefix_breaks, running_
 from kvproxy.request.exchange import FAILED
 from kvproxy.request.observer import Tally
 
-_SCRIPTS = ("page", "parts", "table", "charts", "endpoints", "decisions", "breaks", "advice")
+_SCRIPTS = ("page", "parts", "table", "charts", "endpoints", "decisions", "breaks", "peers", "advice")
 FILES = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -165,10 +165,21 @@ class LiveView:
             "running": running_jobs(kvcache),
             "waiting": kvcache.actions.jobs.waiting,
             "leases": len(leases(kvcache, now)),
+            "promises": self._promises(kvcache),
             "breakers": kvcache.breakers.states(),
             "hot": self._hot,
             "breaks": self._breaks(kvcache, now),
         }
+
+    @staticmethod
+    def _promises(kvcache: KvCache) -> dict[str, object] | None:
+        """Prompts kept for conversations that are expected back, in numbers."""
+        if kvcache.leasing is None:
+            return None
+        book = kvcache.state.leases
+        tokens = sum(book.tenant_tokens.values())
+        return {"prompts": len(book.leases), "tokens": tokens, "kept": book.results["kept"],
+                "broken": book.results["broken"]}  # fmt: skip
 
     @staticmethod
     def _breaks(kvcache: KvCache, now: float) -> dict[str, object]:

@@ -12,6 +12,7 @@ from kvproxy.admin.findings import (
     Trouble,
     find_engine_findings,
     find_lost_adapters,
+    find_sync_troubles,
     find_unheeded_priority,
     find_unlearned,
     find_unsteered_ranks,
@@ -64,6 +65,8 @@ class Troubles:
             for source, why in cluster.discovery_complaints.items():
                 what = f"the {source} discovery fails, and the endpoints it named last stay: {why}"
                 yield source_trouble(("discovery", name, source), name, what, "`kvproxy doctor` asks it")
+        if self._operated.sync is not None:
+            yield from find_sync_troubles(self._operated.sync)
         kvcache = self._operated.kvcache
         if kvcache is None:
             return

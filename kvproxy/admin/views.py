@@ -19,7 +19,7 @@ from kvproxy.admin.operated import AdminTarget, OperatorFinding
 from kvproxy.admin.replies import RequestRefused, read_limit, reply_json
 from kvproxy.errors import Problem
 from kvproxy.kvcache.service import KvCache
-from kvproxy.kvcache.status import cache_status, hot_prefixes, leases, prefix_breaks
+from kvproxy.kvcache.status import cache_status, hot_prefixes, leases, prefix_breaks, promises
 from kvproxy.request.exchange import RESULTS
 from kvproxy.request.observer import RecentRequest
 
@@ -147,7 +147,8 @@ class CacheRoutes:
         return reply_json({"prefixes": await hot_prefixes(self._service(), limit)})
 
     async def _leases(self, request: Request) -> Response:
-        return reply_json({"leases": leases(self._service(), self._operated.clock())})
+        service, now = self._service(), self._operated.clock()
+        return reply_json({"leases": leases(service, now), "promises": promises(service, now)})
 
     async def _breaks(self, request: Request) -> Response:
         return reply_json(prefix_breaks(self._service(), self._operated.clock()))

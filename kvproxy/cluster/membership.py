@@ -16,10 +16,8 @@ log = logging.getLogger(__name__)
 
 #: The source whose endpoints come first and win over others of the same id.
 STATIC = "static"
-
 #: What an operator added while it runs: comes last, and wins over every other source's endpoint of the same id.
 OPERATOR = "operator"
-
 #: An operator's additions held at once in one cluster.
 MAX_ADDED = 1024
 
@@ -52,6 +50,8 @@ class Membership:
         self._weights: dict[EndpointId, float] = {}  # an operator's, over the sources'
         self._removed: frozenset[EndpointId] = frozenset()  # by an operator, whatever the sources say
         self._engines: dict[EndpointId, Engine] = {}
+        self._named: dict[EndpointId, EndpointSettings] = {}  # what engines are configured by
+        self._settings: ClusterSettings | None = None  # likewise
         self._configs: dict[EndpointId, EndpointSettings] = {}  # of the members
         self._present: dict[EndpointId, Endpoint] = {}
         #: Its members in the order of the sources, static ones first.
@@ -122,28 +122,29 @@ class Membership:
         self._apply(self._sources, self._removed)
 
     def _apply(self, sources: dict[str, tuple[EndpointSettings, ...]], removed: frozenset[EndpointId]) -> None:
-        named = _merge(sources)
-        origins = {config.id: origin_of(config) for config in named.values()}  # before anything changes
-        engines = {name: self._engine_at(config, origins[config.id]) for name, config in named.items()}
-        for name, engine in engines.items():
-            engine.configure(named[name], self._owner.settings)
+        named, settings = _merge(sources), self._owner.settings
+        before = self._named if settings is self._settings else {}  # of thousands that stay nothing is done
+        changed = {one: c for one, c in named.items() if before.get(one) is not c or one not in self._engines}
+        origins = {one: origin_of(config) for one, config in changed.items()}  # before anything changes
+        engines = {one: self._engines[one] for one in named if one not in changed}
+        for one, config in changed.items():
+            engines[one] = self._engine_at(config, origins[one])
+            engines[one].configure(config, settings)
+        self._named, self._settings = named, settings
         members = _members(named, engines)
-        wanted = {one: member for one, member in members.items() if not removed & {one, member.engine.id}}
-        self._sources = sources
-        self._removed = removed & (named.keys() | members.keys())
-
-        before = self._present
+        wanted = {one: m for one, m in members.items() if not (removed and removed & {one, m.engine.id})}
+        self._sources, self._removed = sources, removed & (named.keys() | members.keys())
         self._weights = self._kept_weights(wanted)
-        stays = {i: e for i, e in before.items() if i in wanted and e.engine is wanted[i].engine}
-        for endpoint_id, endpoint in before.items():
-            if endpoint_id not in stays:
-                self._leave(endpoint, replaced=endpoint_id in wanted)
+        stays = {i: e for i, e in self._present.items() if i in wanted and e.engine is wanted[i].engine}
+        for one in [one for one in self._present if one not in stays]:
+            self._leave(self._present[one], replaced=one in wanted)
         present: dict[EndpointId, Endpoint] = {}
         ids: dict[Engine, list[EndpointId]] = {}
         self._configs = {endpoint_id: member.config for endpoint_id, member in wanted.items()}
         for endpoint_id, member in wanted.items():
             endpoint = stays.get(endpoint_id) or self._returning(endpoint_id, member.engine) or self._new(member)
-            endpoint.configure(self._weighted(endpoint_id), self._owner.settings)
+            if endpoint_id not in stays or member.engine.id in changed:
+                endpoint.configure(self._weighted(endpoint_id), settings)
             present[endpoint_id] = endpoint
             ids.setdefault(member.engine, []).append(endpoint_id)
         for engine, its in ids.items():
@@ -188,7 +189,7 @@ class Membership:
     def _kept_weights(self, wanted: Mapping[EndpointId, _Member]) -> dict[EndpointId, float]:
         """An operator's, each until its source names another one; they go over to ranks that were not known before."""
         kept, configs = {}, self._configs
-        for endpoint_id, member in wanted.items():
+        for endpoint_id, member in wanted.items() if self._weights else ():
             for one in [endpoint_id] if endpoint_id in configs else self._formerly(member):
                 if one in self._weights and configs[one].weight == member.config.weight:
                     kept[endpoint_id] = self._weights[one]

@@ -11,12 +11,22 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import TextIO
 
 import httpx
 
-from kvproxy.commands.demo_places import AWARE, MODEL, PLAIN, DemoOptions, ProxyAddress, start_fleet, start_proxy
+from kvproxy.commands.demo_places import (
+    AWARE,
+    MODEL,
+    PLAIN,
+    DemoOptions,
+    ProxyAddress,
+    price_prompt,
+    start_fleet,
+    start_proxy,
+)
 from kvproxy.commands.demo_traffic import DemoReply, Mix, keep_trickling, run_mix
 from kvproxy.commands.serving import run_loop
 
@@ -26,6 +36,14 @@ _KINDS = {
     "vllm": ("vLLM", "asks LMCache for the holders of a prompt"),
     "sglang": ("SGLang", "follows the events of what their caches store and drop"),
 }
+#: What is compared, without `--tiers` and with.
+_CONTENDERS = {False: (PLAIN, AWARE), True: ("tier-blind", "tier-aware")}
+_CONVERSATION = 3000  # tokens, about
+_TIERS = """\
+Each engine's own memory holds the KV of two and a half conversations; host memory behind it keeps all of them. To bring
+one up from there takes {read}, to compute it again {computed}, and only the engine that computed it has it there.
+Both runs are routed by kv_aware, which follows the engines' KV events: tier-blind hears what is in engine memory alone,
+tier-aware what is in host memory too."""
 #: Of progress, where the output is no terminal; the last one is the end.
 _LINES = 4
 
@@ -35,7 +53,12 @@ def main(args: argparse.Namespace) -> int:
     if args.ranks > 1 and args.kind != "sglang":
         sys.stderr.write("kvproxy demo: --ranks needs --engine sglang\n")
         return 2
-    return run(DemoOptions(args.engines, args.sessions, args.turns, args.stay, args.kind, args.ranks), out=sys.stdout)
+    if args.tiers and args.kind != "vllm":
+        sys.stderr.write("kvproxy demo: --tiers needs --engine vllm\n")
+        return 2
+    sessions = args.sessions or (12 if args.tiers else 15)
+    options = DemoOptions(args.engines, sessions, args.turns, args.stay, args.kind, args.ranks, args.tiers)
+    return run(options, out=sys.stdout)
 
 
 def run(demo: DemoOptions, *, out: TextIO) -> int:
@@ -46,19 +69,24 @@ def run(demo: DemoOptions, *, out: TextIO) -> int:
 async def run_demo(demo: DemoOptions, out: TextIO) -> int:
     """The whole demo. Everything it starts lives in this task and ends with it, Ctrl-C included."""
     mix = Mix(MODEL, demo.sessions, demo.turns)
+    if demo.tiers:
+        mix = replace(mix, pause_s=demo.pause_s, completions=False)
     results: dict[str, list[DemoReply]] = {}
+    before, after = _CONTENDERS[demo.tiers]
     async with AsyncExitStack() as lasting:
         fleet = await start_fleet(lasting, demo)
         place = await start_proxy(lasting, fleet, AWARE, stays=demo.stay)
         if demo.stay:
-            print(f"live page: {place.admin}    (it fills when {AWARE} has its turn)\n", file=out)
+            print(f"live page: {place.admin}    (it fills when {after} has its turn)\n", file=out)
         print_beginning(demo, mix, out)
         async with AsyncExitStack() as passing:  # a fleet of its own: nothing is cached from before
-            plain = await start_fleet(passing, demo)
-            passed = await start_proxy(passing, plain, PLAIN, stays=False)
-            results[PLAIN] = await _play(mix, passed.public, PLAIN, out)
-        results[AWARE] = await _play(mix, place.public, AWARE, out)
+            plain = await start_fleet(passing, demo, told=False)
+            passed = await start_proxy(passing, plain, AWARE if demo.tiers else PLAIN, stays=False)
+            results[before] = await _play(mix, passed.public, before, out)
+        results[after] = await _play(mix, place.public, after, out)
         print_table(results, out)
+        if demo.tiers:
+            print_later_turns(results, out)
         if demo.stay:
             await _stay(mix, place, out)
     return 0
@@ -118,6 +146,11 @@ class TrafficProgress:
 def print_beginning(demo: DemoOptions, mix: Mix, out: TextIO) -> None:
     """What is about to happen."""
     what = f"{mix.sessions} conversations of {mix.turns} turns"
+    if demo.tiers:
+        print(f"{what} through kvproxy, in front of {demo.engines} simulated vLLM engines with host memory.", file=out)
+        read_s, computed_s = price_prompt(_CONVERSATION)
+        print(_TIERS.format(read=_ms(read_s), computed=_ms(computed_s)), file=out)
+        return
     name, how = _KINDS[demo.kind]
     ranks = f" with {demo.ranks} data-parallel ranks each" if demo.ranks > 1 else ""
     print(f"{what} through kvproxy, in front of {demo.engines} simulated {name} engines{ranks}:", file=out)
@@ -166,6 +199,17 @@ for part in client.chat.completions.create(model="{model}", stream=True, max_tok
 '""",
         file=out,
     )
+
+
+def print_later_turns(results: Mapping[str, Sequence[DemoReply]], out: TextIO) -> None:
+    """What knowing of host memory is worth to those that have something there: every turn but the first."""
+    print("\nOf the later turns, on average:", file=out)
+    for name, replies in results.items():
+        later = [reply for reply in replies if reply.turn > 1]
+        tokens = sum(reply.prompt_tokens for reply in later) / max(1, len(later))
+        again = sum(reply.prompt_tokens - reply.cached_tokens for reply in later) / max(1, len(later))
+        print(f"  {name}: {again:.0f} of {tokens:.0f} prompt tokens computed, first token after "
+              f"{_ms(_mean_ttft_s(later))}", file=out)  # fmt: skip
 
 
 def _mean_ttft_s(replies: Sequence[DemoReply]) -> float:

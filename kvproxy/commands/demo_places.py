@@ -12,7 +12,10 @@ from kvproxy.config.load import load_config
 from kvproxy.listener.server import Server
 from kvproxy.simulator.engine_io import EngineSettings
 from kvproxy.simulator.fleet import Fleet, FleetSettings, clone_engines
+from kvproxy.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.simulator.retention import TierSettings
 from kvproxy.simulator.sglang.settings import EventSettings, SglangSettings
+from kvproxy.simulator.timing import EngineTiming
 from kvproxy.simulator.vllm_settings import VllmSettings
 
 MODEL = "sim"
@@ -21,6 +24,11 @@ _CACHE_BLOCKS = 1024
 #: The same conversations, answers and draws each time; what is left is the machine's own noise.
 _SEED = 7
 PLAIN, AWARE = "round_robin", "kv_aware"
+#: With `--tiers`: what each engine has, for some conversations and for all of them. 0.2 ms a block is 10 GB/s of a
+#: model with 128 KiB a token; the prefill is as slow as that of a large one.
+_DEVICE_BLOCKS = 480
+_HOST = TierSettings("CPU", 12 * _DEVICE_BLOCKS, 0.000_2, 0.001)
+_PREFILL = EngineTiming(prefill_tokens_per_s=5_000.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +41,8 @@ class DemoOptions:
     stay: bool
     kind: str = "vllm"  # or `sglang`
     ranks: int = 1  # data-parallel, of each engine; SGLang's
+    tiers: bool = False  # of host memory: with and without the proxy knowing of it
+    pause_s: float = 1.0  # with `tiers`, between turns: others' push a conversation out of engine memory meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,7 @@ class RunningFleet:
     endpoints: dict[str, str]
     controller: str = ""
     ranks: int = 1
+    health: str = "/health"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +63,16 @@ class ProxyAddress:
     admin: str = ""
 
 
-async def start_fleet(stack: AsyncExitStack, demo: DemoOptions) -> RunningFleet:
-    """Engines and the controller they report to, each on a port of its own. SGLang's publish events instead."""
+async def start_fleet(stack: AsyncExitStack, demo: DemoOptions, *, told: bool = True) -> RunningFleet:
+    """Engines and the controller they report to, each on a port of its own. SGLang's publish events instead, and those
+    with host memory too, which unless `told` speak of engine memory alone."""
     engine = EngineSettings(_CACHE_BLOCKS, 16, token_outputs=True)
-    if demo.kind == "sglang":
+    if demo.tiers:
+        engine = replace(engine, capacity_blocks=_DEVICE_BLOCKS, tiers=(_HOST,), timing=_PREFILL)
+        events = PublisherSettings(device_only=not told)
+        tiered = VllmSettings(model=MODEL, engine=engine, kv_events=events)
+        settings = FleetSettings(clone_engines(tiered, demo.engines), None)
+    elif demo.kind == "sglang":
         engine = replace(engine, capacity_blocks=_CACHE_BLOCKS // demo.ranks)
         sglang = SglangSettings(model=MODEL, engine=engine, kv_events=EventSettings(), dp_size=demo.ranks)
         settings = FleetSettings(clone_engines(sglang, demo.engines), None)
@@ -66,7 +83,8 @@ async def start_fleet(stack: AsyncExitStack, demo: DemoOptions) -> RunningFleet:
     for name, app in fleet.engines.items():
         urls[name] = (await stack.enter_async_context(Server(app, drain_s=1.0))).url
     if fleet.controller is None:
-        return RunningFleet(urls, ranks=demo.ranks)
+        health = "/ready" if demo.kind == "sglang" else "/health"
+        return RunningFleet(urls, ranks=demo.ranks, health=health)
     controller = await stack.enter_async_context(Server(fleet.controller, drain_s=1.0))
     return RunningFleet(urls, controller.url)
 
@@ -76,7 +94,7 @@ async def start_proxy(stack: AsyncExitStack, fleet: RunningFleet, policy: str, *
     known = {"lmcache_endpoint": fleet.controller} if fleet.controller else {"kv_events": True}
     aware = [{"kvcache": known}] if policy == AWARE else []
     filters = ["request_id", "inference_request", *aware, "router"]
-    more: dict[str, object] = {} if fleet.controller else {"health": {"path": "/ready"}}
+    more: dict[str, object] = {"health": {"path": fleet.health}}
     if policy == AWARE and fleet.ranks > 1:
         more["data_parallel"] = {"ranks": list(range(fleet.ranks))}
     config = load_config({"endpoints": fleet.endpoints, "policy": policy, "filters": filters, **more})
@@ -88,6 +106,11 @@ async def start_proxy(stack: AsyncExitStack, fleet: RunningFleet, policy: str, *
         return ProxyAddress(public.url)
     admin = await stack.enter_async_context(Server(proxy.admin, port=ports[1], drain_s=1.0))
     return ProxyAddress(public.url, admin.url)
+
+
+def price_prompt(tokens: int) -> tuple[float, float]:
+    """Seconds to bring so many tokens up from host memory, and to compute them."""
+    return _HOST.latency_s + -(-tokens // 16) * _HOST.read_block_s, _PREFILL.prefill_s(tokens, 0)
 
 
 def _free(port: int) -> bool:

@@ -49,6 +49,7 @@ class Mix:
     reply_tokens: int = 24
     pause_s: float = _PAUSE_S
     seed: int = 7
+    completions: bool = True  # every fourth conversation goes to /v1/completions
 
     @property
     def requests(self) -> int:
@@ -90,7 +91,7 @@ async def keep_trickling(mix: Mix, client: httpx.AsyncClient) -> AsyncIterator[N
 async def _conversation(
     mix: Mix, number: int, client: httpx.AsyncClient, on_reply: Callable[[DemoReply], None]
 ) -> list[DemoReply]:
-    """One chat about a document of its own; every fourth goes to /v1/completions as one growing text."""
+    """One chat about a document of its own; every fourth may go to /v1/completions as one growing text."""
     rng = random.Random(mix.seed * 1000 + number)
     role = _ROLES[number % len(_ROLES)]
     system = f"You are a {role}. " + _text(random.Random(role), mix.system_words)
@@ -103,7 +104,7 @@ async def _conversation(
     await asyncio.sleep(rng.random() * mix.pause_s * 4)
     for turn in range(1, mix.turns + 1):
         messages.append({"role": "user", "content": _text(rng, mix.turn_words)})
-        completion = number % 4 == 3
+        completion = mix.completions and number % 4 == 3
         streamed = (number + turn) % 3 != 0
         path, body = _request(mix, messages, completion=completion, streamed=streamed)
         reply, text = await (_streamed if streamed else _whole)(client, path, body, turn)

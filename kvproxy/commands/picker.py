@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import ProcessCollector
@@ -13,13 +14,10 @@ from kvproxy import __version__
 from kvproxy.app import Proxy
 from kvproxy.commands.configuration import ConfigSource, named_file
 from kvproxy.commands.garbage import GarbageCollections
-from kvproxy.commands.logging_setup import log_to
-from kvproxy.commands.reload import FileReloader, convert_problems
-from kvproxy.commands.serving import ProcessSignals, raise_open_files, run_loop
+from kvproxy.commands.serving import ProcessSignals, run_logged, run_until_signal
 from kvproxy.config.listener_schema import PickerSettings
 from kvproxy.config.schema import Config
 from kvproxy.errors import ConfigError, Problem
-from kvproxy.listener.server import Server
 
 if TYPE_CHECKING:
     from kvproxy.picker.server import PickerServer
@@ -30,41 +28,24 @@ logger = logging.getLogger("kvproxy")
 def main(args: argparse.Namespace) -> int:
     """`kvproxy picker`."""
     source = ConfigSource(path=named_file(args), endpoints=args.endpoint, policy=args.policy, lenient=args.lenient)
-    config, problems = source.load()
-    with log_to(config.log):
-        for problem in problems:
-            logger.log(logging.WARNING if problem.severity == "warning" else logging.INFO, "%s", problem.located())
-        raise_open_files()
-        given = {"host": args.host, "port": args.port}
-        changes = {name: value for name, value in given.items() if value is not None}
+    changes = {name: value for name, value in (("host", args.host), ("port", args.port)) if value is not None}
+
+    async def pick(config: Config, problems: list[Problem]) -> int:
         settings = (config.picker or PickerSettings()).model_copy(update=changes)
-        return run_loop(lambda: pick_until_signal(config, settings, problems, source))
+        return await run_until_signal(config, problems, source, listen=partial(_open_picker, settings=settings))
+
+    return run_logged(source, pick)
 
 
-async def pick_until_signal(
-    config: Config, settings: PickerSettings, problems: list[Problem], source: ConfigSource
-) -> int:
-    """The picker's whole life."""
-    signals = ProcessSignals(config.shutdown.drain)
-    async with Proxy(config) as proxy, AsyncExitStack() as listeners:
-        proxy.findings = convert_problems(problems)
-        reloader = FileReloader(proxy, source, interval_s=config.reload.interval if config.reload.watch else 0.0)
-        signals.install(reloader)
-        if config.admin.enabled:
-            admin = Server(proxy.admin, host=config.admin.host, port=config.admin.port, drain_s=1.0)
-            await listeners.enter_async_context(admin)
-            logger.info("admin listener on %s (live page, status, metrics)", admin.url)
-        server = await listeners.enter_async_context(make_server(proxy, settings))
-        await listeners.enter_async_context(
-            GarbageCollections(is_quiet=lambda: not server.streams, replaced=lambda: proxy.replaced)
-        )
-        ProcessCollector(registry=proxy.metrics.registry)
-        await listeners.enter_async_context(reloader)
-        logger.info("kvproxy %s picks for Envoy on %s:%d", __version__, settings.host, server.port)
-        await signals.stop.wait()
-        proxy.draining = True
-    logger.info("ended")
-    return 0
+async def _open_picker(
+    proxy: Proxy, signals: ProcessSignals, listeners: AsyncExitStack, *, settings: PickerSettings
+) -> None:
+    server = await listeners.enter_async_context(make_server(proxy, settings))
+    await listeners.enter_async_context(
+        GarbageCollections(is_quiet=lambda: not server.streams, replaced=lambda: proxy.replaced)
+    )
+    ProcessCollector(registry=proxy.metrics.registry)
+    logger.info("kvproxy %s picks for Envoy on %s:%d", __version__, settings.host, server.port)
 
 
 def make_server(proxy: Proxy, settings: PickerSettings) -> PickerServer:

@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import argparse
 import logging
-import tempfile
 import time
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 from prometheus_client import ProcessCollector
 
 from kvproxy.app import Proxy
 from kvproxy.background_task import TaskSet
 from kvproxy.commands.configuration import ConfigSource, named_file
-from kvproxy.commands.logging_setup import log_to
-from kvproxy.commands.reload import FileReloader, convert_problems
 from kvproxy.commands.serving import (
     ProcessSignals,
     announce,
     diagnosis,
     make_adviser,
+    make_reloader,
+    open_admin,
     public_listener,
-    raise_open_files,
-    run_loop,
+    run_logged,
+    run_until_signal,
 )
 from kvproxy.config.schema import Config
 from kvproxy.errors import Problem
-from kvproxy.listener.server import Server, bind_sockets, url_of
+from kvproxy.listener.server import bind_sockets, url_of
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.workers.admin import WorkersAdmin
+from kvproxy.workers.assignment import shared_folder
 from kvproxy.workers.share import count_workers, keeps_snapshot
 from kvproxy.workers.supervisor import Served, Supervisor, WorkersFailed
 from kvproxy.workers.workers import Workers
@@ -53,40 +52,29 @@ def main(args: argparse.Namespace) -> int:
 
 
 def run(source: ConfigSource) -> int:
-    """Serve until a signal; 0 after a graceful end. Warnings and notes about the configuration are logged once."""
-    config, problems = source.load()
-    workers = count_workers(config.workers)
-    with log_to(config.log):
-        for problem in problems:
-            logger.log(logging.WARNING if problem.severity == "warning" else logging.INFO, "%s", problem.located())
-        raise_open_files()
+    """Serve until a signal; 0 after a graceful end."""
+
+    async def serve(config: Config, problems: list[Problem]) -> int:
+        workers = count_workers(config.workers)
         if workers > 1:
-            return run_loop(lambda: supervise_until_signal(config, problems, source, count=workers))
-        return run_loop(lambda: serve_until_signal(config, problems, source))
+            return await supervise_until_signal(config, problems, source, count=workers)
+        return await serve_until_signal(config, problems, source)
+
+    return run_logged(source, serve)
 
 
 async def serve_until_signal(config: Config, problems: list[Problem], source: ConfigSource) -> int:
-    """The proxy's whole life. A second signal ends the drain at once. `problems` are shown on the live page."""
-    signals = ProcessSignals(config.shutdown.drain)
-    async with Proxy(config) as proxy, AsyncExitStack() as listeners:
-        proxy.findings = convert_problems(problems)
-        reloader = FileReloader(proxy, source, interval_s=config.reload.interval if config.reload.watch else 0.0)
-        signals.install(reloader)
-        if config.admin.enabled:
-            admin = Server(proxy.admin, host=config.admin.host, port=config.admin.port, drain_s=1.0)
-            await listeners.enter_async_context(admin)
-            logger.info("admin listener on %s (live page, status, metrics)", admin.url)
+    """The proxy's whole life. A second signal ends the drain at once."""
+
+    async def listen(proxy: Proxy, signals: ProcessSignals, listeners: AsyncExitStack) -> None:
         await listeners.enter_async_context(public_listener(proxy, hurry=signals.hurry))
         endpoints = {name: [str(one.id) for one in cluster.endpoints] for name, cluster in proxy.clusters.items()}
         announce(config, proxy.public_url, endpoints)
         await listeners.enter_async_context(diagnosis(proxy))
         if (adviser := make_adviser(source)) is not None:
             proxy.adviser = await listeners.enter_async_context(adviser)
-        await listeners.enter_async_context(reloader)
-        await signals.stop.wait()
-        proxy.draining = True
-    logger.info("ended")
-    return 0
+
+    return await run_until_signal(config, problems, source, listen=listen)
 
 
 async def supervise_until_signal(config: Config, problems: list[Problem], source: ConfigSource, *, count: int) -> int:
@@ -94,24 +82,24 @@ async def supervise_until_signal(config: Config, problems: list[Problem], source
     signals, metrics = ProcessSignals(config.shutdown.drain), Metrics()
     ProcessCollector(registry=metrics.registry)
     async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvproxy-")))  # for this user alone
+        folder = stack.enter_context(shared_folder())
         public = await bind_sockets(config.listen.host, config.listen.port)
         url = url_of(config.listen.host, public[0].getsockname()[1], tls=config.listen.tls is not None)
-        restarts = metrics.process.worker_restarts
         supervisor = Supervisor(
             Served(config),
             count=count,
             public=public,
             folder=folder,
-            on_restart=restarts.inc,
+            on_restart=metrics.process.worker_restarts.inc,
+            on_hung=metrics.process.worker_hangs.inc,
             first_alone=keeps_snapshot(config),
         )
         workers = await stack.enter_async_context(Workers(supervisor, metrics=metrics))
-        workers.findings = convert_problems(problems)
-        await _open_admin(stack, workers)
+        admin = WorkersAdmin(workers, clock=time.monotonic)
+        supervisor.on_ended.append(admin.metrics.note_ended)
+        reloader = make_reloader(workers, source, problems=problems, signals=signals)
+        await open_admin(stack, admin.app(), config.admin)
         tasks = await stack.enter_async_context(TaskSet())
-        reloader = FileReloader(workers, source, interval_s=config.reload.interval if config.reload.watch else 0.0)
-        signals.install(reloader)
         tasks.start(_pass_on(signals, supervisor), name="signals to the workers")
         tasks.start(_once_all_serve(supervisor, url), name="announcement")
         if (adviser := make_adviser(source)) is not None:
@@ -124,16 +112,6 @@ async def supervise_until_signal(config: Config, problems: list[Problem], source
             return 1
     logger.info("ended")
     return 0
-
-
-async def _open_admin(stack: AsyncExitStack, workers: Workers) -> None:
-    settings, admin = workers.config.admin, WorkersAdmin(workers, clock=time.monotonic)
-    workers.supervisor.on_ended.append(admin.metrics.note_ended)
-    if settings.enabled:
-        server = await stack.enter_async_context(
-            Server(admin.app(), host=settings.host, port=settings.port, drain_s=1.0)
-        )
-        logger.info("admin listener on %s (live page, status, metrics)", server.url)
 
 
 async def _pass_on(signals: ProcessSignals, supervisor: Supervisor) -> None:

@@ -1,4 +1,5 @@
-"""Parts of a process that serves: its public listener, its signals, its open files and event loop."""
+"""Parts of a process that serves: from its configuration to a graceful end, with its operator's listener and reloads,
+its public listener, its signals, its open files and event loop."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from prometheus_client import ProcessCollector
+from starlette.types import ASGIApp
 
 from kvproxy import __version__
 from kvproxy.admin.operated import ConfigReloader
@@ -21,9 +24,13 @@ from kvproxy.app import Proxy
 from kvproxy.commands.advice import AdviceRunner, advise_command
 from kvproxy.commands.configuration import ConfigSource
 from kvproxy.commands.garbage import GarbageCollections
+from kvproxy.commands.logging_setup import log_to
+from kvproxy.commands.reload import FileReloader, Reloadable, convert_problems
+from kvproxy.config.listener_schema import AdminSettings
 from kvproxy.config.schema import Config
 from kvproxy.doctor.report import DoctorReport
 from kvproxy.doctor.visit import StartupDiagnosis
+from kvproxy.errors import Problem
 from kvproxy.listener.parser import ListenerLimits
 from kvproxy.listener.server import Server
 from kvproxy.metrics.catalog import Metrics
@@ -32,6 +39,16 @@ logger = logging.getLogger("kvproxy")
 
 #: Open files besides clients' and engines' sockets: listeners, probes, scrapes, event streams, log, receipts.
 _OTHER_FILES = 64
+
+
+def run_logged(source: ConfigSource, main: Callable[[Config, list[Problem]], Coroutine[Any, Any, int]]) -> int:
+    """Run what serves that configuration; what is to be said about it is logged once. The exit status."""
+    config, problems = source.load()
+    with log_to(config.log):
+        for problem in problems:
+            logger.log(logging.WARNING if problem.severity == "warning" else logging.INFO, "%s", problem.located())
+        raise_open_files()
+        return run_loop(lambda: main(config, problems))
 
 
 def run_loop(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
@@ -46,6 +63,45 @@ def run_loop(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
 
 async def _call(reloader: ConfigReloader) -> object:
     return await reloader()
+
+
+async def run_until_signal(
+    config: Config,
+    problems: list[Problem],
+    source: ConfigSource,
+    *,
+    listen: Callable[[Proxy, ProcessSignals, AsyncExitStack], Awaitable[None]],
+) -> int:
+    """A proxy's whole life in a process of its own; `listen` enters what serves it. `problems` are shown on the live
+    page."""
+    signals = ProcessSignals(config.shutdown.drain)
+    async with Proxy(config) as proxy, AsyncExitStack() as listeners:
+        reloader = make_reloader(proxy, source, problems=problems, signals=signals)
+        await open_admin(listeners, proxy.admin, config.admin)
+        await listen(proxy, signals, listeners)
+        await listeners.enter_async_context(reloader)
+        await signals.stop.wait()
+        proxy.draining = True
+    logger.info("ended")
+    return 0
+
+
+def make_reloader(
+    proxy: Reloadable, source: ConfigSource, *, problems: list[Problem], signals: ProcessSignals
+) -> FileReloader:
+    """What reads the configuration again, as signals ask for it; and the findings about the present one are shown."""
+    config = proxy.config
+    proxy.findings = convert_problems(problems)
+    reloader = FileReloader(proxy, source, interval_s=config.reload.interval if config.reload.watch else 0.0)
+    signals.install(reloader)
+    return reloader
+
+
+async def open_admin(stack: AsyncExitStack, app: ASGIApp, settings: AdminSettings) -> None:
+    """The operator's listener, unless it is switched off."""
+    if settings.enabled:
+        server = await stack.enter_async_context(Server(app, host=settings.host, port=settings.port, drain_s=1.0))
+        logger.info("admin listener on %s (live page, status, metrics)", server.url)
 
 
 @contextlib.asynccontextmanager

@@ -27,7 +27,7 @@ _DECISIONS = 8
 Cell = tuple[str, str]  # text, colour name or ""
 _ENDPOINT_HEADS = ("ENDPOINT", "STATE", "REQ/MIN", "IN FLIGHT", "PENDING", "KV", "QUEUE", "SPEED", "KV EVENTS")
 _QUEUE_HEADS = ("ROUTER QUEUE", "STATE", "WAITING", "OLDEST", "IN TURN", "AT BOUND", "LEFT", "NO ENDPOINT", "REFUSED")
-_PEER_HEADS = ("process", "state", "lag p50", "p99", "gaps", "lost", "index blocks")
+_PEER_HEADS = ("process", "state", "heard", "lag p50", "p99", "gaps", "lost", "index blocks")
 _RESULTS = {"ok": "good", "failed": "down", "client_error": "warn", "client_left": "quiet"}
 _DECISION_HEADS = ("ENDED", "REQUEST", "MODEL", "ENDPOINT", "WHY", "PROMPT", "PREDICTED", "REUSED", "FIRST BYTE", "END")
 
@@ -245,6 +245,10 @@ def _cache(cache: Mapping[str, Any] | None) -> list[str]:
         return []
     running = ", ".join(one["about"] for one in cache["running"]) or "nothing"
     lines = [f"cache work: {running} running, {cache['waiting']} waiting, {cache['leases']} pinned prefixes"]
+    if (promises := cache["promises"]) is not None:
+        verified = promises["kept"] + promises["broken"]
+        kept = f", promises kept {_percent(promises['kept'] / verified)}" if verified else ""
+        lines.append(f"leases: {promises['prompts']} prompts, {promises['tokens']:,} tokens{kept}")
     shut = [f"{name} {state}" for name, state in cache["breakers"].items() if state != "closed"]
     if shut:
         lines.append(f"breakers: {', '.join(shut)}")
@@ -264,7 +268,8 @@ def _sync(sync: Mapping[str, Any] | None) -> list[str]:
 def _peer(one: Mapping[str, Any]) -> list[Cell]:
     return [
         (one["origin"], ""),
-        ("alive", "good") if one["alive"] else (f"silent {_span(one['heard_s_ago'])}", "down"),
+        ("alive", "good") if one["alive"] else ("silent", "down"),
+        (f"{_span(one['heard_s_ago'])} ago", ""),
         (_seconds(one["lag_p50_s"]), ""),
         (_seconds(one["lag_p99_s"]), ""),
         (str(one["gaps"]), ""),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import signal
 import socket
 from contextlib import AsyncExitStack
@@ -15,7 +16,7 @@ from kvproxy.commands.serving import diagnosis, public_listener, run_loop
 from kvproxy.listener.server import Server
 from kvproxy.sync.datagrams import Siblings
 from kvproxy.sync.peers import SyncStatus
-from kvproxy.workers.assignment import Assignment, Link, receive_assignment
+from kvproxy.workers.assignment import Assignment, Link, receive_assignment, remove_left_folder
 from kvproxy.workers.control import ControlApp
 from kvproxy.workers.share import take_share
 
@@ -32,6 +33,7 @@ def main(args: argparse.Namespace) -> int:
         assignment = receive_assignment(line)
     except EOFError:
         return 1
+    faulthandler.register(signal.SIGUSR1)  # before a worker that hangs is killed it says where
     with log_to(assignment.config.log):
         return run_loop(lambda: serve_as_worker(assignment, line))
 
@@ -60,6 +62,8 @@ async def serve_as_worker(assignment: Assignment, line: socket.socket) -> int:
         link.say_ready()
         await link.stop.wait()
         proxy.draining = True
+    if link.cut:
+        remove_left_folder(assignment.folder)
     return 0
 
 

@@ -7,7 +7,13 @@ from enum import StrEnum
 from pydantic import Field
 
 from kvproxy.config.cluster_schema import BreakerSettings, EventSources
-from kvproxy.config.model import Duration, Fraction, Model, Size
+from kvproxy.config.kvcache_actions_schema import (
+    CacheStrategySettings,
+    LeaseSettings,
+    TransferSettings,
+    WarmingSettings,
+)
+from kvproxy.config.model import Duration, Model, Size
 
 
 class Provider(StrEnum):
@@ -16,13 +22,6 @@ class Provider(StrEnum):
     AUTO = "auto"
     CONTROLLER = "controller"
     COORDINATOR = "coordinator"
-
-
-class SignalSource(StrEnum):
-    """Where a load or memory figure comes from."""
-
-    ENGINE = "engine"
-    HOST = "host"
 
 
 class TokenCacheSettings(Model):
@@ -47,67 +46,6 @@ class TokenizeSettings(Model):
     """Shorter prompts are tokenized afterwards: LMCache matches whole chunks only (256 tokens by default)."""
     max_concurrent: int = Field(default=64, ge=1)
     """Different prompts being tokenized at once; further ones are routed without."""
-
-
-class CacheStrategySettings(Model):
-    """What is done with cached prefixes after a response. Every action is off unless enabled."""
-
-    enable_pinning: bool = False
-    """Pin prefixes that are hot."""
-    enable_compression: bool = False
-    """Compress cold prefixes while the load is high."""
-    enable_eviction: bool = False
-    """Evict the coldest prefixes while KV memory is short."""
-    dry_run: bool = False
-    """Decide, log and count every action without sending it."""
-    load_source: SignalSource = SignalSource.ENGINE
-    """Load is the busier of running/waiting requests at the engine, or this host's CPU."""
-    load_threshold: Fraction = 0.8
-    """Load from which cold prefixes are compressed."""
-    memory_source: SignalSource = SignalSource.ENGINE
-    """Memory is the engine's KV cache usage, or this host's memory."""
-    memory_threshold: Fraction = 0.9
-    """Memory use from which cold prefixes are evicted."""
-    hot_content_threshold: int = Field(default=5, ge=1)
-    """A prefix seen this often within `hot_window` is hot."""
-    pin_instance_id: str = ""
-    """LMCache instance that pins; empty: the one that served or holds the prefix."""
-    pin_location: str = "LocalCPUBackend"
-    """Storage location the pin applies to."""
-    pin_lease: Duration = 300.0
-    """How long the provider honours a pin (LMCache's default is about 300 s)."""
-    pin_renewal: Duration = 240.0
-    """A pin of a prefix that is still hot is renewed after this long; shorter than `pin_lease`."""
-    pin_max_tokens: int = Field(default=200_000, ge=0)
-    """Tokens pinned at once on one instance; 0 pins nothing."""
-    compress_instance_id: str = ""
-    """LMCache instance that compresses; empty: the one that served or holds the prefix."""
-    compress_location: str = "LocalCPUBackend"
-    """Storage location whose entries are compressed."""
-    compress_method: str = "cachegen"
-    """Compression method; LMCache knows `cachegen` only and answers others with no effect."""
-    evict_instance_id: str = ""
-    """LMCache instance that evicts; empty: the one whose memory is short."""
-    evict_location: str = "LocalCPUBackend"
-    """Storage location that is evicted from."""
-    allow_clear: bool = False
-    """Where the provider cannot evict one prefix (LMCache's controller), clear the whole location instead."""
-    disable_after: int = Field(default=5, ge=1)
-    """An action without effect this many times in a row on one instance switches itself off there."""
-
-
-class WarmingSettings(Model):
-    """Computing hot prefixes at endpoints that lack them, while these have nothing else to do: after a restart, at a
-    new endpoint, and where fewer hold one than its traffic is worth. Needs `kv_events`."""
-
-    enabled: bool = False
-    """Do it without being asked. Token ids of hot prefixes are then kept in memory (64 MiB at most), never text."""
-    max_requests: int = Field(default=0, ge=0, le=10_000)
-    """An engine that runs and holds more requests than this is left alone; also for `kvproxy warm`."""
-    tokens_per_minute: int = Field(default=200_000, ge=1)
-    """Budget of all endpoints together."""
-    uses_per_replica: int = Field(default=50, ge=1)
-    """One more endpoint should hold a prefix for each so many uses within `hot_window`."""
 
 
 class LookupRetrySettings(Model):
@@ -198,8 +136,12 @@ class KvCacheSettings(Model):
     """Asking the engine for token ids."""
     cache_strategy: CacheStrategySettings = CacheStrategySettings()
     """Pin, compress, evict."""
+    leases: LeaseSettings = LeaseSettings()
+    """Prompts kept for conversations that are expected back."""
     warming: WarmingSettings = WarmingSettings()
     """Hot prefixes at endpoints that lack them."""
+    transfers: TransferSettings = TransferSettings()
+    """KV copied to where it will be needed."""
     background: BackgroundSettings = BackgroundSettings()
     """The queue they run from."""
     retry: LookupRetrySettings = LookupRetrySettings()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
+from kvproxy.config.ledger_schema import LedgerSettings
 from kvproxy.config.listener_schema import AdminSettings, ListenerSettings, PickerSettings
 from kvproxy.config.model import Duration, Fraction, Model, Name, Size
 from kvproxy.config.sync_schema import SyncSettings
@@ -194,6 +195,8 @@ class Config(Model):
     workers: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 1
     """Processes that serve behind the one listening socket, decide as one, and share bounds; `auto`: one less than
     there are cores, at most 8. With 1 there is no supervisor and no exchange. Also `serve --workers`."""
+    worker_timeout: Duration = Field(default=30, ge=0, le=3600)
+    """A worker whose event loop stands still for so long (at least 2 s) is killed and started again; 0: never."""
     limits: LimitSettings = LimitSettings()
     """Bounds on clients."""
     timeouts: TimeoutSettings = TimeoutSettings()
@@ -212,6 +215,8 @@ class Config(Model):
     """Other replicas that decide as one with this one."""
     receipts: ReceiptSettings = ReceiptSettings()
     """Decision receipts, for `kvproxy explain` and `kvproxy replay --receipts`; off unless they have a path."""
+    ledger: LedgerSettings = LedgerSettings()
+    """Tokens by tenant and model, to be billed; off unless it has a path."""
 
 
 if not TYPE_CHECKING:  # or every misspelt name of this module would pass

@@ -115,6 +115,9 @@ def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Fi
         for name in ("enable_pinning", "enable_compression", "enable_eviction"):
             if getattr(strategy, name):
                 yield error_at((*plan, name), "needs lmcache_endpoint", follows=((*at, "lmcache_endpoint"),))
+        if settings.transfers.ahead:
+            where = (*at, "transfers", "ahead")
+            yield error_at(where, "needs lmcache_endpoint, which moves KV", follows=((*at, "lmcache_endpoint"),))
     if settings.warming.enabled and not settings.kv_events:
         hint = "or warm by hand: kvproxy warm"
         yield error_at((*at, "warming", "enabled"), "needs kv_events: by them routing learns what was warmed", hint)
@@ -122,6 +125,8 @@ def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Fi
         yield error_at(
             (*at, "hot_max_records"), "below cache_strategy.hot_content_threshold: nothing would ever be hot"
         )
+    if not any(strategy.score_weights.model_dump().values()):
+        yield error_at((*plan, "score_weights"), "all are 0: nothing would go before anything else")
     if strategy.enable_pinning and strategy.pin_renewal >= strategy.pin_lease:
         yield error_at((*plan, "pin_renewal"), "must be shorter than pin_lease, or pins lapse before they are renewed")
     if settings.retry.max_backoff < settings.retry.base_backoff:

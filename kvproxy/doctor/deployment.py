@@ -150,7 +150,7 @@ async def _hear_trouble(source: Source) -> str:
     """What is wrong with following a source that could be listed, such as an account that may list and not watch."""
     said = asyncio.get_running_loop().create_future()
 
-    def hear(_: object, trouble: str) -> None:
+    async def hear(_: object, trouble: str) -> None:
         if trouble and not said.done():
             said.set_result(trouble)
 

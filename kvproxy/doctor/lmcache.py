@@ -21,6 +21,7 @@ from kvproxy.doctor.tools import ConnectResult, Tools, try_connect
 from kvproxy.doctor.trial import Trial
 from kvproxy.errors import BadResponse, ClientError, ClientTimeout, ClientUnavailable, NotSupported
 from kvproxy.kvcache.providers import (
+    MEMORY,
     ControllerProvider,
     CoordinatorProvider,
     Prefix,
@@ -113,6 +114,27 @@ class LmcacheFacts:
         except NotSupported as error:
             return error.status != 404
         return True
+
+    async def find_transfers(self) -> str:
+        """By which lever KV can be copied into an instance's memory; "": by none. Moves nothing."""
+        if await self.find_kind() is ProviderName.COORDINATOR:
+            peers = [one.instance_id for one in await self._coordinator.list_instances() if one.p2p_advertised_url]
+            usage = await self._coordinator.fetch_usage()
+            modules = [module for one in usage.instances for module in one.modules]
+            own_disks = any(module.tier == "l2" and module.backend != "p2p" for module in modules)
+            levers = ("a shared store" if usage.shared_modules else "", "each other's memory" if peers else "",
+                      "their own disks" if own_disks else "")  # fmt: skip
+            found = " and ".join(lever for lever in levers if lever)
+            return f"prefetches from {found}" if found else ""
+        instances = sorted(await self.list_instances())
+        if len(instances) < 2:
+            return ""
+        try:
+            one, other = ((name, MEMORY) for name in instances[:2])
+            await self._controller.move(one, other, token_array([]), copy=True)
+        except NotSupported:
+            return ""
+        return "/move copies between engines"
 
     async def _recognise(self) -> ProviderName:
         try:

@@ -103,16 +103,13 @@ class InferenceRequestFilter(Step):
 
     def _headers(self, headers: Headers) -> tuple[int, bool, Caller]:
         """Declared length (0 when it says none), whether the body is compressed, and the caller."""
-        length, encoded, names = 0, False, self._session_headers.names
-        said: dict[bytes, bytes] = {}
-        for name, value in headers:
-            if name in names:
-                said[name] = value
-            elif name == b"content-length":
-                length = int(value) if value.isdigit() and len(value) < 20 else 0
-            elif name == b"content-encoding":
-                encoded = value.strip().lower() not in (b"", b"identity")
-        return length, encoded, self._session_headers.read(said) if said else NO_CALLER
+        sent, names = dict(headers), self._session_headers.names
+        length, coding = sent.get(b"content-length", b""), sent.get(b"content-encoding", b"")
+        caller = NO_CALLER
+        if not names.isdisjoint(sent):
+            caller = self._session_headers.read({name: sent[name] for name in names & sent.keys()})
+        length_bytes = int(length) if length.isdigit() and len(length) < 20 else 0
+        return length_bytes, coding.strip().lower() not in (b"", b"identity"), caller
 
 
 class ReadIfPossible(InferenceRequestFilter):

@@ -101,11 +101,7 @@ class KvCacheFilter(Step):
                 salt = tenant_salt(exchange.tenant, request.cache_salt)
                 request = msgspec.structs.replace(request, cache_salt=salt)
             facts = self._service.gather(
-                request,
-                exchange.body,
-                cluster=target.cluster,
-                model=target.upstream_model,
-                tenant=exchange.tenant,
+                request, exchange.body, cluster=target.cluster, model=target.upstream_model, tenant=exchange.tenant
             )
             if facts.wants_lookup:
                 return self._look_up(facts, exchange, scope)
@@ -133,24 +129,23 @@ class KvCacheFilter(Step):
         prefers = self._prefer[facts.cluster.name]
         if prefers:
             exchange.preferred = facts.preferred
-        learning = KvCacheLearning(self._service, facts, prefers=prefers)
+        learning = KvCacheLearning(self._service, facts, prefers)
         exchange.facts_source = learning.refresh
+        if self._service.leasing is not None:
+            exchange.attach(self._service.leasing.watch(facts))
         exchange.observers += (learning,)
         exchange.hooks |= KvCacheLearning.hooks
 
 
-class KvCacheLearning(RequestObserver):
+class KvCacheLearning(RequestObserver, msgspec.Struct, eq=False):
     """Tells the service where one request goes and how it ends, and asks it again for facts that a wait made old.
 
     It is told of the exchange, not holding it: a cycle would keep the body until the collector comes by.
     """
 
-    __slots__ = ("_facts", "_prefers", "_service")
-
-    def __init__(self, service: KvCache, facts: RequestFacts, *, prefers: bool) -> None:
-        self._service = service
-        self._facts = facts
-        self._prefers = prefers
+    _service: KvCache
+    _facts: RequestFacts
+    _prefers: bool
 
     def refresh(self, exchange: Exchange) -> None:
         """The router asks before it places a request that had to wait; an endpoint announced earlier stays."""

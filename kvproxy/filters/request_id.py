@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 
 from starlette.types import ASGIApp
 
@@ -16,6 +17,7 @@ from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import Exchange, RandomHex
 from kvproxy.types import Clock, Headers
 
+_NAME = itemgetter(0)
 _SANE = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -41,10 +43,7 @@ class RequestIdFilter(Step):
         """The client's id if it is one and may be trusted, else a new one."""
         header, scope = self._header, downstream.scope
         headers: Headers = scope["headers"]
-        given: Headers = []
-        for pair in headers:
-            if pair[0] == header:
-                given.append(pair)
+        given = [pair for pair in headers if pair[0] == header] if header in map(_NAME, headers) else []
         if self._trust_client and len(given) == 1 and _SANE.fullmatch(given[0][1]):
             exchange.request_id = given[0][1].decode("ascii")
             return
@@ -55,10 +54,8 @@ class RequestIdFilter(Step):
     def response_started(self, exchange: Exchange, status: int, headers: Headers) -> None:
         """The client gets the id, whatever an engine says."""
         header = self._header
-        for name, _ in headers:
-            if name == header:
-                headers[:] = [pair for pair in headers if pair[0] != header]
-                break
+        if header in map(_NAME, headers):
+            headers[:] = [pair for pair in headers if pair[0] != header]
         headers.append((header, exchange.request_id.encode("latin-1")))
 
 

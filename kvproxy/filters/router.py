@@ -34,7 +34,7 @@ from kvproxy.request.error_reply import LocalReply, refuse
 from kvproxy.request.exchange import SCOPE_KEY, Exchange
 from kvproxy.request.observer import RequestObserver, notify
 from kvproxy.resilience.retry import RetryBudget
-from kvproxy.types import Headers
+from kvproxy.types import CONNECTION, Headers
 from kvproxy.upstream.pool import Timeouts
 
 _SHOWN_CHARS = 64  # of a name that a client chose
@@ -170,26 +170,28 @@ class RouterFilter:
         exchange.trusted = exchange.trusted or parts.trust_clients
         if "received" in exchange.hooks:
             notify(RequestObserver.received, exchange, self._clock())
-        watcher = DisconnectWatcher(scope, downstream.receive, self._arming)
+        watcher = DisconnectWatcher(scope.get(CONNECTION), downstream.receive, self._arming)
         try:
             target = self._target(exchange, scope)
-            body = RequestBody(downstream.receive, scope["headers"], whole=exchange.body, uploads=parts.uploads)
-            forwarding = Forwarding(
+            body = RequestBody.of(downstream.receive, scope["headers"], whole=exchange.body, uploads=parts.uploads)
+            head = parts.headers.build_head(scope, request_id=exchange.request_id, trusted=exchange.trusted)
+            forwarding = Forwarding.of(
                 parts.forwarder,
                 exchange,
                 cluster=target.cluster,
                 model=target.upstream_model or (exchange.inference.model if exchange.inference else ""),
-                head=parts.headers.build_head(scope, request_id=exchange.request_id, trusted=exchange.trusted),
+                head=head,
                 body=body,
                 downstream=downstream,
-                debug=exchange.debug or (exchange.may_debug and parts.debug_header in dict(scope["headers"])),
+                debug=exchange.debug or (exchange.may_debug and parts.debug_header in head.repeated.sent),
             )
             whole = body.whole
             if whole is not None and len(whole) > LONG_BYTES:
                 await asyncio.sleep(0)
             if whole is None or target.upstream_model or not parts.guard.passes(whole, exchange):
                 await self._make_ready(body, exchange, target, scope["headers"])
-            task = asyncio.current_task()
+            connection = downstream.connection
+            task = asyncio.current_task(None if connection is None else connection.loop)
             if body.consumed:
                 watcher.arm(task)
             else:

@@ -89,7 +89,7 @@ class StepRun:
         exchange: Exchange | None = scope.get(SCOPE_KEY)
         if exchange is None:
             exchange = scope[SCOPE_KEY] = Exchange(received_at=self._clock())
-        downstream = Downstream(exchange, scope, receive, send, self._hooks)
+        downstream = Downstream.begin(exchange, scope, receive, send, self._hooks)
         reached = crash = None
         try:
             for at, before in self._befores:

@@ -7,6 +7,8 @@ import enum
 import random
 from dataclasses import dataclass
 
+import msgspec
+
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
@@ -36,7 +38,7 @@ from kvproxy.routing.selector import Decision
 from kvproxy.types import Clock, EndpointId, Headers
 from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 
-_IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
+_IDEMPOTENT = frozenset({b"GET", b"HEAD", b"OPTIONS", b"PUT", b"DELETE"})
 _NOT_FOUND = 404
 #: A header line stays readable and small whatever the size of the cluster.
 _MAX_DESCRIBED = 8
@@ -80,11 +82,28 @@ class Forwarder:
     rng: random.Random
 
 
-class Forwarding:
-    """One request on its way. `run` ends with the answer delivered, or raises GaveUp before anything was sent."""
+class Forwarding(msgspec.Struct, eq=False):
+    """One request on its way. `run` ends with the answer delivered, or raises GaveUp before anything was sent. (A
+    struct: one is made in C.)"""
 
-    def __init__(
-        self,
+    _shared: Forwarder
+    _exchange: Exchange
+    _cluster: Cluster
+    _model: str
+    _asking: Asking
+    _downstream: Downstream
+    _debug: bool = False
+    _earlier: Attempts | None = None  # once one failed
+    _holder: EndpointId | None = None  # of the history, once another endpoint proved not to know it
+    _last: UpstreamError | HeldReply | Refusal = Refusal.NO_ENDPOINTS
+    _suspects: list[tuple[Pick, str]] = []  # failed attempts, and how, until it is known what is to blame
+    _task: asyncio.Task[object] | None = None
+    _asked_elsewhere: bool = False  # for a model that the first engine did not know
+    _given_back: str | None = None  # by an unhealthy endpoint: "" to be retried, else why it is not
+
+    @classmethod
+    def of(
+        cls,
         shared: Forwarder,
         exchange: Exchange,
         *,
@@ -94,46 +113,27 @@ class Forwarding:
         body: RequestBody,
         downstream: Downstream,
         debug: bool = False,
-    ) -> None:
-        self._shared = shared
-        self._exchange = exchange
-        self._cluster = cluster
-        self._model = model
+    ) -> Forwarding:
+        """That of the request of `downstream`, to be sent with this head and body."""
         scope = downstream.scope
-        self._method: str = scope["method"]
+        method: str = scope["method"]
         raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
         query: bytes = scope["query_string"]
-        self._asking = Asking(
-            exchange=exchange,
-            pool=shared.pool,
-            timeouts=shared.timeouts,
-            cluster=cluster,
-            method=self._method.encode(),
-            target=raw_path + b"?" + query if query else raw_path,
-            head=head,
-            body=body,
-            own_rank=head.repeated.rank if exchange.trusted else None,
-        )
-        self._body = body
-        self._downstream = downstream
-        self._debug = debug
-        self._earlier: Attempts | None = None  # once one failed
-        self._holder: EndpointId | None = None  # of the history, once another endpoint proved not to know it
-        self._last: UpstreamError | HeldReply | Refusal = Refusal.NO_ENDPOINTS
-        self._suspects: list[tuple[Pick, str]] = []  # failed attempts, and how, until it is known what is to blame
-        self._task: asyncio.Task[object] | None = None
-        self._asked_elsewhere = False  # for a model that the first engine did not know
-        self._given_back: str | None = None  # by an unhealthy endpoint: "" to be retried, else why it is not
+        target = raw_path + b"?" + query if query else raw_path
+        rank = head.repeated.rank if exchange.trusted else None
+        asking = Asking(exchange, shared.pool, shared.timeouts, cluster, method.encode(), target, head, body, rank)
+        return cls(shared, exchange, cluster, model, asking, downstream, debug)
 
     async def run(self, task: asyncio.Task[object] | None) -> None:
         """Attempt, and attempt again, within the attempts, the retry budget and what may safely be sent twice. `task`
         is the one this runs in."""
         self._task = task
         shared = self._shared
-        shared.budget.count_request(shared.clock())
+        now = shared.clock()
+        shared.budget.count_request(now)
         try:
             while True:
-                queue, now = self._cluster.queue, shared.clock()
+                queue = self._cluster.queue
                 verdict = self._cluster.decide(self._pick_request(), now)
                 if verdict is Refusal.NO_ENDPOINTS and queue is not None and queue.awaits:
                     verdict = await queue.wait_for_endpoint(self._decide_refreshed, self._exchange.facts or NO_FACTS)
@@ -160,6 +160,7 @@ class Forwarding:
                         raise GaveUp(self._last)
                 if pause_s:
                     await asyncio.sleep(pause_s)
+                now = shared.clock()
         finally:
             if self._suspects:
                 self._blame_suspects()
@@ -363,8 +364,8 @@ class Forwarding:
     def _why_no_retry(self, *, unprocessed: bool) -> str:
         """Why the request may not be sent again, a metric label; "" if it may, which is then taken from the budget."""
         shared = self._shared
-        safe = unprocessed or self._exchange.inference is not None or self._method in _IDEMPOTENT
-        if not (safe and self._body.replayable):
+        safe = unprocessed or self._exchange.inference is not None or self._asking.method in _IDEMPOTENT
+        if not (safe and self._asking.body.replayable):
             return "not_replayable"
         if self._exchange.outcome.attempts >= shared.retry.attempts:
             return "attempts"
@@ -390,7 +391,7 @@ class Forwarding:
         self._exchange.outcome.ttft_s = now - self._exchange.received_at
         if "first_byte" in self._exchange.hooks:
             notify(RequestObserver.first_byte, self._exchange, now)
-        relay = Relay(self._exchange, response, downstream=self._downstream, post=self._method == "POST")
+        relay = Relay(self._exchange, response, self._downstream, self._asking.method == b"POST")
         headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
         if self._debug:
             headers.append((b"x-kvproxy-decision", describe_decision(pick, pick.policy, self._exchange.facts).encode()))

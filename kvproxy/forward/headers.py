@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
-from collections.abc import Iterable
-from urllib.parse import urlsplit
+from collections.abc import Collection, Iterable
+from operator import itemgetter
 
 import msgspec
 from starlette.types import Scope
@@ -13,13 +12,14 @@ from starlette.types import Scope
 from kvproxy.request.error_reply import LocalReply
 from kvproxy.request.exchange import RandomHex
 from kvproxy.types import Headers
-from kvproxy.upstream.origin import Origin
+from kvproxy.upstream.origin import Origin, public_location
 from kvproxy.upstream.request import RepeatedFields
 
 HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade".split()
 )
+_NAME = itemgetter(0)
 _TRACE_PARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 _USUAL_CONNECTION = frozenset({b"keep-alive", b"close", b"Keep-Alive", b"Close"})
@@ -58,6 +58,20 @@ def _without_named_by_connection(headers: Headers, connection: bytes) -> Headers
     return [pair for pair in headers if pair[0] not in named]
 
 
+def _set_apart(headers: Headers, names: frozenset[bytes]) -> tuple[_Sent, dict[bytes, bytes]]:
+    """The fields but for those of these names, and the values of those; several of one name are joined."""
+    rest = dict(headers)
+    if len(rest) == len(headers):  # nearly always no name comes twice, and no field need be looked at
+        found_once = {name: rest.pop(name) for name in names & rest.keys()}
+        return tuple(rest.items()), found_once
+    found: dict[bytes, list[bytes]] = {}
+    for name, value in headers:
+        if name in names:
+            found.setdefault(name, []).append(value)
+    kept = tuple([pair for pair in headers if pair[0] not in names])
+    return kept, {name: b", ".join(values) for name, values in found.items()}
+
+
 class RequestHeaders:
     """Makes the client's headers ready for an engine.
 
@@ -88,18 +102,9 @@ class RequestHeaders:
     def build_head(self, scope: Scope, *, request_id: str, trusted: bool = False) -> RequestHead:
         """One head for all attempts of a request. Raises RequestLoops, and UnsafeRequest."""
         of_this_one = self._of_this_one if request_id else _OF_THIS_ONE
-        sent = []
-        found: dict[bytes, bytes] = {}
-        for pair in scope["headers"]:
-            name = pair[0]
-            if name not in of_this_one:
-                sent.append(pair)
-            elif name in found:
-                found[name] += b", " + pair[1]
-            else:
-                found[name] = pair[1]
+        sent, found = _set_apart(scope["headers"], of_this_one)
         client = scope.get("client")
-        sender = (tuple(sent), client[0] if client else "", scope["scheme"], trusted)
+        sender = (sent, client[0] if client else "", scope["scheme"], trusted)
         repeated = self._remembered.get(sender) or self._remember(sender)
         parent = found.get(b"traceparent")
         if parent is not None and _TRACE_PARENT.fullmatch(parent):
@@ -115,6 +120,7 @@ class RequestHeaders:
 
     def _remember(self, sender: _Sender) -> ClientFields:
         fields = ClientFields(self._pass_on(*sender))
+        fields.sent = frozenset(map(_NAME, sender[0]))
         sent_bytes = sum(len(name) + len(value) for name, value in sender[0])  # also what is not passed on is kept
         if sent_bytes <= _MAX_REMEMBERED_BYTES:
             if len(self._remembered) >= _MAX_REMEMBERED:
@@ -162,12 +168,13 @@ class RequestHeaders:
 class ClientFields(RepeatedFields):
     """Those of one client."""
 
-    __slots__ = ("_anonymous", "rank")
+    __slots__ = ("_anonymous", "rank", "sent")
 
     def __init__(self, headers: Headers) -> None:
         super().__init__(headers)
         self._anonymous: ClientFields | None = None
         self.rank = dict(headers).get(RANK_HEADER)  # the data-parallel rank it asks for
+        self.sent: Collection[bytes] = ()  # names, of what was passed on and what was not
 
     @property
     def anonymous(self) -> ClientFields:
@@ -217,33 +224,8 @@ def response_headers(received: Headers, *, endpoint: bytes, origin: Origin | Non
         elif name == b"connection":
             connection = pair[1]
         elif name in (b"location", b"content-location"):
-            headers.append((name, _public_location(pair[1], origin)))
+            headers.append((name, public_location(pair[1], origin)))
     if connection and connection not in _USUAL_CONNECTION:
         headers = _without_named_by_connection(headers, connection)
     headers.append((b"x-kvproxy-endpoint", endpoint))
     return headers
-
-
-def _public_location(location: bytes, origin: Origin | None) -> bytes:
-    """Relative ones and those to public hosts stay."""
-    try:
-        parts = urlsplit(location.decode("latin-1"))
-        host = parts.hostname or ""
-    except ValueError:
-        return b"/"
-    if not parts.netloc or not (
-        _is_internal(host) or (origin is not None and host in (origin.host.lower(), origin.server_name.lower()))
-    ):
-        return location
-    path = parts.path or "/"
-    base = "" if origin is None else origin.base_path.decode("ascii")
-    if base and (path + "/").startswith(base + "/"):
-        path = path[len(base) :] or "/"
-    return (f"/{path.lstrip('/')}" + (f"?{parts.query}" if parts.query else "")).encode("latin-1")
-
-
-def _is_internal(host: str) -> bool:
-    try:
-        return host == "localhost" or not ipaddress.ip_address(host).is_global
-    except ValueError:
-        return False

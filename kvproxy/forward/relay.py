@@ -6,14 +6,15 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from starlette.types import Receive, Scope
+import msgspec
+from starlette.types import Receive
 
 from kvproxy.errors import EngineReportedError, UpstreamError
 from kvproxy.request.body import SharedTimer
 from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import Exchange
 from kvproxy.request.usage import ERROR_MARK, error_event, error_status, read_response_id, read_usage
-from kvproxy.types import CONNECTION, ClientConnection, Headers, RequestKind
+from kvproxy.types import ClientConnection, Headers, RequestKind
 from kvproxy.upstream.pool import UpstreamResponse
 
 #: Of an answer's end, what is looked at of all pieces but the last.
@@ -30,26 +31,20 @@ ARM_DELAY_S = 0.02
 Arming = SharedTimer["DisconnectWatcher"]
 
 
-class Relay:
+class Relay(msgspec.Struct, eq=False):
     """Sends one response down. From the first byte on nothing is retried: a break is reported, never hidden.
 
     A piece in the middle of a stream goes on in the call that brings it, without waking this request's task, as long as
     the client takes what it gets.
     """
 
-    __slots__ = ("_downstream", "_exchange", "_failure", "_first", "_last", "_plain", "_post", "_response")
-
-    def __init__(
-        self, exchange: Exchange, response: UpstreamResponse, *, downstream: Downstream, post: bool = False
-    ) -> None:
-        self._exchange = exchange
-        self._response = response
-        self._downstream = downstream
-        self._plain = "body_piece" not in exchange.hooks
-        self._post = post
-        self._first = b""
-        self._last: deque[bytes] = _NO_PIECES  # of a stream, until its end; of any other answer all there is
-        self._failure: Exception | None = None  # of a piece that could not be passed on
+    _exchange: Exchange
+    _response: UpstreamResponse
+    _downstream: Downstream
+    _post: bool = False
+    _first: bytes = b""
+    _last: deque[bytes] = _NO_PIECES  # of a stream, until its end; of any other answer all there is
+    _failure: Exception | None = None  # of a piece that could not be passed on
 
     async def run(self, headers: Headers, first: bytes) -> UpstreamError | None:
         """The failure that cut the response short; None when it was complete. The client knows either way."""
@@ -83,12 +78,13 @@ class Relay:
         outcome.end = "completed"
         if not streams:
             await downstream.start(status, headers, chunk, more=False)
-            return self._read_end(status, headers, chunk)
+            return read_end(self._exchange, status, headers, first=self._first, tail=chunk, post=self._post)
         if chunk:
             self._last.append(chunk)
         await downstream.write(chunk, more=False)
         *earlier, last = self._last
-        return self._read_end(status, headers, b"".join(earlier)[-TAIL_BYTES:] + last)
+        tail = b"".join(earlier)[-TAIL_BYTES:] + last
+        return read_end(self._exchange, status, headers, first=self._first, tail=tail, post=self._post)
 
     def _pass_on(self, piece: bytes) -> bool:
         """A piece has arrived while the task waits for one; False: the task has to take it, and wait for the client."""
@@ -98,7 +94,7 @@ class Relay:
             return False
         self._last.append(piece)
         try:
-            if self._plain:
+            if "body_piece" not in self._exchange.hooks:
                 connection.write(piece, more=True)
                 downstream.sent_bytes += len(piece)
             else:
@@ -107,9 +103,6 @@ class Relay:
             self._failure = error
             self._response.abort()
         return True
-
-    def _read_end(self, status: int, headers: Headers, tail: bytes) -> UpstreamError | None:
-        return read_end(self._exchange, status, headers, first=self._first, tail=tail, post=self._post)
 
     async def _tell_broken(self, headers: Headers, error: UpstreamError) -> None:
         """An event stream ends with an error event; anything else is left incomplete, which cuts the connection."""
@@ -132,27 +125,21 @@ def read_end(
     """What an answer's `first` piece and its `tail` say: token counts, for the outcome, or the error that it is."""
     inference, outcome = exchange.inference, exchange.outcome
     if inference is None:
-        if post and _may_tell_usage(headers):  # no body hides it
-            _read_usage(exchange, first, tail, None)
-        return None
-    if status == 200 and ERROR_MARK in tail and (reported := error_status(tail)) is not None:
+        if not (post and _may_tell_usage(headers)):  # no body hides it
+            return None
+    elif status == 200 and ERROR_MARK in tail and (reported := error_status(tail)) is not None:
         if reported >= 500:  # else a client's mistake, found late
             outcome.end = "engine_error"
         return EngineReportedError("the engine ended its stream with an error event", status=reported)
-    _read_usage(exchange, first, tail, inference.kind)
-    return None
-
-
-def _read_usage(exchange: Exchange, first: bytes, tail: bytes, kind: RequestKind | None) -> None:
-    head = first if kind in (RequestKind.MESSAGES, None) else b""
-    usage = read_usage(tail, head, native=kind is None)
-    outcome, inference = exchange.outcome, exchange.inference
+    head = first if inference is None or inference.kind is RequestKind.MESSAGES else b""
+    usage = read_usage(tail, head, native=inference is None)
     if usage is not None:
         outcome.prompt_tokens = usage.prompt_tokens
         outcome.cached_tokens = usage.cached_tokens
         outcome.completion_tokens = usage.completion_tokens
     if inference is not None and inference.continuable:
         outcome.response_id = read_response_id(first)
+    return None
 
 
 def _may_tell_usage(headers: Headers) -> bool:
@@ -164,22 +151,19 @@ def new_arming(delay_s: float = ARM_DELAY_S) -> Arming:
     return SharedTimer(delay_s, DisconnectWatcher.start)
 
 
-class DisconnectWatcher:
+class DisconnectWatcher(msgspec.Struct, eq=False):
     """Cancels the task it was armed in when the client is gone: our listener tells it, under another `receive` does.
 
     The request body must have been read before arming. Works like `asyncio.timeout`: the task that catches the
     cancellation asks `caused_cancellation()` whether it was this watcher's, and re-raises it otherwise.
     """
 
-    __slots__ = ("_arming", "_connection", "_receive", "_task", "_watch", "gone")
-
-    def __init__(self, scope: Scope, receive: Receive, arming: Arming) -> None:
-        self._connection: ClientConnection | None = scope.get(CONNECTION)
-        self._receive = receive
-        self._arming = arming
-        self._task: asyncio.Task[object] | None = None
-        self._watch: asyncio.Task[None] | None = None
-        self.gone = False
+    _connection: ClientConnection | None  # None: another server's client
+    _receive: Receive
+    _arming: Arming
+    _task: asyncio.Task[object] | None = None
+    _watch: asyncio.Task[None] | None = None
+    gone: bool = False
 
     def arm(self, task: asyncio.Task[object] | None = None) -> None:
         """Start watching on behalf of this task; None: the current one."""

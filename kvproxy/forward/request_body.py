@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
+import msgspec
 from starlette.types import Receive
 
 from kvproxy.request.body import BodyTooLarge, BodyTooSlow, ClientLeft, HeldBodies, Pieces
@@ -27,48 +28,39 @@ class Uploads:
     streams: int = 0
 
 
-class RequestBody:
-    """Hands out the body per attempt; `replayable` says whether another attempt may have it.
+class RequestBody(msgspec.Struct, eq=False):
+    """Hands out the body per attempt; `replayable` says whether another attempt may have it. Made by `of`.
 
-    `begin` comes before the first attempt and `end` when the request is over, whatever the end. A body that breaks a
-    bound raises BodyRefused's kinds, out of `begin` or out of the stream.
+    `read_beginning` comes before the first attempt and `release_bytes` when the request is over, whatever the end. A
+    body that breaks a bound raises BodyRefused's kinds, out of `read_beginning` or out of the stream.
     """
 
-    __slots__ = (
-        "_held_bytes",
-        "_left_s",
-        "_length",
-        "_receive",
-        "_received_bytes",
-        "_start",
-        "_started",
-        "_streaming",
-        "_streams",
-        "_uploads",
-        "consumed",
-        "on_consumed",
-        "whole",
-    )
+    _receive: Receive
+    _uploads: Uploads
+    #: All of it, once it is there; what an attempt gets.
+    whole: bytes | None
+    #: The body has been read to its end, so that the next message can only be a disconnect.
+    consumed: bool = True
+    #: Called when a stream has been read to its end.
+    on_consumed: Callable[[], object] | None = None
+    _length: bytes = b""
+    _streams: bool = False
+    _left_s: float = 0.0
+    _received_bytes: int = 0
+    _held_bytes: int = 0
+    _start: bytes = b""  # of a stream
+    _streaming: bool = False  # one of `uploads.streams`
+    _started: bool = False
 
-    def __init__(self, receive: Receive, headers: Headers, *, whole: bytes | None, uploads: Uploads) -> None:
-        self._receive = receive
-        #: All of it, once it is there; what an attempt gets.
-        self.whole = whole
-        self._uploads = uploads
-        self._length = b""
-        self._streams = False
+    @classmethod
+    def of(cls, receive: Receive, headers: Headers, *, whole: bytes | None, uploads: Uploads) -> RequestBody:
+        """That of a request with these headers; `whole` where all of it is there already."""
+        body = cls(receive, uploads, whole)
         if whole is None:
-            self._read_framing(headers)
-        self._left_s = uploads.timeout_s
-        self._received_bytes = 0
-        self._held_bytes = 0
-        self._start = b""  # of a stream
-        self._streaming = False  # one of `uploads.streams`
-        self._started = False
-        #: The body has been read to its end, so that the next message can only be a disconnect.
-        self.consumed = whole is not None or not self._streams
-        #: Called when a stream has been read to its end.
-        self.on_consumed: Callable[[], object] | None = None
+            body._left_s = uploads.timeout_s
+            body._read_framing(headers)
+            body.consumed = not body._streams
+        return body
 
     def _read_framing(self, headers: Headers) -> None:
         for name, value in headers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from math import lcm
 
 from kvproxy.background_task import BackgroundTask
@@ -30,8 +30,7 @@ from kvproxy.types import Clock, EndpointId, Sleep
 log = logging.getLogger("kvproxy.kvcache")
 
 #: The first round comes this long after the start: engines that just came up are busy enough.
-FIRST_ROUND_S = 1.0
-MAX_CONCURRENT = 16
+FIRST_ROUND_S, MAX_CONCURRENT = 1.0, 16
 #: A reading older than this many intervals (and a while) says nothing any more.
 _STALE_INTERVALS, _STALE_S = 3, 5.0
 #: Rounds that read nothing still forget endpoints that left and renew leases.
@@ -54,7 +53,7 @@ class MetricsScraper(BackgroundTask):
         engines: Engines,
         lookups: LookupClient,
         sample_host: Callable[[], HostUse],
-        on_round: Callable[[], None],
+        on_round: Callable[[], Awaitable[None]],
         clock: Clock,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
@@ -81,6 +80,7 @@ class MetricsScraper(BackgroundTask):
         """The gauges read it from now on."""
         metrics.holdings.engine_kv_usage.set_source(self._kv_usage)
         metrics.holdings.engine_requests.set_source(self._engine_requests)
+        metrics.tiers.bytes.set_source(self.signals.memory_series)
 
     async def _run(self) -> None:
         interval_s = self._interval_s or WITHOUT_READING_S
@@ -97,7 +97,7 @@ class MetricsScraper(BackgroundTask):
         self._follow()
         if reading:
             await self._read_all()
-        self._on_round()
+        await self._on_round()
 
     def hear(self, cluster: str, engine: str, metrics: EngineMetrics) -> None:
         """Another process has read this engine just now."""
@@ -181,12 +181,10 @@ class MetricsScraper(BackgroundTask):
         if metrics.gave_up_cache and not (latest is not None and latest[1].gave_up_cache):
             self._gave_up(cluster.name, endpoint)
         capacity_tokens = None if metrics.cache is None else metrics.cache.capacity_tokens
-        endpoint.load.observe_engine(
-            EngineState(self._clock(), capacity_tokens, metrics.kv_usage, metrics.running, metrics.waiting)
-        )
+        state = EngineState(self._clock(), capacity_tokens, metrics.kv_usage, metrics.running, metrics.waiting)
+        endpoint.load.observe_engine(state)
         if metrics.prefills is not None and metrics.prefill_s is not None:
-            reading = Reading(metrics.prefills, metrics.prefill_s, metrics.prefill_tokens)
-            cluster.observe_engine(endpoint, reading)
+            cluster.observe_engine(endpoint, Reading(metrics.prefills, metrics.prefill_s, metrics.prefill_tokens))
         restarted = self._restarted(cluster.name, endpoint.id, metrics)
         if restarted:
             self._losses.note_loss(cluster.name, endpoint.id, LossReason.RESTARTED)
@@ -228,17 +226,15 @@ class MetricsScraper(BackgroundTask):
         indexes.capacities.set_reported(endpoint.id, 0 if cache.prefix_caching is False else blocks)
 
     async def _read_provider(self) -> None:
-        if (provider := self._lookups.provider) is None:
-            return
         try:
-            self.signals.note_memory(await provider.memory())
+            if self._lookups.provider is not None:
+                self.signals.note_memory(await self._lookups.provider.memory())
         except ClientError as error:
             log.debug("[kvcache] memory of LMCache: %s", error)
 
     def _kv_usage(self) -> Iterator[tuple[tuple[str, ...], float]]:
         """KV memory in use, where the engine's metrics say it and are not too old."""
-        found = self._readings()
-        return ((labels, metrics.kv_usage) for labels, metrics in found if metrics.kv_usage is not None)
+        return ((labels, one.kv_usage) for labels, one in self._readings() if one.kv_usage is not None)
 
     def _engine_requests(self) -> Iterator[tuple[tuple[str, ...], float]]:
         """Requests running and waiting at each engine."""
@@ -250,6 +246,5 @@ class MetricsScraper(BackgroundTask):
     def _readings(self) -> Iterator[tuple[tuple[str, str], EngineMetrics]]:
         for name, cluster in self._clusters.items():
             for endpoint in cluster.endpoints:
-                reading = self.signals.latest_scrape(endpoint)
-                if reading is not None and reading[0] <= self.signals.max_age_s:
+                if (reading := self.signals.latest_scrape(endpoint)) and reading[0] <= self.signals.max_age_s:
                     yield (name, str(endpoint.id)), reading[1]

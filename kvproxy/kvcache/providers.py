@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,9 +11,9 @@ from typing import Protocol
 from kvproxy.clients.lmcache.controller import LMCacheControllerClient
 from kvproxy.clients.lmcache.controller_wire import ActionResult
 from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
-from kvproxy.clients.lmcache.coordinator_wire import CacheScope, HeldPrefix
+from kvproxy.clients.lmcache.coordinator_wire import CacheScope, HeldPrefix, MemoryModule, chunk_tokens_of
 from kvproxy.clients.tokens import TokenIds
-from kvproxy.config.kvcache_schema import CacheStrategySettings
+from kvproxy.config.kvcache_actions_schema import CacheStrategySettings
 from kvproxy.errors import BadResponse, NotSupported, Refused
 from kvproxy.routing.policy import FactSource
 from kvproxy.types import LowerTokens, Tier
@@ -27,6 +28,7 @@ class ActionKind(StrEnum):
     DECOMPRESS = "decompress"
     EVICT = "evict"
     CLEAR = "clear"
+    TRANSFER = "transfer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,11 @@ class Prefix:
     model: str
     cache_salt: str = ""
 
+
+#: Host memory, as the controller calls it.
+MEMORY = "LocalCPUBackend"
+#: Between questions whether a prefetch is over: the first pause, doubling up to the last. 16 MiB take 30 to 70 ms.
+FIRST_POLL_S, LAST_POLL_S = 0.02, 0.2
 
 #: What is in a store that all of them read, whichever put it there.
 EVERY_INSTANCE = ""
@@ -54,9 +61,20 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What an action did; success is `amount > 0`. None: the service does not say."""
+    """What an action did; success is `amount > 0`. None: the service does not say. Of a transfer: leading tokens."""
 
     amount: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TierMemory:
+    """Of one instance, or of a store that EVERY_INSTANCE reads, as the service says."""
+
+    instance_id: str
+    tier: Tier
+    used_bytes: int
+    capacity_bytes: int  # 0: none declared
+    share: float | None  # of the capacity that is used
 
 
 class Provider(Protocol):
@@ -66,12 +84,18 @@ class Provider(Protocol):
     def source(self) -> FactSource: ...
     @property
     def supports(self) -> frozenset[ActionKind]: ...
+    @property
+    def copies(self) -> bool:
+        """Whether a transfer may come from another instance."""
+        ...
+
     async def lookup(self, prefix: Prefix, *, timeout_s: float) -> Sequence[Holder]:
         """Holders of the prompt, in the service's order."""
         ...
 
-    async def act(self, kind: ActionKind, instance_id: str, prefix: Prefix) -> Effect:
-        """Do it at one instance; NotSupported where the service has no such call."""
+    async def act(self, kind: ActionKind, instance_id: str, prefix: Prefix, *, source: str = "") -> Effect:
+        """Do it at one instance; NotSupported where the service has no such call. A transfer comes from the instance
+        `source`; "": from whatever the instance itself reads."""
         ...
 
     async def instances(self) -> frozenset[str]:
@@ -82,8 +106,8 @@ class Provider(Protocol):
         """Chunks in the service's index, over all instances."""
         ...
 
-    async def memory(self) -> dict[str, float]:
-        """Share of memory used by instance (0 to 1); empty where the service cannot say."""
+    async def memory(self) -> Sequence[TierMemory]:
+        """What is used of it by instance and tier; empty where the service cannot say."""
         ...
 
 
@@ -91,6 +115,7 @@ class ControllerProvider:
     """The controller: a hint at holders, pins that lapse by themselves, no eviction of a single prefix."""
 
     source = FactSource.LMCACHE_CONTROLLER
+    copies = True
 
     def __init__(self, client: LMCacheControllerClient, settings: CacheStrategySettings) -> None:
         self._client = client
@@ -99,7 +124,7 @@ class ControllerProvider:
     @property
     def supports(self) -> frozenset[ActionKind]:
         """Eviction counts as supported until the controller says that it has no such call."""
-        kinds = {ActionKind.PIN, ActionKind.COMPRESS, ActionKind.DECOMPRESS, ActionKind.CLEAR}
+        kinds = {ActionKind.PIN, ActionKind.COMPRESS, ActionKind.DECOMPRESS, ActionKind.CLEAR, ActionKind.TRANSFER}
         return frozenset(kinds if self._client.evicts is False else {*kinds, ActionKind.EVICT})
 
     async def lookup(self, prefix: Prefix, *, timeout_s: float) -> Sequence[Holder]:
@@ -108,8 +133,15 @@ class ControllerProvider:
         holders = await self._client.lookup(prefix.tokens, timeout_s=timeout_s)
         return [Holder(one.instance_id, one.matched_tokens, len(holders) == 1) for one in holders]
 
-    async def act(self, kind: ActionKind, instance_id: str, prefix: Prefix) -> Effect:
+    async def act(self, kind: ActionKind, instance_id: str, prefix: Prefix, *, source: str = "") -> Effect:
+        if kind is ActionKind.TRANSFER:
+            return _effect(await self._copy(source, instance_id, prefix.tokens))
         return _effect(await self._act(kind, instance_id, prefix.tokens))
+
+    async def _copy(self, source: str, instance_id: str, tokens: TokenIds) -> ActionResult:
+        if not source:
+            raise NotSupported("lmcache controller: a transfer needs the instance that it comes from", status=404)
+        return await self._client.move((source, MEMORY), (instance_id, MEMORY), tokens, copy=True)
 
     async def _act(self, kind: ActionKind, instance_id: str, tokens: TokenIds) -> ActionResult:
         client, settings = self._client, self._settings
@@ -126,8 +158,8 @@ class ControllerProvider:
                 return await client.evict(instance_id, tokens)
             case ActionKind.CLEAR:
                 return await client.clear(instance_id, location=settings.evict_location)
-            case ActionKind.UNPIN:
-                raise NotSupported("lmcache controller: pins lapse, there is no unpin", status=404)
+            case _:
+                raise NotSupported(f"lmcache controller: no {kind}", status=404)
 
     async def instances(self) -> frozenset[str]:
         return frozenset(row.instance_id for row in (await self._client.key_stats()).instances)
@@ -135,17 +167,18 @@ class ControllerProvider:
     async def indexed_chunks(self) -> int:
         return (await self._client.key_stats()).total_key_count
 
-    async def memory(self) -> dict[str, float]:
-        return {}
+    async def memory(self) -> Sequence[TierMemory]:
+        return ()
 
 
 class CoordinatorProvider:
     """The coordinator of multi-process mode: exact holders, real pins, deletion of one prefix, memory by instance."""
 
     source = FactSource.LMCACHE_COORDINATOR
-    supports = frozenset({ActionKind.PIN, ActionKind.UNPIN, ActionKind.EVICT})
+    supports = frozenset({ActionKind.PIN, ActionKind.UNPIN, ActionKind.EVICT, ActionKind.TRANSFER})
 
     def __init__(self, client: LMCacheCoordinatorClient, *, model: str = "") -> None:
+        self.copies = False  # until its instances are listed, and read each other's memory
         self._client = client
         self._model = model  # the directory's name for it, where that differs from the request's
 
@@ -160,9 +193,11 @@ class CoordinatorProvider:
             holders.append(Holder(EVERY_INSTANCE, found.shared_tokens, True, shared))
         return holders
 
-    async def act(self, kind: ActionKind, instance_id: str, prefix: Prefix) -> Effect:
+    async def act(self, kind: ActionKind, instance_id: str, prefix: Prefix, *, source: str = "") -> Effect:
         scope = self._scope(prefix)
         match kind:
+            case ActionKind.TRANSFER:
+                return await self._prefetch(instance_id, scope, prefix.tokens)
             case ActionKind.PIN:
                 change = await self._client.pin(scope, prefix.tokens)
             case ActionKind.UNPIN:
@@ -173,19 +208,35 @@ class CoordinatorProvider:
                 raise NotSupported(f"lmcache coordinator: no {kind}", status=404)
         return Effect(change.affected)
 
+    async def _prefetch(self, instance_id: str, scope: CacheScope, tokens: TokenIds) -> Effect:
+        """From what its server reads (a shared store, its disk, its peers) into its memory. The answer that it is
+        over comes once, and says how much was found: nothing is found of what nothing holds."""
+        job = await self._client.prefetch(instance_id, scope, tokens)
+        if not job.request_id:
+            return Effect(0)  # shorter than a chunk
+        pause_s = FIRST_POLL_S
+        while (seen := await self._client.prefetch_status(instance_id, job.request_id)).status == "pending":
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_POLL_S)
+        chunks = (seen.found_keys or 0) // scope.world_size
+        return Effect(chunks * chunk_tokens_of(job.chunks, len(tokens)))
+
     async def instances(self) -> frozenset[str]:
-        return frozenset(one.instance_id for one in await self._client.list_instances())
+        listed = await self._client.list_instances()
+        self.copies = any(one.p2p_advertised_url for one in listed)
+        return frozenset(one.instance_id for one in listed)
 
     async def indexed_chunks(self) -> int:
         return (await self._client.fetch_stats()).num_keys
 
-    async def memory(self) -> dict[str, float]:
+    async def memory(self) -> Sequence[TierMemory]:
         usage = await self._client.fetch_usage()
-        ratios = {
-            one.instance_id: [m.usage_ratio for m in one.modules if m.usage_ratio is not None]
-            for one in usage.instances
-        }
-        return {name: max(values) for name, values in ratios.items() if values}
+        own = [(one.instance_id, module) for one in usage.instances for module in one.modules]
+        shared = [(EVERY_INSTANCE, module) for module in usage.shared_modules]
+        return [
+            TierMemory(name, _tier_of(module), module.used_bytes, module.capacity_bytes, module.usage_ratio)
+            for name, module in (*own, *shared)
+        ]
 
 
 async def is_coordinator(client: LMCacheCoordinatorClient) -> bool:
@@ -195,6 +246,12 @@ async def is_coordinator(client: LMCacheCoordinatorClient) -> bool:
     except (Refused, BadResponse):
         return False
     return True
+
+
+def _tier_of(module: MemoryModule) -> Tier:
+    if module.shared:
+        return Tier.SHARED
+    return Tier.HOST if module.tier == "l1" else Tier.DISK
 
 
 def _tiers_of(held: HeldPrefix) -> LowerTokens:

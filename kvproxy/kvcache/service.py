@@ -13,8 +13,11 @@ from typing import Self
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.actions import signals
+from kvproxy.kvcache.actions.leasing import Leasing
 from kvproxy.kvcache.actions.signals import HostUse
 from kvproxy.kvcache.actions.strategy_runner import StrategyRunner
+from kvproxy.kvcache.actions.touching import Toucher
+from kvproxy.kvcache.actions.transfers import Transfers
 from kvproxy.kvcache.actions.warming import Warmer, Warming
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.engines import Engines
@@ -57,7 +60,7 @@ class KvCache:
         state: CacheState | None = None,
         streams: EventStreams | None = None,
     ) -> None:
-        self.settings, self.clusters, self._metrics = settings, clusters, metrics
+        self.settings, self.clusters, self._metrics, self._acts = settings, clusters, metrics, _acts(settings)
         self.state = CacheState.empty(metrics=metrics, clock=clock) if state is None else state
         self._pool = UpstreamPool(max_connections=settings.max_connections, clock=clock)
         self._engines = Engines(self._pool, timeout_s=settings.request_timeout, tokenizer_url=settings.vllm_endpoint)
@@ -98,15 +101,26 @@ class KvCache:
             clock=clock,
             rng=random.Random() if rng is None else rng,
         )
-        self.warmer, self.warming = self._make_warming(clock)
+        self.warmer, self.warming = self._make_preparations(clock, random.Random() if rng is None else rng)
         self.snapshot = warm_restart(
             settings.snapshot, self.state, clusters=clusters, metrics=metrics, clock=clock, wall_clock=wall_clock
         )
-        self._uses_tokens = bool(settings.lmcache_endpoint) or settings.kv_events
+        self.leasing = self.actions.leasing = self._make_leasing(clock) if settings.leases.enabled else None
         self._running = AsyncExitStack()
 
-    def _make_warming(self, clock: Clock) -> tuple[Warmer, Warming | None]:
+    def _make_preparations(self, clock: Clock, rng: random.Random) -> tuple[Warmer, Warming | None]:
+        """What copies and what computes KV before a request needs it."""
         settings, metrics = self.settings, self._metrics
+        if settings.transfers.ahead:
+            self.actions.transfers = Transfers(
+                settings,
+                overlap=self.overlap,
+                executor=self.actions.executor,
+                jobs=self.actions.jobs,
+                metrics=metrics,
+                clock=clock,
+                rng=rng,
+            )
         warmer = Warmer(settings, engines=self._engines, metrics=metrics, clock=clock)
         if not settings.warming.enabled:
             return warmer, None
@@ -120,6 +134,17 @@ class KvCache:
             metrics=metrics,
             clock=clock,
         )
+
+    def _make_leasing(self, clock: Clock) -> Leasing:
+        book, metrics = self.state.leases, self._metrics
+        toucher = Toucher(
+            self.settings, gaps=book.gaps, clusters=self.clusters, jobs=self.actions.jobs, engines=self._engines,
+            signals=self.scraper.signals, metrics=metrics, clock=clock,
+        )  # fmt: skip
+        return Leasing(
+            self.settings, book=book, executor=self.actions.executor, lookups=self.overlap.lookups, toucher=toucher,
+            metrics=metrics, clock=clock,
+        )  # fmt: skip
 
     async def __aenter__(self) -> Self:
         self.state.keep_only(self.clusters)
@@ -135,6 +160,8 @@ class KvCache:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self.leasing is not None and self.state.leases.owner is self.leasing:
+            self.leasing.release_all()
         await self._running.aclose()
 
     def show(self) -> None:
@@ -144,6 +171,10 @@ class KvCache:
         self.state.breaks.show(self._metrics)
         self.scraper.show(self._metrics)
         self.actions.jobs.show(self._metrics)
+        if self.leasing is not None:
+            self.leasing.show(self._metrics)
+        if self.actions.transfers is not None:
+            self.actions.transfers.show()
         hotness = self.actions.hotness
         self._metrics.holdings.index_bytes.labels("prefixes").set_function(lambda: hotness.held_bytes)
         if self.snapshot is not None:
@@ -174,7 +205,7 @@ class KvCache:
         if facts.request.session_ends:
             self._end_session(facts)
             return
-        if not (result.prefilled and self._uses_tokens):
+        if not (result.prefilled and self._acts):
             return
         self.overlap.tokens.note_count(facts, result.prompt_tokens)
         endpoint = None if result.endpoint is None else facts.cluster.find_endpoint(result.endpoint)
@@ -198,11 +229,19 @@ class KvCache:
         self.overlap.indexes[cluster].reset_endpoint(endpoint)
         self.state.losses.note_loss(cluster, endpoint, LossReason.CLEARED)
 
-    def _tick(self) -> None:
+    async def _tick(self) -> None:
         """Between requests, after each round of the scraper."""
         present = {(name, one.id) for name, cluster in self.clusters.items() for one in cluster.endpoints}
         self.feedback.keep_only(present)
         self.state.breaks.keep_only(present)
         self.actions.tick()
+        if self.leasing is not None:
+            self.leasing.tick()
         if self.warming is not None:
             self.warming.tick()
+        await self.overlap.tier_counts.refresh()
+
+
+def _acts(settings: KvCacheSettings) -> bool:
+    """Whether anything is done about finished requests but learning."""
+    return bool(settings.lmcache_endpoint) or settings.kv_events or settings.leases.enabled

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings, TokenCacheSettings
+from kvproxy.kvcache.actions.leases import LeaseBook
 from kvproxy.kvcache.actions.signals import Hotness
 from kvproxy.kvcache.actions.strategies import ActionRecord
 from kvproxy.kvcache.feedback.prediction_stats import PredictionStats
@@ -33,6 +34,7 @@ class CacheState:
     hit_ratios: HitRatioStats = field(default_factory=HitRatioStats)
     bytes_per_token: BytesPerToken = field(default_factory=BytesPerToken)
     counted: CountedPrompts = field(default_factory=CountedPrompts)
+    leases: LeaseBook = field(default_factory=LeaseBook)
     indexes: dict[str, IndexState] = field(default_factory=dict)  # by cluster
     present: dict[str, Mapping[str, Endpoint]] = field(default_factory=dict)  # by cluster, at the last scrape
     #: Told the model, the prompt's keys, its bytes and its tokens of what an engine counted.

@@ -122,8 +122,13 @@ def prefix_breaks(service: KvCache, now: float) -> dict[str, object]:
     }
 
 
+def promises(service: KvCache, now: float) -> dict[str, object] | None:
+    """Prompts kept for conversations that are expected back, and what came of it; None: there are no leases."""
+    return None if service.leasing is None else service.state.leases.describe(service.settings.leases, now)
+
+
 def leases(service: KvCache, now: float) -> list[dict[str, object]]:
-    """Running pins."""
+    """Running pins of hot prefixes."""
     pin = service.actions.pin
     if pin is None:
         return []
@@ -222,6 +227,7 @@ def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[s
         "hit_ratio": asdict(service.state.hit_ratios.read_shares((cluster, endpoint.id))),
         "block_bytes": TEXT_BLOCK_BYTES,
         "precise_blocks": indexes.precise.count_rows(endpoint.id),
+        "tiers": overlap.tier_counts.describe(cluster, endpoint, service.scraper.signals.memory),
     }
 
 

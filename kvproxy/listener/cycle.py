@@ -10,6 +10,8 @@ from http import HTTPStatus
 from operator import itemgetter
 from typing import Any, Protocol
 
+import msgspec
+
 from kvproxy.request.error_reply import error_body
 from kvproxy.types import Headers
 
@@ -24,9 +26,9 @@ _JOINED_BYTES = 16 * 1024
 _BODILESS = frozenset({204, 304})
 _INTERNAL_ERROR = b"Internal Server Error"
 
-#: What a header name may have, and what a head may have at all.
+#: What a header name may have, and what a head may have besides the ends of its lines.
 _TOKEN = b"!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyz"
-_HEAD = b"\r\n\t " + bytes(range(0x21, 0x7F)) + bytes(range(0x80, 0x100))
+_TEXT = b"\t " + bytes(range(0x21, 0x7F)) + bytes(range(0x80, 0x100))
 _NAME = itemgetter(0)
 _PHRASES = {status.value: status.phrase.encode("ascii") for status in HTTPStatus}
 _STATUS_LINES = {status: b"HTTP/1.1 %d %b" % (status, _PHRASES.get(status, b"")) for status in range(200, 600)}
@@ -70,42 +72,35 @@ class Connection(Protocol):
         ...
 
 
-class RequestCycle:
-    """The request's state between its head and the end of its response. Keeps no scope: that keeps the cycle.
+class RequestCycle(msgspec.Struct, eq=False):
+    """The request's state between its head and the end of its response. Keeps no scope: that keeps the cycle. (A
+    struct: one is made in C.)
 
     A head sent by ASGI is held until the first piece of the body or the end of the loop's present turn, whichever comes
     first: one system call for a short response, and no delay for a head whose body takes long.
     """
 
-    __slots__ = (
-        "_bodiless", "_body_taken", "_buffered_bytes", "_chunked", "_connection", "_expects_continue", "_head",
-        "_head_request", "_http_1_0", "_left_bytes", "_on_disconnect", "_pieces", "body_complete", "disconnected",
-        "ends_by_close", "keep_alive", "response_complete", "response_started", "task", "writable",
-    )  # fmt: skip
-
-    def __init__(
-        self, connection: Connection, *, method: str, http_1_0: bool, keep_alive: bool, expects_continue: bool
-    ) -> None:
-        self.writable = True
-        self.keep_alive = keep_alive
-        self.disconnected = False
-        self.body_complete = False  # all of the request arrived
-        self.response_started = False
-        self.response_complete = False
-        self.ends_by_close = False  # the response, for want of a length and of chunks
-        self.task: asyncio.Task[None] | None = None
-        self._connection = connection
-        self._head_request = method == "HEAD"
-        self._http_1_0 = http_1_0
-        self._expects_continue = expects_continue
-        self._pieces: list[bytes] = []
-        self._buffered_bytes = 0
-        self._body_taken = False  # with its end
-        self._on_disconnect: Callable[[], None] | None = None
-        self._head = b""  # encoded, not written yet
-        self._bodiless = False
-        self._chunked = False
-        self._left_bytes: int | None = None  # of the body, as its length announced it
+    _connection: Connection
+    loop: asyncio.AbstractEventLoop
+    _head_request: bool
+    _http_1_0: bool
+    keep_alive: bool
+    _expects_continue: bool
+    writable: bool = True
+    disconnected: bool = False
+    body_complete: bool = False  # all of the request arrived
+    response_started: bool = False
+    response_complete: bool = False
+    ends_by_close: bool = False  # the response, for want of a length and of chunks
+    task: asyncio.Task[None] | None = None
+    _pieces: list[bytes] = []
+    _buffered_bytes: int = 0
+    _body_taken: bool = False  # with its end
+    _on_disconnect: Callable[[], None] | None = None
+    _head: bytes = b""  # encoded, not written yet
+    _bodiless: bool = False
+    _chunked: bool = False
+    _left_bytes: int | None = None  # of the body, as its length announced it
 
     async def run(self, app: Any, scope: Any) -> None:
         """Lets the app answer; one that breaks the rules is logged, and its client gets 500 or a cut connection.
@@ -139,7 +134,7 @@ class RequestCycle:
             return
         self._pieces += pieces
         self._buffered_bytes += size_bytes + _PIECE_BYTES * len(pieces)
-        if self.full:
+        if self._buffered_bytes > HIGH_WATER_BYTES:
             self._connection.pause_reading()
         if self._connection.waiters:
             self._connection.wake()
@@ -236,7 +231,7 @@ class RequestCycle:
             raise RuntimeError(f"unexpected ASGI message {kind!r}")
         elif not self.disconnected:
             self._start(message["status"], message.get("headers", ()))
-            self._connection.loop.call_soon(self._flush_head)
+            self.loop.call_soon(self._flush_head)
 
     # the parts
 
@@ -326,13 +321,9 @@ def encode_head(
         lines.append(b"connection: close")
     lines.append(b"\r\n")
     head = b"\r\n".join(lines)
-    # One look at everything joined costs a tenth of a check per field.
-    if (
-        unsafe
-        or b"" in names
-        or head.translate(None, _HEAD)
-        or not head.count(b"\r\n") == len(lines) == head.count(b"\r") == head.count(b"\n")
-    ):
+    # One look at everything joined costs a tenth of a check per field: without all that it may have, our own ends of
+    # its lines are left.
+    if unsafe or b"" in names or head.translate(None, _TEXT) != b"\r\n" * len(lines):
         raise RuntimeError("a response head with a status or with characters that are not allowed")
     return head, length_bytes, keep_alive
 

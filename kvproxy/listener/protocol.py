@@ -151,13 +151,8 @@ class ClientProtocol(asyncio.Protocol):
 
     def open_request(self, scope: Scope, *, keep_alive: bool, expects_continue: bool) -> RequestCycle:
         """The request begins at once, or in its turn behind those before it."""
-        cycle = RequestCycle(
-            self,
-            method=scope["method"],
-            http_1_0=scope["http_version"] == "1.0",
-            keep_alive=keep_alive,
-            expects_continue=expects_continue,
-        )
+        head_request, http_1_0 = scope["method"] == "HEAD", scope["http_version"] == "1.0"
+        cycle = RequestCycle(self, self.loop, head_request, http_1_0, keep_alive, expects_continue)
         self._unwanted_bytes = 0
         scope["state"] = self._app_state.copy()
         scope[CONNECTION] = cycle

@@ -139,7 +139,7 @@ class HoldingMetrics:
             "kvproxy_kvcache_token_recalls", "Prompts by what token memory knew", ["result"], counts=True, registry=r
         )  # exact, prefix, missed
         self.actions = Counter(
-            "kvproxy_kvcache_actions", "Pins, compressions, evictions, warming", ["action", "result"], registry=r
+            "kvproxy_kvcache_actions", "What is done to prefixes at LMCache", ["action", "result"], registry=r
         )
         self.warmed_tokens = Counter(
             "kvproxy_kvcache_warmed_tokens", "Tokens of prompts sent to warm caches", ["state"], registry=r
@@ -147,6 +147,83 @@ class HoldingMetrics:
         self.background = Counter(
             "kvproxy_kvcache_background_jobs", "Work after responses", ["result"], registry=r
         )  # done, failed, timeout, duplicate, dropped, abandoned
+
+
+class TierMetrics:
+    """Where KV lies."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.blocks = CallbackGauge(
+            "kvproxy_tier_blocks", "Blocks at an endpoint by where they lie, as its KV events say (twice a minute)",
+            ["cluster", "endpoint", "tier"], registry=r,
+        )  # fmt: skip
+        self.tokens = CallbackGauge(
+            "kvproxy_tier_tokens", "Tokens of these", ["cluster", "endpoint", "tier"], registry=r
+        )
+        self.bytes = CallbackGauge(
+            "kvproxy_tier_bytes", "KV below engine memory, and room for it, as LMCache's coordinator says; the shared "
+            "store has no instance", ["instance", "tier", "kind"], registry=r,
+        )  # fmt: skip  # used, capacity
+
+
+class LeaseMetrics:
+    """Prompts kept for conversations that are expected back (docs/leases.md)."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.grants = Counter(
+            "kvproxy_lease_grants", "Prompts that are to be kept, by why and by what keeps them",
+            ["why", "lever"], registry=r,
+        )  # fmt: skip  # tool_call, client; pin, touch
+        self.refusals = Counter(
+            "kvproxy_lease_refusals", "Prompts worth keeping that are not kept", ["reason"], registry=r
+        )  # short, max_leases, tenant_budget, endpoint_budget, no_lever, unpriced, duplicate
+        self.results = Counter(
+            "kvproxy_lease_results", "Leases by how they ended", ["result"], registry=r
+        )  # kept, broken, elsewhere, unverified, early; without a return: expired, session_ended, no_effect, not_worth
+        self.promised_tokens = Counter(
+            "kvproxy_lease_promised_tokens", "Tokens under leases whose conversation came back and that were verified",
+            registry=r,
+        )  # fmt: skip
+        self.reused_tokens = Counter(
+            "kvproxy_lease_reused_tokens", "Of these, tokens that the engines did reuse", registry=r
+        )
+        self.reused_seconds = Counter(
+            "kvproxy_lease_reused_seconds", "Seconds of prefill these would have taken, by learned speeds (some of it "
+            "would have been cached without a lease)", registry=r,
+        )  # fmt: skip
+        self.touched_tokens = Counter(
+            "kvproxy_lease_touched_tokens", "Tokens of prompts asked for again to keep them", ["state"], registry=r
+        )  # found, computed
+        self.kept_ratio = CallbackGauge(
+            "kvproxy_lease_kept_ratio", "Of the promises that could be verified, the share that was kept", registry=r
+        )
+        self.held_tokens = CallbackGauge(
+            "kvproxy_lease_held_tokens", "Tokens under lease by tenant", ["tenant"], registry=r
+        )
+        self.entries = CallbackGauge(
+            "kvproxy_lease_entries", "`leases`, conversations that are `waiting` to go on, and known kinds of `pauses`",
+            ["what"], registry=r,
+        )  # fmt: skip
+
+
+class TransferMetrics:
+    """KV copied to where it will be needed."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.tokens = Counter(
+            "kvproxy_kvcache_transferred_tokens", "Tokens whose KV transfers brought to an endpoint",
+            ["endpoint"], registry=r,
+        )  # fmt: skip
+        self.seconds = Histogram(
+            "kvproxy_kvcache_transfer_seconds", "One transfer, from its call to its end", ["result"],
+            buckets=FAST_BUCKETS_S, registry=r,
+        )  # fmt: skip  # done, no_effect, timeout, ...
+        self.refused = Counter(
+            "kvproxy_kvcache_transfers_refused", "Transfers that were not begun", ["reason"], registry=r
+        )  # busy, budget, slow, short, held
+        self.expected = Gauge(
+            "kvproxy_kvcache_expected_turns", "Turns of sessions that transfers prepare when they are due", registry=r
+        )
 
 
 class SnapshotMetrics:

@@ -14,7 +14,10 @@ from kvproxy.metrics.cache_groups import (
     HoldingMetrics,
     KvCacheMetrics,
     KvEventMetrics,
+    LeaseMetrics,
     SnapshotMetrics,
+    TierMetrics,
+    TransferMetrics,
 )
 from kvproxy.metrics.collectors import CallbackGauge, Counter, Histogram
 from kvproxy.metrics.exposition import Registry
@@ -244,6 +247,7 @@ class BoundMetrics:
         self.receipts = Counter(
             "kvproxy_receipts", "Decision receipts", ["result"], registry=r
         )  # written, dropped, failed
+        self.ledger = Counter("kvproxy_ledger_entries", "Entries of the ledger", ["result"], registry=r)
         self.normalized = Counter(
             "kvproxy_normalized_requests", "Requests with a prompt that rules of `normalize` change",
             ["cluster", "rules", "result"], registry=r,
@@ -299,11 +303,18 @@ class SyncMetrics:
         self.bytes = Counter("kvproxy_sync_bytes", "Bytes of these", ["direction"], registry=r)  # in, out
         self.dropped = CallbackGauge(
             "kvproxy_sync_dropped",
-            "`deltas` and `messages` that found no room and were never sent",
+            "`deltas` and `messages` that found no room and were never sent, and messages `received` that found none",
             ["what"],
             counts=True,
             registry=r,
-        )  # deltas, messages
+        )
+        self.held = CallbackGauge(
+            "kvproxy_sync_held_bytes",
+            "Kept for the exchange: `deltas` not told yet (at most 16 MiB), messages `unsent` (16 MiB for a store, 8 "
+            "for each worker), batches `sent` that may be asked for again (4 MiB), messages that came `early` "
+            "(32 MiB), and while `joining` what others say and the snapshot (96 MiB)",
+            ["what"], registry=r,
+        )  # fmt: skip
         self.store_up = CallbackGauge(
             "kvproxy_sync_store_up", "1: what replicas meet at can be reached; not there where they meet at nothing",
             registry=r,
@@ -323,6 +334,7 @@ class ProcessMetrics:
             "kvproxy_workers", "Workers that serve; no series where one process does all", registry=r
         )
         self.worker_restarts = Counter("kvproxy_worker_restarts", "Workers started again after they ended", registry=r)
+        self.worker_hangs = Counter("kvproxy_worker_hangs", "Workers killed since they said nothing", registry=r)
         self.loop_lag = Histogram(
             "kvproxy_event_loop_lag_seconds", "How late the event loop woke a task, sampled four times a second",
             buckets=LAG_BUCKETS_S, registry=r,
@@ -342,6 +354,9 @@ class Metrics:
         self.kv_events = KvEventMetrics(self.registry)
         self.kvcache = KvCacheMetrics(self.registry)
         self.holdings = HoldingMetrics(self.registry)
+        self.tiers = TierMetrics(self.registry)
+        self.leases = LeaseMetrics(self.registry)
+        self.transfers = TransferMetrics(self.registry)
         self.snapshot = SnapshotMetrics(self.registry)
         self.picker = PickerMetrics(self.registry)
         self.bounds = BoundMetrics(self.registry)

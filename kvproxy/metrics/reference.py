@@ -39,7 +39,7 @@ endpoints times a small constant. An endpoint that leaves takes its series along
 
 #: What each label holds; the page and its test need one for every label in the catalogue.
 LABELS: Mapping[str, str] = {
-    "action": "`pin`, `compress` or `evict`",
+    "action": "`pin`, `compress`, `evict`, `warm` or `touch`",
     "breaker": "what the breaker guards",
     "by": "what is counted (`tokens` or `requests`), whose costs (`live` or `shadow`), or by whose word (`engine`, "
     "`responses`, `prediction`)",
@@ -52,7 +52,9 @@ LABELS: Mapping[str, str] = {
     "index": "`approximate`, `in_flight`, `precise`, `hot`, `sessions` (hashes of chats, at most 64 MiB a cluster), "
     "`session_parts` (digests of sessions' last prompts, at most 17 MiB) or `prefixes` (tokens of prefixes that may be "
     "pinned or evicted, at most 64 MiB)",
+    "instance": "an LMCache instance by its id; empty: the store that all of them share",
     "kind": "which of a few kinds; the meaning of the metric names them",
+    "lever": "what keeps a prompt: `pin` (LMCache) or `touch` (asked for again)",
     "mode": "how Envoy sends the request's body: `buffered`, `duplex`, or `headers` where it does not or does not wait",
     "model": "a model that an endpoint declares, a route names or an engine lists (50 of these at most); else `other`, "
     "as the first requests for a listed one are, until the engines were asked",
@@ -60,8 +62,8 @@ LABELS: Mapping[str, str] = {
     "peer": "another process: host and worker (at most 256, silent ones for ten minutes)",
     "policy": "name of the balancing policy",
     "queue": "which bounded place: `upstream` connections, `rate_limit` buckets, `kvcache_...` jobs, `receipts`, "
-    "reservations (`picks`; Envoy's: `picker`), `picker_streams`, `picker_connections`, requests in a `router/CLUSTER` "
-    "queue, client `connections`, deltas for other processes (`sync`)",
+    "`ledger`, reservations (`picks`; Envoy's: `picker`), `picker_streams`, `picker_connections`, requests in a "
+    "`router/CLUSTER` queue, client `connections`",
     "quantile": "`0.5` or `0.99`",
     "rank": "data-parallel rank of the engine",
     "reason": "why; a closed set of each metric",
@@ -77,6 +79,7 @@ LABELS: Mapping[str, str] = {
     "tier": "`device` (engine memory), `pinned`, `host`, `disk` or `shared` (a store that several engines read)",
     "status": "HTTP status",
     "version": "of kvproxy",
+    "why": "why a prompt is kept: `tool_call` (its answer calls a tool) or `client` (asked for it)",
     "what": "which of a few things; the meaning of the metric names them",
 }
 

@@ -154,7 +154,7 @@ class CarriedRequest:
             log.exception("no facts for this request")
             return
         self._facts, exchange.facts = facts, facts.overlaps
-        learning = KvCacheLearning(service, facts, prefers=False)
+        learning = KvCacheLearning(service, facts, False)
         exchange.facts_source = learning.refresh
         exchange.observers = (learning, *exchange.observers)  # the others are told what it found out
         exchange.hooks |= learning.hooks

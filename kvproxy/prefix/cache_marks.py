@@ -1,4 +1,5 @@
-"""Cuts the `cache_control` marks out of the JSON of messages, system blocks and tools, and nothing else. Pure."""
+"""The `cache_control` marks in the JSON of messages, system blocks and tools: cuts them out and nothing else, and reads
+how long they ask for a prompt to be kept. Pure."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from collections.abc import Callable, Iterable
 import msgspec
 from msgspec import Raw
 
+from kvproxy.types import Prompt
+
 MARK = b'"cache_control":'  # with the colon, since a text may be just that name
 #: What one look for marks goes into: a few ms at most. Beyond it, bytes count as they were sent.
 MAX_OBJECTS = 8192
@@ -15,7 +18,13 @@ MAX_BYTES = 512 * 1024
 #: What does not decode.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
+#: How long a mark without a `ttl` asks for, and one with "1h"; there are no others.
+DEFAULT_TTL_S, LONG_TTL_S = 300.0, 3600.0
+#: Clients move a mark along with their last messages.
+_MARKED_PARTS = 4
+
 _NO_RAW = Raw()
+_any_mark = re.compile(rb'"cache_control"\s?:\s?\{([^{}]{0,64})\}').finditer
 _last_mark = re.compile(rb',\s?"cache_control"\s?:\s?\{[^{}]{0,64}\}(\}\]?)\Z').search
 _MOST_OF_A_MARK = 96
 _space = re.compile(rb"\s{0,8}").match
@@ -30,16 +39,38 @@ class _Message(msgspec.Struct, gc=False):
     content: list[_Object]
 
 
+class _Text(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    type: Raw
+    text: Raw
+
+
+class _Texts(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    role: Raw
+    content: list[_Text]
+
+
 #: The objects of something that may have marks.
 Decode = Callable[[bytes], list[_Object]]
 _decode_objects: Decode = msgspec.json.Decoder(list[_Object]).decode
 _decode_object = msgspec.json.Decoder(_Object).decode
 _decode_message = msgspec.json.Decoder(_Message).decode
+_decode_texts = msgspec.json.Decoder(_Texts).decode
 
 
 def parts_of_message(message: bytes) -> list[_Object]:
     """The parts of its content."""
     return _decode_message(message).content
+
+
+def has_only_texts(message: bytes) -> bool:
+    """Whether it is a role and text parts, none of them marked; a long one is not looked into."""
+    if len(message) > MAX_BYTES:
+        return False
+    try:
+        _decode_texts(message)
+    except UNREADABLE:
+        return False
+    return True
 
 
 def block_itself(block: bytes) -> list[_Object]:
@@ -93,3 +124,12 @@ def _cut(data: bytes, values: Iterable[bytes]) -> bytes:
                 end = comma.end()
         done = end
     return b"".join((*pieces, data[done:]))
+
+
+def read_ttl_s(prompt: Prompt) -> float | None:
+    """The longest time that a mark asks for; None without marks."""
+    looked_at = (prompt.shape, *prompt.parts[-_MARKED_PARTS:])
+    marks = [each[1] for text in looked_at if MARK[:-1] in text for each in _any_mark(text)]
+    if not marks:
+        return None
+    return LONG_TTL_S if any(b'"1h"' in each for each in marks) else DEFAULT_TTL_S

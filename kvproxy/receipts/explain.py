@@ -160,6 +160,10 @@ def _outcome(receipt: Receipt) -> Iterator[str]:
     if receipt.cache_loss:
         how = _LOSSES.get(receipt.cache_loss, receipt.cache_loss)
         yield f"  it had lost its cache less than a minute before: {how}"
+    if (lease := receipt.lease) is not None:
+        saved = f", {_seconds(lease.seconds)} of prefill" if lease.seconds else ""
+        yield f"  its conversation's last prompt was under a lease ({lease.why}, by {lease.lever}): {lease.result},"
+        yield f"  {lease.reused} of {lease.tokens} tokens reused{saved}"
     if receipt.prefix_break is not None:
         yield from _broken(receipt.prefix_break)
 

@@ -89,6 +89,7 @@ def compose_receipt(over: FinishedRequest, *, ended: datetime, hashed: Hash, key
         completion_tokens=outcome.completion_tokens,
         cache_loss=outcome.cache_loss,
         prefix_break=outcome.prefix_break,
+        lease=outcome.lease,
     )
 
 

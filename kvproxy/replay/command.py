@@ -23,8 +23,10 @@ from kvproxy.replay.plot import render_html
 from kvproxy.replay.report import ProgressBar
 from kvproxy.replay.reports import ROW, LiveReport, report_live
 from kvproxy.replay.results import GoodputLimits
-from kvproxy.replay.settings import ENGINES, Pace, ReplayFleet, TierPlan
+from kvproxy.replay.settings import ENGINES, Pace, ReplayFleet
+from kvproxy.replay.tier_plan import TierPlan
 from kvproxy.replay.trace import Trace, read_trace
+from kvproxy.replay.transfers import LinkPlan
 
 #: As shells have it for a program that Ctrl-C ended.
 INTERRUPTED = 130
@@ -129,7 +131,9 @@ def _plan(args: argparse.Namespace, *, load: float = DEFAULT_LOAD) -> Comparison
         index_capacity=args.index_capacity,
         learn_capacity=not args.fixed_capacity,
         wrong_share=args.wrong,
-        tiers=_tiers(args.tiers) if args.tiers else None,
+        tiers=TierPlan.parse(args.tiers) if args.tiers else None,
+        eviction=args.eviction,
+        link=LinkPlan(args.link),
     )
     return ComparisonPlan(fleet, policies, load=load, baseline=args.baseline, seeds=args.seeds,
                 closed_loop=not args.open_loop, prior_factor=args.prior_factor, streamed=args.streamed,
@@ -166,24 +170,6 @@ def _moments(option: str, text: str) -> tuple[tuple[int, float], ...]:
         return tuple((int(engine), float(share)) for engine, share in pairs)
     except ValueError:
         raise ValueError(f"{option} takes engines and shares of the run, such as 0:0.5,3:0.7; not {text!r}") from None
-
-
-def _tiers(text: str) -> TierPlan:
-    """Of `device=0.25,host=4,gbps=20` and the like."""
-    fields = {"device": "device", "host": "host", "gbps": "gb_per_s", "shared": "shared",
-              "shared_gbps": "shared_gb_per_s", "latency": "latency_s"}  # fmt: skip
-    found: dict[str, float] = {}
-    for each in text.split(","):
-        name, _, value = each.strip().partition("=")
-        try:
-            found[fields[name]] = float(value)
-        except (KeyError, ValueError):
-            raise ValueError(f"--tiers takes numbers for {', '.join(fields)}, as in device=0.25,host=4,gbps=20; "
-                             f"not {each!r}") from None  # fmt: skip
-    plan = TierPlan(**found)  # type: ignore[arg-type]
-    if not 0 < plan.device <= 1 or min(plan.host, plan.shared, plan.latency_s) < 0 or min(plan.speeds()) <= 0:
-        raise ValueError("--tiers: device is a share above 0, sizes are not negative, speeds are above 0")
-    return plan
 
 
 def _slowness(text: str) -> tuple[float, ...]:

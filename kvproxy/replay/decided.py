@@ -18,10 +18,9 @@ from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate, first_t
 from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.reports import Recorded, Review, Verdict, mean
 from kvproxy.replay.results import percentile
-from kvproxy.routing.load import Backlog
 from kvproxy.routing.policy import OverlapFacts, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel
-from kvproxy.routing.work import Features
+from kvproxy.routing.work import Backlog, Features
 from kvproxy.types import EndpointId
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from kvproxy.replay.results import GoodputLimits
 from kvproxy.replay.settings import ENGINES, IndexMode, ReplayFleet
+from kvproxy.replay.tier_plan import TierPlan
 from kvproxy.replay.trace import Half
+from kvproxy.simulator.retention import Eviction
 from kvproxy.simulator.timing import EngineTiming
 
 DEFAULT_LOAD = 0.7
@@ -25,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "by name; `list` prints them all")  # fmt: skip
     parser.add_argument("--policy", default=DEFAULT_POLICIES, metavar="P,P...", help="policies, side by side; "
                         "behind kv_aware or least_ttft, +queue adds the router queue, +priority has engines "
-                        "admit in the router's order; behind any, +tier_blind hides tiers below engine memory "
+                        "admit in the router's order; behind kv_aware, +move copies KV between engines on demand "
+                        "(--link); behind any, +tier_blind hides tiers below engine memory "
                         "(default %(default)s)")  # fmt: skip
     parser.add_argument("--baseline", default="", metavar="P", help="policy of the last column (default: the first)")
     parser.add_argument("--instances", type=int, default=8, metavar="N", help="engines (default %(default)s)")
@@ -92,10 +95,17 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
                        help="the next turn finds the blocks of an answer, as with vLLM")  # fmt: skip
     group.add_argument("--capacity-tokens", type=int, metavar="N",
                        help=f"KV cache of each (default {fleet.capacity_tokens})")  # fmt: skip
+    more = ", ".join(name for name in TierPlan.NAMES if name not in ("device", "host", "gbps"))
     group.add_argument("--tiers", default="", metavar="NAME=X,...",
                        help="tiers below engine memory: device=0.25,host=4,gbps=20 leaves a quarter of it, with "
-                       "host memory of four times that, read at 20 GB/s (a token's KV is 128 KiB); shared=N adds a "
-                       "store of N times an engine's memory that all read, at shared_gbps (2.5)")  # fmt: skip
+                       "host memory of four times that, read at 20 GB/s (a token's KV is 128 KiB); docs/tiers.md tells "
+                       f"of {more}")  # fmt: skip
+    group.add_argument("--eviction", choices=list(Eviction), type=Eviction, default=Eviction.LRU,
+                       help="which blocks engines and tiers give up first; optimum knows the future "
+                       "(default %(default)s)")  # fmt: skip
+    group.add_argument("--link", type=float, default=12.5, metavar="GBPS",
+                       help="what +move copies KV over, each way of each engine (default %(default)s; a token's KV is "
+                       "128 KiB; below 1 nothing is copied)")  # fmt: skip
     group.add_argument("--prefill-tokens-per-s", type=float, metavar="X",
                        help=f"(default {timing.prefill_tokens_per_s:g})")  # fmt: skip
     group.add_argument("--quadratic-tokens", type=float, metavar="X",

@@ -22,7 +22,7 @@ from kvproxy.replay.view import Settle, endpoint_id
 from kvproxy.replay.virtual_time import VirtualTime
 from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy, least
 from kvproxy.routing.work import Features, features_of, seconds_of
-from kvproxy.simulator.block_cache import PooledCache
+from kvproxy.simulator.block_cache import BlockCache
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import FirstToken, KvEvent, Rejected, SimRequest
 from kvproxy.simulator.timing import TokenGaps
@@ -36,6 +36,29 @@ _WAITING_WHEN_FED = 2  # an engine with fewer requests waiting is fed, so that s
 
 class NothingFits(KvproxyError):
     """No request of a trace fits an engine's cache."""
+
+
+class PooledCache(BlockCache):
+    """Engines plan their steps one by one, each against all the free blocks, so that two plans may want the same one.
+    The pool then lends blocks beyond its capacity and takes them back as soon as any is free."""
+
+    def __init__(self, capacity_blocks: int) -> None:
+        super().__init__(capacity_blocks, record_events=False)
+        self._lent = 0
+
+    def allocate(self, count: int) -> list[int]:
+        for _ in range(count - len(self._free)):
+            self._free[len(self._users)] = None
+            self._users.append(0)
+            self._hash_of.append(None)
+            self._lent += 1
+        return super().allocate(count)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        super().release(blocks)
+        while self._lent and self._free:
+            super().allocate(1)  # never released again
+            self._lent -= 1
 
 
 class PooledFleet:

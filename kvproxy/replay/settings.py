@@ -9,9 +9,12 @@ from enum import StrEnum
 from itertools import chain
 from random import Random
 
+from kvproxy.replay.tier_plan import TierPlan
 from kvproxy.replay.trace import Trace, TraceError, Turn
-from kvproxy.simulator.engine_io import EngineSettings, Scheduling, TierSettings
+from kvproxy.replay.transfers import LinkPlan
+from kvproxy.simulator.engine_io import EngineSettings, Scheduling
 from kvproxy.simulator.lower_tiers import LowerTier
+from kvproxy.simulator.retention import Eviction, Future
 from kvproxy.simulator.timing import EngineTiming
 
 #: By how much at most a seed moves the start of a session.
@@ -23,38 +26,6 @@ _WORDS = (  # noqa: SIM905 - a list literal would be 60 lines
     "part place case week company system program question work number night point home water room mother area money "
     "story fact month lot right study book eye job word business issue side kind head house service friend father power"
 ).split()
-
-
-@dataclass(frozen=True, slots=True)
-class TierPlan:
-    """Host memory below the engines', and a store that they share: sizes in multiples of an engine's memory as it is
-    cut to `device`, speeds in bytes a second. A token's KV is that of a model of 32 layers with 8 KV heads of 128
-    values in two bytes: 128 KiB."""
-
-    device: float = 1.0  # share that is left of an engine's memory
-    host: float = 4.0
-    gb_per_s: float = 20.0
-    shared: float = 0.0  # of all engines together; 0: none
-    shared_gb_per_s: float = 2.5
-    latency_s: float = 0.001  # of a read
-    failing_reads: int = 0  # each one of so many host reads fails
-    kv_bytes_per_token: int = 131_072
-    on_eviction: bool = False  # else written through
-
-    def speeds(self) -> tuple[float, float]:
-        """In GB a second."""
-        return self.gb_per_s, self.shared_gb_per_s
-
-    def host_tier(self, capacity_blocks: int, block_size: int) -> TierSettings:
-        """Of an engine with so many blocks."""
-        read_s = block_size * self.kv_bytes_per_token / (self.gb_per_s * 1e9)
-        return TierSettings("CPU", max(1, round(self.host * capacity_blocks)), read_s, self.latency_s,
-                            self.failing_reads)  # fmt: skip
-
-    def shared_tier(self, capacity_blocks: int, block_size: int) -> TierSettings:
-        """Of engines with so many blocks each."""
-        read_s = block_size * self.kv_bytes_per_token / (self.shared_gb_per_s * 1e9)
-        return TierSettings("EXTERNAL", max(1, round(self.shared * capacity_blocks)), read_s, self.latency_s)
 
 
 class IndexMode(StrEnum):
@@ -87,6 +58,8 @@ class ReplayFleet:
     learn_capacity: bool = True  # correct it by what engines reuse; only without events, as in the proxy
     wrong_share: float = 0.0  # of predictions that claim a prefix the endpoint does not hold
     tiers: TierPlan | None = None  # below the engines' memory
+    eviction: Eviction = Eviction.LRU  # in engine memory and below
+    link: LinkPlan | None = None  # between them
     reports_cached: bool = True  # engines say how many tokens they found cached; else always 0
 
     def __post_init__(self) -> None:
@@ -109,9 +82,10 @@ class ReplayFleet:
         return {index for index in range(self.instances) if not first.get(index)}
 
     def undisturbed(self) -> ReplayFleet:
-        """The same fleet with every engine alike and always as fast, and all KV in its memory: what loads are stated
-        for."""
-        return replace(self, slowness=(), slow_middle=1.0, joins=(), leaves=(), tiers=None)
+        """The same fleet with every engine alike and always as fast, all KV in its memory, and the longest unused
+        evicted: what loads are stated for."""
+        still = {"slowness": (), "slow_middle": 1.0, "joins": (), "leaves": (), "tiers": None, "link": None}
+        return replace(self, **still, eviction=Eviction.LRU)  # type: ignore[arg-type]
 
     def blocks_of(self, trace: Trace) -> EngineBlocks:
         """The trace as these engines see it."""
@@ -135,16 +109,24 @@ class ReplayFleet:
             scheduling=self.scheduling,
             timing=timing,
             kv_events=self.index is IndexMode.EVENTS,
-            tiers=() if plan is None or not plan.host else (plan.host_tier(capacity_blocks, block_size),),
+            tiers=() if plan is None else plan.own_tiers(capacity_blocks, block_size, self.eviction),
             offload_on_eviction=plan is not None and plan.on_eviction,
+            eviction=self.eviction,
         )
 
-    def shared_store(self, block_size: int) -> LowerTier | None:
+    def shared_store(self, block_size: int, *, future: Future | None = None) -> LowerTier | None:
         """What the engines share below their own tiers."""
         if self.tiers is None or not self.tiers.shared:
             return None
         capacity_blocks = round(self.tiers.device * self.capacity_tokens) // block_size
-        return LowerTier(self.tiers.shared_tier(capacity_blocks, block_size))
+        return LowerTier(self.tiers.shared_tier(capacity_blocks, block_size, self.eviction), future=future)
+
+    def future_of(self, blocks: EngineBlocks) -> Future | None:
+        """When the trace's blocks are needed, where eviction goes by that."""
+        if self.eviction is not Eviction.OPTIMUM:
+            return None
+        arrivals = sorted(Pace(closed_loop=False).arrivals(blocks.trace))
+        return Future([blocks.left_by(session, number) for _, session, number in arrivals])
 
 
 #: Fleets to begin from, by name. `h100`: as a vLLM server sets itself up on an H100, with steps that never take less

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from kvproxy.request.exchange import Exchange
@@ -19,49 +20,41 @@ from kvproxy.types import CONNECTION, ClientConnection, Headers
 HeadHook = Callable[[Exchange, int, Headers], None]
 
 
-class Downstream:
+class Downstream(msgspec.Struct, eq=False):
     """What the filters of one chain segment share of a request: `receive` and `send` are the ASGI callables for the app
-    behind them. `hooks` see the response's head, in this order."""
+    behind them. `hooks` see the response's head, in this order. Made by `begin`."""
 
-    __slots__ = (
-        "_follows",
-        "_receive",
-        "_send",
-        "complete",
-        "connection",
-        "exchange",
-        "further_headers",
-        "hooks",
-        "replayed",
-        "scope",
-        "sent_bytes",
-        "status",
-    )
+    exchange: Exchange
+    #: The filters may change it. A server or filter around them may read its own afterwards; our listener does not.
+    scope: Scope
+    _receive: Receive
+    _send: Send
+    hooks: Sequence[HeadHook]
+    #: Takes what is written at once; None: ASGI's messages.
+    connection: ClientConnection | None
+    #: The observers hear of a response once, however many segments it passes: from the outermost.
+    _follows: bool
+    further_headers: Headers = []  # that the response gets
+    status: int = 0  # of the response, once its head was sent
+    sent_bytes: int = 0  # of the response's body
+    complete: bool = False  # its end was sent
+    #: A body that was read and goes to the app behind once more; what `receive` gives next comes after it.
+    replayed: bytes | None = None
 
-    def __init__(
-        self, exchange: Exchange, scope: Scope, receive: Receive, send: Send, hooks: Sequence[HeadHook] = ()
-    ) -> None:
-        self.exchange = exchange
-        self.hooks = hooks
-        self.further_headers: Headers = []  # that the response gets
-        self.status = 0  # of the response, once its head was sent
-        self.sent_bytes = 0  # of the response's body
-        self.complete = False  # its end was sent
-        self._receive = receive
-        self._send = send
-        #: A body that was read and goes to the app behind once more; what `receive` gives next comes after it.
-        self.replayed: bytes | None = None
+    @classmethod
+    def begin(
+        cls, exchange: Exchange, scope: Scope, receive: Receive, send: Send, hooks: Sequence[HeadHook] = ()
+    ) -> Downstream:
+        """That of a segment that begins here."""
         connection: ClientConnection | None = scope.get(CONNECTION)
         wrapped = connection is None or (
             getattr(send, "__self__", None) is not connection or getattr(receive, "__self__", None) is not connection
         )
-        #: Takes what is written at once; None: ASGI's messages.
-        self.connection = None if wrapped else connection
-        #: The filters may change it. A server or filter around them may read its own afterwards; our listener does not.
-        self.scope = dict(scope) if wrapped else scope
-        #: The observers hear of a response once, however many segments it passes: from the outermost.
-        self._follows = not exchange.followed
+        follows = not exchange.followed
         exchange.followed = True
+        if wrapped:
+            return cls(exchange, dict(scope), receive, send, hooks, None, follows)
+        return cls(exchange, scope, receive, send, hooks, connection, follows)
 
     @classmethod
     def of(cls, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> Downstream:
@@ -70,7 +63,7 @@ class Downstream:
         whole = getattr(receive, "__self__", None) is own
         if whole and isinstance(own, Downstream) and scope is own.scope:
             return own
-        return cls(exchange, scope, receive, send)
+        return cls.begin(exchange, scope, receive, send)
 
     # the request
 

@@ -54,6 +54,19 @@ class HasHooks(Protocol):
         ...
 
 
+class LeaseResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A conversation came back to a prompt under a lease: what was promised of it and what the engine reused."""
+
+    #: kept, broken, elsewhere (another endpoint answered), unverified (the engine does not say), early (before the
+    #: engine was told to keep it)
+    result: str
+    why: str  # it was made: tool_call, client
+    lever: str  # what held it: pin, touch
+    tokens: int  # promised
+    reused: int = 0
+    seconds: float = 0.0  # that computing what was reused would have taken, by the learned speeds
+
+
 class Outcome(msgspec.Struct, eq=False):
     """What really happened to a forwarded request; filled in by the router filter. (A struct, as the exchange: one is
     made in C.)"""
@@ -75,6 +88,7 @@ class Outcome(msgspec.Struct, eq=False):
     engine_priority: int | None = None  # the number its engine was told to order it by
     cache_loss: str = ""  # how the endpoint that answered had lost its cache shortly before
     prefix_break: PrefixBreak | None = None  # what it lost of its session's last prompt, and why
+    lease: LeaseResult | None = None  # what became of the lease on the prompt it goes on from
 
     def client_left(self) -> None:
         """The client closed its connection before the response was complete."""

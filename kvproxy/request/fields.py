@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import msgspec
 from msgspec import Raw
 
+from kvproxy.prefix.cache_marks import DEFAULT_TTL_S
 from kvproxy.request.session import Session, bounded_key, child_session, session_of_user
 
 NO_RAW = Raw()
 _Key = str | int | None
 _COMMON = ("session_id", "user", "prompt_cache_key", "vllm_xargs", "nvext")
-#: Fields, of whatever kind of body, that may name a session or a cache group.
-NAMING = (*_COMMON, "client_metadata", "conversation", "metadata")
+_KEEPING = ("prompt_cache_retention", "prompt_cache_options", "cache_control")
+#: Fields, of whatever kind of body, that may name a session or a cache group, or say how long prompts are to be kept.
+NAMING = (*_COMMON, *_KEEPING, "client_metadata", "conversation", "metadata")
+#: What is meant by "in_memory": OpenAI keeps such a prompt for 5 to 10 minutes after its last use.
+_IN_MEMORY_S, _UNITS_S = 300.0, {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_duration = re.compile(r"(\d{1,6})([smhd])").fullmatch
 
 
 class _Program(msgspec.Struct, gc=False):
@@ -49,12 +55,18 @@ class _ClientMetadata(msgspec.Struct, gc=False):
         return _named(_word(self.thread_id) or own, _word(self.parent) or own)
 
 
+class _Kept(msgspec.Struct, gc=False):
+    ttl: _Key = None
+
+
 class _SessionFields(msgspec.Struct, gc=False):
     """Fields of a body that name a session, whatever its API."""
 
     session_id: _Key = None
     user: _Key = None
     prompt_cache_key: _Key = None
+    prompt_cache_retention: _Key = None
+    prompt_cache_options: _Kept | None = None
     vllm_xargs: _Xargs | None = None
     nvext: _Nvext | None = None
 
@@ -79,6 +91,19 @@ class _SessionFields(msgspec.Struct, gc=False):
     def cache_group(self) -> str | None:
         """The requests that the client expects to share prefixes."""
         return bounded_key(_word(self.prompt_cache_key)) or None
+
+    def retention_s(self) -> float | None:
+        """How long the client asks for its whole prompt to be kept after the answer."""
+        options = self.prompt_cache_options
+        return _seconds(self.prompt_cache_retention) or (None if options is None else _seconds(options.ttl))
+
+
+def _seconds(said: _Key) -> float | None:
+    text = _word(said)[:16]
+    if text.replace("-", "_") == "in_memory":
+        return _IN_MEMORY_S
+    found = _duration(text)
+    return None if found is None else int(found[1]) * _UNITS_S[found[2]] or None
 
 
 def _session_of_xargs(xargs: _Xargs) -> Session | None:
@@ -181,7 +206,11 @@ class Messages(Templated, gc=False):
     thinking: Raw = NO_RAW
     output_config: Raw = NO_RAW
     metadata: _Metadata | None = None
+    cache_control: _Kept | None = None  # of the whole request; those of its parts are read with these
     max_tokens: int | None = None
+
+    def retention_s(self) -> float | None:
+        return None if self.cache_control is None else _seconds(self.cache_control.ttl) or DEFAULT_TTL_S
 
     def own_session(self) -> Session | None:
         return session_of_user(_word(self.end_user()))

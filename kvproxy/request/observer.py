@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, takewhile
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVarTuple, Unpack
 
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import Pick
@@ -22,7 +22,7 @@ from kvproxy.types import EndpointId, Headers
 
 log = logging.getLogger("kvproxy.request")
 
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 
 HOOKS = (
     "facts_began",
@@ -100,12 +100,7 @@ class RequestObserver:
         nothing), an exception of type `crash` (mostly "") came out."""
 
 
-def notify(
-    hook: Callable[Concatenate[RequestObserver, Exchange, P], None],
-    exchange: Exchange,
-    *args: P.args,
-    **kwargs: P.kwargs,
-) -> None:
+def notify(hook: Callable[[RequestObserver, Exchange, Unpack[Ts]], None], exchange: Exchange, *args: *Ts) -> None:
     """Calls this hook of every observer of the exchange that has it, such as `notify(RequestObserver.finished,
     exchange, now)`. An observer that fails is logged, and the others go on.
 
@@ -115,7 +110,7 @@ def notify(
     for observer in exchange.observers:
         if name in observer.hooks:
             try:
-                getattr(observer, name)(exchange, *args, **kwargs)
+                getattr(observer, name)(exchange, *args)
             except Exception:
                 log.exception("an observer of requests failed: %s at `%s`", type(observer).__name__, name)
 

@@ -149,6 +149,7 @@ class _Reader:
             data.cache_group() if named else None,
             continues,
             continuable,
+            data.retention_s() if named else None,
         )
 
     def _shape(self, data: Common) -> bytes:

@@ -4,16 +4,43 @@ other, so that what is lost on the way heals with the next word. Pure; the time 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
-from typing import Protocol
+from collections.abc import Hashable, Iterable
+from heapq import merge
+from operator import itemgetter
+from typing import Annotated, Protocol
 
 import msgspec
 
 from kvproxy.routing.room import HEAD_TOKENS
-from kvproxy.routing.work import NO_WORK, Features, Finite, difference, sum_of
+from kvproxy.routing.work import HEAD_REQUESTS, NO_WORK, Features, Finite, difference, head_of, sum_of
 
 #: Words of others that a sample of speed may still need.
 MAX_SHOWN = 256
+
+#: Requests at the head of its line that a router tells one by one; the rest of its head goes as one.
+MAX_TOLD = 8
+
+
+class Ahead(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Work that waits for its prefill, since so long."""
+
+    age_s: Finite
+    work: Features
+
+
+def told_head(pending: Iterable[tuple[float, Features]], now: float) -> tuple[Ahead, ...]:
+    """Of pending work with the oldest first, what the engine would at once be at work on if there were no other."""
+    told: list[Ahead] = []
+    requests = tokens = 0.0
+    for at, work in pending:
+        if len(told) < MAX_TOLD:
+            told.append(Ahead(now - at, work))
+        else:
+            told[-1] = Ahead(told[-1].age_s, sum_of(told[-1].work, work))
+        requests, tokens = requests + work[0], tokens + work[1]
+        if tokens >= HEAD_TOKENS or requests >= HEAD_REQUESTS:
+            break
+    return tuple(told)
 
 
 class LoadRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -28,6 +55,8 @@ class LoadRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     routed_s: Finite = 0.0  # sum of the prefill seconds that were routed there
     routed: int = 0  # sum of the requests
     bound: int = 0  # of these, such as would have cost much more elsewhere
+    #: Of the pending work what is the head of this router's line, the oldest first.
+    head: Annotated[tuple[Ahead, ...], msgspec.Meta(max_length=MAX_TOLD)] = ()
 
 
 class SharedLoad(Protocol):
@@ -37,17 +66,32 @@ class SharedLoad(Protocol):
     pending_tokens: int
     resident_tokens: int
 
+    def reprice(self) -> None:
+        """What was worked out of its pending work is so no more."""
+        ...
+
 
 class _Told(msgspec.Struct, frozen=True, gc=False):
     row: LoadRow
     busy_at: float
     shown_at: float
+    line: list[tuple[float, Features]]  # when it was placed, the work
 
 
 class Elsewhere:
     """Others' load on one endpoint, added to the totals of its ledger."""
 
-    __slots__ = ("_load", "_prefilled", "_told", "busy_at", "in_flight", "pending", "resident_tokens", "shown_at")
+    __slots__ = (
+        "_line",
+        "_load",
+        "_prefilled",
+        "_told",
+        "busy_at",
+        "in_flight",
+        "pending",
+        "resident_tokens",
+        "shown_at",
+    )
 
     def __init__(self, load: SharedLoad) -> None:
         self._load = load
@@ -56,12 +100,14 @@ class Elsewhere:
         self.pending = NO_WORK
         self._prefilled: deque[tuple[float, Features]] = deque(maxlen=MAX_SHOWN)  # when first tokens showed what work
         self.busy_at = self.shown_at = 0.0
+        self._line: list[tuple[float, Features]] = []  # the heads of others' lines, the oldest first
 
     def tell(self, origin: Hashable, row: LoadRow | None, now: float) -> LoadRow | None:
         """A router's latest word; None: it is gone. The word before it."""
         before = self._told.pop(origin, None)
         if row is not None:
-            self._told[origin] = _Told(row, now - row.busy_s, now - row.shown_s)
+            line = [(now - one.age_s, one.work) for one in row.head]
+            self._told[origin] = _Told(row, now - row.busy_s, now - row.shown_s, line)
             if before is not None:
                 done = difference(row.prefilled, before.row.prefilled)
                 if done[0]:
@@ -87,25 +133,15 @@ class Elsewhere:
         self.take_prefilled(begun)
         return begun
 
-    def head_of_both(self, head: Features) -> Features:
-        """What the engine is at once at work on, where `head` is that of our own work."""
-        others = self.pending
-        tokens = head[1] + others[1]
-        if tokens <= HEAD_TOKENS or not others[1]:
-            share = 1.0
-        else:
-            share = max(0.0, HEAD_TOKENS - head[1]) / others[1]
-        return (
-            head[0] + share * others[0],
-            head[1] + share * others[1],
-            head[2] + share * others[2],
-            head[3] + share * others[3],
-        )
+    def head_of_all(self, own: Iterable[tuple[float, Features]]) -> Features:
+        """What the engine is at once at work on, of our own pending work, the oldest first, and others'."""
+        return head_of(work for _, work in merge(own, self._line, key=itemgetter(0)))
 
     def _sum(self) -> None:
         in_flight = resident = 0
         requests = tokens = attention = lower = 0.0
         busy_at, shown_at = 0.0, 0.0
+        line: list[tuple[float, Features]] = []
         for told in self._told.values():
             row = told.row
             in_flight += row.in_flight
@@ -115,6 +151,9 @@ class Elsewhere:
                 busy_at = told.busy_at if not requests else min(busy_at, told.busy_at)
                 a, b, c, d = row.pending
                 requests, tokens, attention, lower = requests + a, tokens + b, attention + c, lower + d
+                line += told.line
+        line.sort(key=itemgetter(0))
+        self._line = line
         load = self._load
         load.in_flight += in_flight - self.in_flight
         load.resident_tokens += resident - self.resident_tokens
@@ -122,3 +161,4 @@ class Elsewhere:
         self.in_flight, self.resident_tokens = in_flight, resident
         self.pending = (requests, tokens, attention, lower)
         self.busy_at, self.shown_at = busy_at, shown_at
+        load.reprice()

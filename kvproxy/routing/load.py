@@ -11,26 +11,32 @@ passed (`advance`); what it teaches about speeds the engine's own counters have 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
 import msgspec
 
-from kvproxy.routing.elsewhere import Elsewhere, LoadRow
+from kvproxy.routing.elsewhere import Elsewhere, LoadRow, told_head
 from kvproxy.routing.room import HEAD_TOKENS, EngineState, LiveBlocks, Room, room_of
-from kvproxy.routing.work import HEAD_REQUESTS, NO_WORK, Features, difference, head_of, seconds_of, sum_of
+from kvproxy.routing.work import (
+    HEAD_REQUESTS,
+    IDLE,
+    MAX_PROGRESS,
+    NO_WORK,
+    OVERDUE,
+    OVERDUE_S,
+    Backlog,
+    Features,
+    difference,
+    head_of,
+    seconds_of,
+    sum_of,
+)
 from kvproxy.types import LowerTokens
 
 #: First tokens closer together than this left the engine in one step.
 GROUP_GAP_S = 0.002
-
-#: A running step is never believed to be further along than this share of its estimate.
-MAX_PROGRESS = 0.95
-
-#: A step that takes longer than so many times its estimate and this many seconds is not the one believed in: the
-#: engine does something else, and nothing of what is pending counts as done.
-OVERDUE, OVERDUE_S = 2.0, 0.05
 
 #: A request that ends moves the mean stay by this share of the difference.
 _STAY_GAIN = 0.05
@@ -70,28 +76,6 @@ class Reservation(msgspec.Struct, eq=False):
     first_token_at: float | None = None
     sequences: float = 0.0  # in flight there when its first token came; at its end the mean of then and now
     released: bool = False
-
-
-class Backlog(msgspec.Struct, frozen=True):
-    """What an engine still has to prefill at one moment."""
-
-    work: Features  # of everything pending
-    head: Features  # of what it is at work on
-    elapsed_s: float  # since that work began, as far as is known
-    room_s: float = 0.0  # until there is KV memory, or a slot, for one more request
-
-    def wait_s(self, seconds: Features, slowness: float) -> float:
-        """Until it would begin with a request placed now; `seconds` and `slowness` as in `EndpointLoad.wait_s`."""
-        if self.work is NO_WORK:
-            return 0.0
-        head_s = seconds_of(self.head, seconds)
-        progress = min(MAX_PROGRESS * slowness * head_s, max(0.0, self.elapsed_s))
-        if self.elapsed_s > OVERDUE * slowness * head_s + OVERDUE_S:
-            progress = 0.0
-        return max(0.0, slowness * seconds_of(self.work, seconds) - progress) + self.room_s
-
-
-IDLE = Backlog(NO_WORK, NO_WORK, 0.0)
 
 
 class EndpointLoad:
@@ -208,7 +192,8 @@ class EndpointLoad:
         others, pending = self.elsewhere, self._work if self._pending else NO_WORK
         resident = self.resident_tokens if others is None else self.resident_tokens - others.resident_tokens
         busy_s, shown_s = now - self._busy_at, now - self._shown_at
-        return LoadRow(self.own_in_flight, resident, pending, busy_s, shown_s, self._prefilled)
+        head = told_head(self._line(), now)
+        return LoadRow(self.own_in_flight, resident, pending, busy_s, shown_s, self._prefilled, head=head)
 
     def head(self) -> Features:
         """Of the pending work, what the engine is at once at work on."""
@@ -306,10 +291,8 @@ class EndpointLoad:
         `seconds` is the pool's time for one unit of each feature, `slowness` this endpoint's factor on it. Hidden
         requests whose time has passed are left out, and stay in the ledger.
         """
-        held_s = slowness * self.held_s
-        if self.elsewhere is not None:
-            return held_s + self.backlog(seconds, slowness, now).wait_s(seconds, slowness)
-        if not self._pending:
+        held_s, elsewhere = slowness * self.held_s, self.elsewhere
+        if not self._pending and (elsewhere is None or not elsewhere.pending[0]):
             return held_s
         if self.hidden_requests:
             oldest, own = next(iter(self._pending.items()))
@@ -318,13 +301,20 @@ class EndpointLoad:
         if self._priced_at is not seconds:
             self._priced_at = seconds
             a, b, c, d = seconds  # not seconds_of: this runs for every endpoint of every pick
-            p, q, r, s = work = self._work
+            if elsewhere is None or not elsewhere.pending[0]:
+                work, head = self._work, self._head or self.head()
+            else:
+                work = sum_of(self._work, elsewhere.pending) if self._pending else elsewhere.pending
+                head = elsewhere.head_of_all(self._line())
+            p, q, r, s = work
             self._work_s = self._head_s = p * a + q * b + r * c + s * d
-            head = self._head or self.head()
             if head is not work:
                 p, q, r, s = head
                 self._head_s = p * a + q * b + r * c + s * d
-        progress, elapsed = MAX_PROGRESS * slowness * self._head_s, now - self._begun
+        begun = self._begun
+        if elsewhere is not None:
+            begun = self._begun_of_all(elsewhere, begun if self._pending else None)
+        progress, elapsed = MAX_PROGRESS * slowness * self._head_s, now - begun
         if elapsed < progress:
             progress = elapsed if elapsed > 0.0 else 0.0
         elif elapsed > OVERDUE * slowness * self._head_s + OVERDUE_S:
@@ -344,32 +334,49 @@ class EndpointLoad:
 
     def backlog(self, seconds: Features | None, slowness: float, now: float) -> Backlog:
         """What is pending, without the hidden requests that are over by these speeds; with None without speeds all."""
-        own, elsewhere = self.own_backlog(seconds, slowness, now), self.elsewhere
-        if elsewhere is None or not elsewhere.pending[0]:
-            return own
-        busy_at = elsewhere.busy_at if own is IDLE else min(self._busy_at, elsewhere.busy_at)
-        begun = max(busy_at, self._shown_at, elsewhere.shown_at)
-        if own is not IDLE and own.elapsed_s < now - self._busy_at:  # hidden requests before it are over
-            begun = max(begun, now - own.elapsed_s)
-        work, head = sum_of(own.work, elsewhere.pending), elsewhere.head_of_both(own.head)
+        work, begun, over = self._left(seconds, slowness, now)
+        elsewhere = self.elsewhere
+        if elsewhere is not None and elsewhere.pending[0]:
+            head = elsewhere.head_of_all(islice(self._line(), over, None))
+            begun = self._begun_of_all(elsewhere, None if work is NO_WORK else begun)
+            return Backlog(sum_of(work, elsewhere.pending), head, now - begun, self._room_s(now))
+        if work is NO_WORK:
+            return IDLE
+        head = head_of(islice(self._pending.values(), over, None)) if over else self.head()
+        if elsewhere is not None:
+            begun = self._begun_of_all(elsewhere, begun)
         return Backlog(work, head, now - begun, self._room_s(now))
 
-    def own_backlog(self, seconds: Features | None, slowness: float, now: float) -> Backlog:
-        """The same of the requests that were counted in here."""
-        pending = self._pending
-        if not pending:
-            return IDLE
-        work, begun, overdue = self._work, self._begun, 0
+    def own_work(self, seconds: Features, slowness: float, now: float) -> Features:
+        """What is pending of the requests that were counted in here."""
+        return self._left(seconds, slowness, now)[0]
+
+    def _left(self, seconds: Features | None, slowness: float, now: float) -> tuple[Features, float, int]:
+        """The same, when the engine began with the oldest of them, and how many before it are hidden and over."""
+        pending, work, begun, over = self._pending, self._work, self._begun, 0
         if self.hidden_requests and seconds is not None:
             for reservation, own in pending.items():
                 due_at = begun + slowness * seconds_of(own, seconds)
                 if not reservation.hidden or now < due_at:
                     break
-                begun, work, overdue = due_at, difference(work, own), overdue + 1
-            if overdue == len(pending):
-                return IDLE
-        head = head_of(islice(pending.values(), overdue, None)) if overdue else self.head()
-        return Backlog(work, head, now - begun, self._room_s(now))
+                begun, work, over = due_at, difference(work, own), over + 1
+        return (NO_WORK if over == len(pending) else work), begun, over
+
+    def _line(self) -> Iterator[tuple[float, Features]]:
+        """Our own pending work, the oldest first, with when it was placed."""
+        return ((reservation.started_at, work) for reservation, work in self._pending.items())
+
+    def _begun_of_all(self, elsewhere: Elsewhere, own: float | None) -> float:
+        """When the engine began with the oldest of all that is pending; `own`: with ours, None where there is none."""
+        if own is None:
+            own = elsewhere.busy_at
+        elif elsewhere.pending[0] and own <= self._busy_at:
+            own = min(own, elsewhere.busy_at)
+        return max(own, self._shown_at, elsewhere.shown_at)
+
+    def reprice(self) -> None:
+        """As of SharedLoad."""
+        self._priced_at = None
 
     def advance(self, seconds: Features, slowness: float, now: float) -> None:
         """Take out the hidden requests that are due: engines prefill in order of arrival, so the oldest one is when its

@@ -21,6 +21,13 @@ NO_WORK: Features = (0.0, 0.0, 0.0, 0.0)
 #: The engine works at once on no more requests than this, however short they are (HEAD_TOKENS).
 HEAD_REQUESTS = 256
 
+#: A running step is never believed to be further along than this share of its estimate.
+MAX_PROGRESS = 0.95
+
+#: A step that takes longer than so many times its estimate and this many seconds is not the one believed in: the
+#: engine does something else, and nothing of what is pending counts as done.
+OVERDUE, OVERDUE_S = 2.0, 0.05
+
 
 def features_of(uncached_tokens: float, cached_tokens: float, onboarding_s: float = 0.0) -> Features:
     """Prefill work of one request, whose cached tokens are brought up from lower tiers in `onboarding_s`."""
@@ -57,3 +64,25 @@ def head_of(works: Iterable[Features]) -> Features:
 def difference(a: Features, b: Features) -> Features:
     """The first without the second."""
     return (a[0] - b[0], a[1] - b[1], a[2] - b[2], a[3] - b[3])
+
+
+class Backlog(msgspec.Struct, frozen=True):
+    """What an engine still has to prefill at one moment."""
+
+    work: Features  # of everything pending
+    head: Features  # of what it is at work on
+    elapsed_s: float  # since that work began, as far as is known
+    room_s: float = 0.0  # until there is KV memory, or a slot, for one more request
+
+    def wait_s(self, seconds: Features, slowness: float) -> float:
+        """Until it would begin with a request placed now; `seconds` and `slowness` as in `EndpointLoad.wait_s`."""
+        if self.work is NO_WORK:
+            return 0.0
+        head_s = seconds_of(self.head, seconds)
+        progress = min(MAX_PROGRESS * slowness * head_s, max(0.0, self.elapsed_s))
+        if self.elapsed_s > OVERDUE * slowness * head_s + OVERDUE_S:
+            progress = 0.0
+        return max(0.0, slowness * seconds_of(self.work, seconds) - progress) + self.room_s
+
+
+IDLE = Backlog(NO_WORK, NO_WORK, 0.0)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Protocol
 
 from kvproxy.simulator.engine_io import GROUP, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from kvproxy.simulator.lower_tiers import LowerTiers
+from kvproxy.simulator.retention import Ranking
 
 
 class PrefixCache(Protocol):
@@ -59,12 +60,20 @@ class PrefixCache(Protocol):
 class BlockCache:
     """Blocks are numbered; a stored block keeps its hash after its last user left, until its memory is reused.
 
-    The free list is in eviction order: callers release a sequence's blocks through `release`, which queues its tail
-    first, so that the end of the oldest sequence goes first. One hash may have several physical copies (a fully
-    cached prompt recomputes its last block), and evicting any of them is announced, as vLLM does.
+    The free list is in eviction order, unless a `ranking` says what goes: callers release a sequence's blocks through
+    `release`, which queues its tail first, so that the end of the oldest sequence goes first. One hash may have several
+    physical copies (a fully cached prompt recomputes its last block), and evicting any of them is announced, as vLLM
+    does.
     """
 
-    def __init__(self, capacity_blocks: int, *, record_events: bool = True, lower: LowerTiers | None = None) -> None:
+    def __init__(
+        self,
+        capacity_blocks: int,
+        *,
+        record_events: bool = True,
+        lower: LowerTiers | None = None,
+        ranking: Ranking | None = None,
+    ) -> None:
         if capacity_blocks < 1:
             raise ValueError("a cache needs at least one block")
         self.capacity_blocks = capacity_blocks
@@ -76,6 +85,7 @@ class BlockCache:
         self._states: set[int] = set()
         self._record = record_events
         self._lower = lower
+        self._ranking = ranking  # None: the free list's order
         self._events: list[KvEvent] = []
 
     def __len__(self) -> int:
@@ -123,8 +133,9 @@ class BlockCache:
     def allocate(self, count: int) -> list[int]:
         """Takes `count` blocks out of the free list, forgetting what they held. The caller checked `free_blocks`."""
         blocks = []
+        ranked = self._ranking is not None
         for _ in range(count):
-            block, _none = self._free.popitem(last=False)
+            block = self._take_ranked() if ranked else self._free.popitem(last=False)[0]
             block_hash = self._hash_of[block]
             if block_hash is not None:
                 self._forget(block, block_hash)
@@ -158,6 +169,17 @@ class BlockCache:
         if self._record:
             self._events.append(event)
 
+    def receive(self, block_hashes: Sequence[int]) -> int:
+        """A prompt's leading blocks are copied from elsewhere, those that are not here, if there is room: how many."""
+        held = self.match_prefix(block_hashes, len(block_hashes))
+        blocks = self.acquire(block_hashes, held)  # so that none of them makes room for the others
+        count = missing if (missing := len(block_hashes) - held) <= len(self._free) else 0
+        blocks += self.allocate(count)
+        if count:
+            self.store(blocks[held:], BlockStored(tuple(block_hashes[held:]), block_hashes[held - 1] if held else None))
+        self.release(blocks)
+        return count
+
     def release(self, blocks: Sequence[int]) -> None:
         """Ends one use of each of a sequence's blocks (given in order); hashes stay until the memory is wanted."""
         users, hash_of, free = self._users, self._hash_of, self._free
@@ -167,8 +189,12 @@ class BlockCache:
                 free[block] = None
                 if hash_of[block] is None:
                     free.move_to_end(block, last=False)
-        if self._lower is not None:
-            self._lower.used([each for block in blocks if (each := hash_of[block]) is not None])
+        if self._lower is not None or self._ranking is not None:
+            hashes = [each for block in blocks if (each := hash_of[block]) is not None]
+            if self._ranking is not None:
+                self._ranking.note_prompt(hashes)
+            if self._lower is not None:
+                self._lower.note_prompt(hashes)
 
     def clear(self) -> bool:
         """Forgets every hash, unless a sequence is running (False: nothing happened)."""
@@ -185,6 +211,23 @@ class BlockCache:
         """Everything that happened since the last call."""
         events, self._events = self._events, []
         return events
+
+    def _take_ranked(self) -> int:
+        """The free block that holds nothing, or else what the ranking gives up first."""
+        first = next(iter(self._free))
+        if self._hash_of[first] is not None and self._ranking is not None:
+            gone = self._ranking.pick(self._unused, self._is_unused)
+            first = first if gone is None else self._block_of[gone]
+        del self._free[first]
+        return first
+
+    def _unused(self) -> Iterator[int]:
+        hash_of, block_of = self._hash_of, self._block_of
+        return (each for block in self._free if (each := hash_of[block]) is not None and block_of[each] == block)
+
+    def _is_unused(self, block_hash: int) -> bool:
+        block = self._block_of.get(block_hash)
+        return block is not None and self._users[block] == 0
 
     def _forget(self, block: int, block_hash: int) -> None:
         self._hash_of[block] = None
@@ -205,26 +248,3 @@ class BlockCache:
             if not copies:
                 del self._copies[block_hash]
         self.announce(BlockRemoved(block_hash))
-
-
-class PooledCache(BlockCache):
-    """Engines plan their steps one by one, each against all the free blocks, so that two plans may want the same one.
-    The pool then lends blocks beyond its capacity and takes them back as soon as any is free."""
-
-    def __init__(self, capacity_blocks: int) -> None:
-        super().__init__(capacity_blocks, record_events=False)
-        self._lent = 0
-
-    def allocate(self, count: int) -> list[int]:
-        for _ in range(count - len(self._free)):
-            self._free[len(self._users)] = None
-            self._users.append(0)
-            self._hash_of.append(None)
-            self._lent += 1
-        return super().allocate(count)
-
-    def release(self, blocks: Sequence[int]) -> None:
-        super().release(blocks)
-        while self._lent and self._free:
-            super().allocate(1)  # never released again
-            self._lent -= 1

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import takewhile
 from typing import Any
 
 from kvproxy.simulator.http_call import Request, detail_error
 from kvproxy.simulator.lmcache_chunks import CHUNK_TOKENS
 from kvproxy.simulator.lmcache_directory import ChunkKey, Directory, MpServer, make_keys
+from kvproxy.types import Clock
 
 _TOKENS = {"model_name": str, "world_size": int, "token_ids?": list, "cache_salt?": str}
 _MOST_TOKENS = 1_000_000
@@ -18,14 +20,23 @@ class CacheActions:
     """Handlers of `/cache/*`."""
 
     def __init__(
-        self, directory: Directory, *, rng: random.Random, kept_prefetches: int, chunk_tokens: int = CHUNK_TOKENS
+        self,
+        directory: Directory,
+        *,
+        rng: random.Random,
+        clock: Clock,
+        kept_prefetches: int,
+        chunk_tokens: int = CHUNK_TOKENS,
+        prefetch_s: float = 0.0,
     ) -> None:
         self._directory = directory
         self._chunk_tokens = chunk_tokens
         self._rng = rng
         self._kept_prefetches = kept_prefetches
         self._pins: Counter[ChunkKey] = Counter()
-        self._prefetches: dict[tuple[str, str], int] = {}
+        self._clock = clock
+        self._prefetch_s = prefetch_s
+        self._prefetches: dict[tuple[str, str], tuple[float, int, int]] = {}  # when over, keys found, of so many
 
     @property
     def pins(self) -> int:
@@ -63,8 +74,11 @@ class CacheActions:
         body = request.parse_body({**_TOKENS, "instance_id": str, "tier?": str, "force?": bool})
         server, keys = self._reachable(body["instance_id"]), parse_keys(body, chunk_tokens=self._chunk_tokens)
         tier = body.get("tier") or "all"
+        pool = self._directory.pool
         removed = 0 if tier == "l2" else server.remove(keys)
-        if tier == "all":  # these servers have no L2: the real coordinator deletes in L1 and then answers so
+        if pool is not None and tier != "l1":
+            removed += pool.remove(keys)
+        elif tier == "all":  # without L2 the real coordinator deletes in L1 and then answers so
             raise detail_error(502, f"instance {server.instance_id} rejected the delete")
         status = "deleted" if removed else "noop"
         requested = len(keys) // body["world_size"]
@@ -77,28 +91,34 @@ class CacheActions:
         }
 
     async def prefetch(self, request: Request) -> Any:
-        """Copies what any server holds of a prompt into one server."""
+        """Copies the beginning of a prompt that one server can read into its memory."""
         body = request.parse_body({**_TOKENS, "instance_id": str})
         server, keys = self._reachable(body["instance_id"]), parse_keys(body, chunk_tokens=self._chunk_tokens)
         chunks = len(keys) // body["world_size"]
         if not chunks:
             return {"instance_id": server.instance_id, "request_id": "", "chunks": 0, "status": "noop"}
-        found = [key for key in keys if self._directory.find_holders(key)]
+        found = list(takewhile(lambda key: self._directory.readable(server, key), keys))
         server.admit(found)
         request_id = f"{self._rng.getrandbits(128):032x}"
         if len(self._prefetches) >= self._kept_prefetches:
             self._prefetches.pop(next(iter(self._prefetches)))
-        self._prefetches[server.instance_id, request_id] = len(found)
+        over_at = self._clock() + self._prefetch_s
+        self._prefetches[server.instance_id, request_id] = over_at, len(found), len(keys)
         return {"instance_id": server.instance_id, "request_id": request_id, "chunks": chunks, "status": "submitted"}
 
     async def prefetch_status(self, request: Request) -> Any:
         """The first poll that sees completion forgets the job."""
         instance_id, request_id = request.path_values["instance_id"], request.path_values["request_id"]
         self._reachable(instance_id)
-        found = self._prefetches.pop((instance_id, request_id), None)
-        if found is None:
-            raise detail_error(404, f"unknown prefetch {request_id}")
-        return {"request_id": request_id, "status": "completed", "found_keys": found}
+        job = self._prefetches.get((instance_id, request_id))
+        if job is None:
+            why = "already completed or never submitted"
+            raise detail_error(404, f"unknown prefetch request_id='{request_id}' ({why})")
+        over_at, found, total = job
+        if self._clock() < over_at:
+            return {"request_id": request_id, "status": "pending"}
+        del self._prefetches[instance_id, request_id]
+        return {"request_id": request_id, "status": "completed", "found_keys": found, "total_keys": total}
 
     def require_server(self, instance_id: str) -> MpServer:
         """A registered server, or a 404."""

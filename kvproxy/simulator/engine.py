@@ -6,6 +6,8 @@ calculation up to the next arrival, finish or change of speed, so that virtual t
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Hashes
+
 from kvproxy.simulator.block_cache import BlockCache, PrefixCache
 from kvproxy.simulator.engine_io import (
     CacheChanged,
@@ -22,6 +24,7 @@ from kvproxy.simulator.engine_io import (
     Tokens,
 )
 from kvproxy.simulator.lower_tiers import LowerTier, LowerTiers
+from kvproxy.simulator.retention import Eviction, Future, Ranking
 from kvproxy.simulator.scheduler import Batch, Scheduler
 from kvproxy.simulator.sequence import LoraSlots, Sequence
 from kvproxy.simulator.timing import Stretch
@@ -32,16 +35,26 @@ class Engine:
 
     `now` is seconds and never goes back. `submit` and `cancel` act at `now`; a request that arrives during a step
     joins at the step's end. Several engines may be given one `cache`: a pool no real fleet has, but a bound for it.
-    They may also share a `store`, below their own tiers.
+    They may also share a `store`, below their own tiers, and the `future`, where eviction goes by that.
     """
 
     def __init__(
-        self, settings: EngineSettings, *, cache: PrefixCache | None = None, store: LowerTier | None = None
+        self,
+        settings: EngineSettings,
+        *,
+        cache: PrefixCache | None = None,
+        store: LowerTier | None = None,
+        future: Future | None = None,
     ) -> None:
         self._settings = settings
-        tiers = [*map(LowerTier, settings.tiers), *(() if store is None else (store,))]
+        self._future = future
+        own_tiers = [LowerTier(each, future=future) for each in settings.tiers]
+        tiers = [*own_tiers, *(() if store is None else (store,))]
         lower = LowerTiers(tiers, on_eviction=settings.offload_on_eviction) if tiers else None
-        own = BlockCache(settings.capacity_blocks, record_events=settings.kv_events, lower=lower)
+        ranked = settings.eviction is not Eviction.LRU
+        ranking = Ranking(settings.eviction, settings.capacity_blocks, future=future) if ranked else None
+        own = BlockCache(settings.capacity_blocks, record_events=settings.kv_events, lower=lower, ranking=ranking)
+        self._own = own
         self._scheduler = Scheduler(settings, own if cache is None else cache, lower=lower)
         self._sequences: dict[str, Sequence] = {}
         self._batch: Batch | None = None
@@ -109,6 +122,16 @@ class Engine:
     def cached_prefix_blocks(self, request: SimRequest) -> int:
         """Leading blocks of the prompt reusable right now (the truth a router can only estimate)."""
         return self._scheduler.count_reusable(request)
+
+    def match_prefix(self, block_hashes: Hashes[int]) -> int:
+        """How many of a prompt's leading blocks are in its memory."""
+        return self._own.match_prefix(block_hashes, len(block_hashes))
+
+    def receive(self, block_hashes: Hashes[int], now: float) -> int:
+        """Takes in copies of a prompt's leading blocks, as far as they are not here: how many. Announced with the next
+        step."""
+        self._run_to(now)
+        return self._own.receive(block_hashes)
 
     def next_event_at(self) -> float | None:
         """When `advance` has something to do; None when idle."""
@@ -208,5 +231,7 @@ class Engine:
     def _finish(self, sequence: Sequence, at: float) -> None:
         request = sequence.request
         del self._sequences[request.id]
+        if self._future is not None:
+            self._future.note_prompt(request.block_hashes)
         self._scheduler.drop(sequence)
         self._outputs.append(Finished(request.id, at, sequence.generated, request.finish_reason))

@@ -6,6 +6,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvproxy.simulator.retention import Eviction, TierSettings
 from kvproxy.simulator.timing import EngineTiming, TokenGaps
 
 #: The KV cache group of these layers, as events number and name it; 0 is that of full attention.
@@ -85,21 +86,6 @@ class Scheduling(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class TierSettings:
-    """A tier below an engine's memory, by its name in events. Every `failing_reads`-th read fails; 0: none."""
-
-    medium: str
-    capacity_blocks: int
-    read_block_s: float
-    latency_s: float = 0.0
-    failing_reads: int = 0
-
-    def __post_init__(self) -> None:
-        if self.capacity_blocks < 1 or min(self.read_block_s, self.latency_s, self.failing_reads) < 0:
-            raise ValueError("a tier has room for a block at least, and no negative times")
-
-
-@dataclass(frozen=True, slots=True)
 class EngineSettings:
     """One engine: its cache, its scheduler's bounds, its speed.
 
@@ -108,7 +94,8 @@ class EngineSettings:
     kept, looked for, counted or reported. A prompt among others computes at most `long_prefill_token_threshold` tokens
     a step; 0: as many as the step has left. Reports of stored blocks name `lookahead_tokens` beyond the last of them.
     With `checkpoints` its model is a hybrid one. Requests of `max_loras` adapters run at a time (0: of all), and to
-    load one takes `lora_load_s`. `tiers` get what is stored, or with `offload_on_eviction` what leaves its memory."""
+    load one takes `lora_load_s`. `tiers` get what is stored, or with `offload_on_eviction` what leaves its memory, in
+    the order of `eviction`."""
 
     capacity_blocks: int = 1600
     block_size: int = 512
@@ -126,6 +113,7 @@ class EngineSettings:
     lora_load_s: float = 0.0
     tiers: tuple[TierSettings, ...] = ()
     offload_on_eviction: bool = False
+    eviction: Eviction = Eviction.LRU
 
     def __post_init__(self) -> None:
         if self.capacity_blocks < 1 or self.block_size < 1:

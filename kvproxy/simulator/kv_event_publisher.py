@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
 from typing import Any, Protocol
 
 import msgspec
@@ -60,10 +61,19 @@ class EventEncoder:
 
     def encode_payload(self, events: Sequence[KvEvent], *, ts: float, rank: int = 0) -> bytes:
         """The msgpack batch; `ts` is wall-clock seconds, `rank` the data-parallel rank."""
-        return self._encoder.encode([ts, [self._write(self._map(event)) for event in events], rank])
+        return self._encoder.encode([ts, [self._write(each) for each in self._map_all(events)], rank])
 
     def _hash(self, block_hash: int) -> int | bytes:
         return block_hash.to_bytes(16, "big") if self._bytes_hashes else block_hash
+
+    def _map_all(self, events: Sequence[KvEvent]) -> Iterator[dict[str, Any]]:
+        """What leaves a lower tier together is one event, as LMCache tells it; vLLM tells each block of its own."""
+        for medium, several in groupby(events, key=_left_tier):
+            if medium is None:
+                yield from map(self._map, several)
+            else:
+                hashes = [self._hash(event.block_hash) for event in several if isinstance(event, BlockRemoved)]
+                yield {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium}
 
     def _map(self, event: KvEvent) -> dict[str, Any]:
         if isinstance(event, AllBlocksCleared):
@@ -74,7 +84,8 @@ class EventEncoder:
         return self._stored(event)
 
     def _stored(self, event: BlockStored) -> dict[str, Any]:
-        return {
+        """Of lower tiers without the fields that are vLLM's own."""
+        fields = {
             "type": "BlockStored",
             "block_hashes": [self._hash(block_hash) for block_hash in event.block_hashes],
             "parent_block_hash": None if event.parent is None else self._hash(event.parent),
@@ -83,23 +94,30 @@ class EventEncoder:
             "lora_id": event.lora_id,
             "medium": event.medium,
             "lora_name": event.lora_name,
-            "extra_keys": event.extra_keys,
-            "group_idx": event.group,
-            "kv_cache_spec_kind": event.kind,
         }
+        if event.medium != "GPU" and not any(event.extra_keys):
+            return fields
+        own = {"extra_keys": event.extra_keys, "group_idx": event.group, "kv_cache_spec_kind": event.kind}
+        return fields | own
 
     def _short_array(self, event: dict[str, Any]) -> list[Any]:
         new_since = ("lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind")
         return [value for name, value in event.items() if name not in new_since]
 
     def _long_array(self, event: dict[str, Any]) -> list[Any]:
-        window = [None] if event["type"] == "BlockStored" else []
+        window = [None] if "kv_cache_spec_kind" in event else []
         return [*event.values(), *window]
+
+
+def _left_tier(event: KvEvent) -> str | None:
+    """The medium of the lower tier that a block left."""
+    return event.medium if isinstance(event, BlockRemoved) and event.medium != "GPU" else None
 
 
 @dataclass(frozen=True, slots=True)
 class PublisherSettings:
-    """Where and how events are published; port 0 picks a free one. `buffer_steps` batches can be replayed."""
+    """Where and how events are published; port 0 picks a free one. `buffer_steps` batches can be replayed. With
+    `device_only` nothing is told of tiers below engine memory."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -110,6 +128,7 @@ class PublisherSettings:
     buffer_steps: int = 10_000
     hwm: int = 100_000
     rank: int = 0
+    device_only: bool = False
 
 
 class KvEventPublisher:
@@ -161,6 +180,10 @@ class KvEventPublisher:
 
     async def publish(self, events: Sequence[KvEvent]) -> None:
         """Sends one step's events as one batch."""
+        if self.settings.device_only:
+            events = [each for each in events if isinstance(each, AllBlocksCleared) or each.medium == "GPU"]
+            if not events:
+                return
         seq = self._next_seq.to_bytes(8, "big")
         self._next_seq += 1
         payload = self._encoder.encode_payload(events, ts=self._wall_clock(), rank=self.settings.rank)

@@ -17,7 +17,9 @@ from kvproxy.types import Clock
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorSettings:
-    """`instances` are registered from the start and need no heartbeat unless `instance_timeout_s` is set."""
+    """`instances` are registered from the start and need no heartbeat unless `instance_timeout_s` is set. With
+    `shared_chunks` all of them read one disk of that size; without, each other's memory. A prefetch takes
+    `prefetch_s`."""
 
     instances: tuple[str, ...] = ()
     capacity_chunks: int = 4096
@@ -25,6 +27,8 @@ class CoordinatorSettings:
     instance_timeout_s: float | None = None
     kept_prefetches: int = 1000
     chunk_tokens: int = CHUNK_TOKENS
+    shared_chunks: int = 0
+    prefetch_s: float = 0.0
 
 
 class CoordinatorApp(JsonApp):
@@ -36,9 +40,15 @@ class CoordinatorApp(JsonApp):
         self._clock = clock
         self._rng = rng
         self._applied: dict[tuple[str, int], int] = {}
-        self.directory = Directory(clock=clock, timeout_s=settings.instance_timeout_s)
+        pool = self._server("", capacity_chunks=settings.shared_chunks) if settings.shared_chunks else None
+        self.directory = Directory(clock=clock, timeout_s=settings.instance_timeout_s, pool=pool)
         self._actions = CacheActions(
-            self.directory, rng=rng, kept_prefetches=settings.kept_prefetches, chunk_tokens=settings.chunk_tokens
+            self.directory,
+            rng=rng,
+            clock=clock,
+            kept_prefetches=settings.kept_prefetches,
+            chunk_tokens=settings.chunk_tokens,
+            prefetch_s=settings.prefetch_s,
         )
         for instance_id in settings.instances:
             self.directory.add(self._server(instance_id))
@@ -54,7 +64,7 @@ class CoordinatorApp(JsonApp):
             keys = make_keys(
                 tokens, model_name=model_name, world_size=world_size, cache_salt=cache_salt, chunk_tokens=size
             )
-            server.admit(keys)
+            self.directory.store(server, keys)
 
     def _add_routes(self) -> None:
         self.route("GET", "/healthz", self._healthz)
@@ -94,7 +104,7 @@ class CoordinatorApp(JsonApp):
         results = [
             {
                 "key": key.encode(),
-                "placements": [server.describe_placement() for server in self.directory.find_holders(key)],
+                "placements": self.directory.describe_placements(key),
                 "token_ids": [],
                 "access_count": 0,
             }
@@ -104,26 +114,26 @@ class CoordinatorApp(JsonApp):
 
     async def _keys(self, request: Request) -> Any:
         wanted = request.query.get("instance_id", "")
-        rows = []
-        for key in self.directory.all_keys():
-            holders = [one for one in self.directory.find_holders(key) if wanted in ("", one.instance_id)]
-            if holders:
-                placements = [server.describe_placement() for server in holders]
-                rows.append({"key": key.encode(), "placements": placements, "num_tokens": 0, "access_count": 0})
+        rows = [
+            {"key": key.encode(), "placements": placements, "num_tokens": 0, "access_count": 0}
+            for key in self.directory.all_keys()
+            if (placements := self.directory.describe_placements(key, only=wanted))
+        ]
         return {"total": len(rows), "keys": paginate(request, rows)}
 
     async def _stats(self, _request: Request) -> Any:
         held = {server.instance_id: len(server.store) for server in self.directory.servers()}
+        pool = self.directory.pool
         blend = ("num_contents", "num_chunks", "num_claims", "num_namespaces", "table_size")
         return {
             "num_keys": sum(1 for _ in self.directory.all_keys()),
-            "num_placements": sum(held.values()),
+            "num_placements": sum(held.values()) + (0 if pool is None else len(pool.store)),
             "l1_keys_by_instance": held,
             "blend": dict.fromkeys(blend, 0),
             "l1_count": sum(held.values()),
             "l1_size_bytes": sum(server.used_bytes for server in self.directory.servers()),
-            "l2_count": 0,
-            "l2_size_bytes": 0,
+            "l2_count": 0 if pool is None else len(pool.store),
+            "l2_size_bytes": 0 if pool is None else pool.used_bytes,
         }
 
     async def _events(self, request: Request) -> Any:
@@ -143,7 +153,7 @@ class CoordinatorApp(JsonApp):
         self._applied[source] = batch["seq"]
         keys = [decode_key(entry["key"]) for entry in batch.get("entries", ())]
         if batch["event_type"] == "store":
-            server.admit(keys)
+            self.directory.store(server, keys)
         elif batch["event_type"] == "delete":
             server.remove(keys)
         return "applied"
@@ -168,7 +178,10 @@ class CoordinatorApp(JsonApp):
         return 204, None
 
     async def _fleet_usage(self, _request: Request) -> Any:
-        return {"instances": [_usage(server) for server in self.directory.servers()], "shared_modules": []}
+        pool = self.directory.pool
+        disk = {"tier": "l2", "backend": "fs_native", "shared": True, "capacity_bytes": 0, "usage_ratio": None}
+        shared = [] if pool is None else [{**disk, "used_bytes": pool.used_bytes}]
+        return {"instances": [_usage(server) for server in self.directory.servers()], "shared_modules": shared}
 
     async def _usage(self, request: Request) -> Any:
         return _usage(self._actions.require_server(request.path_values["instance_id"]))
@@ -187,10 +200,12 @@ class CoordinatorApp(JsonApp):
     async def _sim_state(self, _request: Request) -> Any:
         return {"calls": dict(self.calls), "pins": self._actions.pins}
 
-    def _server(self, instance_id: str, *, ip: str = "127.0.0.1", http_port: int = 8080) -> MpServer:
+    def _server(
+        self, instance_id: str, *, ip: str = "127.0.0.1", http_port: int = 8080, capacity_chunks: int = 0
+    ) -> MpServer:
         return MpServer(
             instance_id,
-            capacity_chunks=self._settings.capacity_chunks,
+            capacity_chunks=capacity_chunks or self._settings.capacity_chunks,
             chunk_bytes=self._settings.chunk_bytes,
             clock=self._clock,
             ip=ip,

@@ -109,12 +109,39 @@ class MpServer:
 
 
 class Directory:
-    """The registered servers; one that was silent for `timeout_s` is dropped with its placements."""
+    """The registered servers; one that was silent for `timeout_s` is dropped with its placements. What is stored is in
+    the `pool` as well, a disk that all of them read, if there is one."""
 
-    def __init__(self, *, clock: Clock, timeout_s: float | None = None) -> None:
+    def __init__(self, *, clock: Clock, timeout_s: float | None = None, pool: MpServer | None = None) -> None:
         self._clock = clock
         self._timeout_s = timeout_s
         self._servers: dict[str, MpServer] = {}
+        self.pool = pool
+        self._reporters: dict[int, str] = {}  # of what is in the pool
+
+    def store(self, server: MpServer, keys: Sequence[ChunkKey]) -> None:
+        """The engine of `server` computed these."""
+        server.admit(keys)
+        if self.pool is not None:
+            for key in keys:
+                self._reporters.setdefault(key.identity, server.instance_id)
+            self.pool.admit(keys)
+            self._reporters = {identity: self._reporters[identity] for identity in self.pool.known}
+
+    def readable(self, server: MpServer, key: ChunkKey) -> bool:
+        """Whether the server can load it: from its own memory, from the pool, and without a pool from any other."""
+        if server.holds(key) or self.pool is None:
+            return bool(self.find_holders(key))
+        return self.pool.holds(key)
+
+    def describe_placements(self, key: ChunkKey, *, only: str = "") -> list[dict[str, object]]:
+        """Every place of a key; a shared one under the id that reported it."""
+        found = [one.describe_placement() for one in self.find_holders(key) if only in ("", one.instance_id)]
+        reporter = self._reporters.get(key.identity, "")
+        if self.pool is not None and self.pool.holds(key) and only in ("", reporter):
+            shared = {"instance_id": reporter, "tier": "l2", "backend": "fs_native", "shared": True}
+            found.append({**self.pool.describe_placement(), **shared})
+        return found
 
     def add(self, server: MpServer) -> bool:
         """Registers a server; True when it replaced one of the same id (the placements of that one are gone)."""
@@ -153,7 +180,7 @@ class Directory:
     def all_keys(self) -> Iterator[ChunkKey]:
         """Every key with a holder, once."""
         seen: set[int] = set()
-        for server in self.servers():
+        for server in (*self.servers(), *(() if self.pool is None else (self.pool,))):
             for identity, key in server.known.items():
                 if identity not in seen and server.holds(key):
                     seen.add(identity)

@@ -1,8 +1,9 @@
 """Host memory, disk or a shared store behind an engine's block cache: what it keeps, and what reading it takes.
 
 Everything that an engine stores is written through at once, as LMCache does, or with `on_eviction` only what leaves its
-memory. The least recently used goes first. A prompt is matched in the engine's memory and then, block by block, on the
-nearest tier that has the next one; what is read becomes the engine's again, and the tier keeps it.
+memory; a tier that is `below` another gets what leaves that one. A prompt is matched in the engine's memory and then,
+block by block, on the nearest tier that has the next one; what is read becomes the engine's again, and the tier keeps
+it.
 """
 
 from __future__ import annotations
@@ -10,17 +11,23 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from kvproxy.simulator.engine_io import BlockRemoved, BlockStored, KvEvent, TierSettings
+from kvproxy.simulator.engine_io import BlockRemoved, BlockStored, KvEvent
+from kvproxy.simulator.retention import Eviction, FrequencyFilter, Future, Ranking, TierSettings
 
 
 class LowerTier:
-    """Blocks by hash. One object may stand behind several engines: a shared store."""
+    """Blocks by hash. One object may stand behind several engines: a shared store. What leaves it goes to `next`."""
 
-    def __init__(self, settings: TierSettings) -> None:
+    def __init__(self, settings: TierSettings, *, future: Future | None = None) -> None:
         self.settings = settings
-        self._held: OrderedDict[int, None] = OrderedDict()
-        self._reads = 0
+        self.next: LowerTier | None = None
+        self._held: OrderedDict[int, BlockStored | None] = OrderedDict()  # with what `next` is told of it
+        ranked = settings.eviction is not Eviction.LRU
+        self._ranking = Ranking(settings.eviction, settings.capacity_blocks, future=future) if ranked else None
+        self._filter = FrequencyFilter(settings.min_uses, settings.capacity_blocks) if settings.min_uses else None
+        self._reads = self._writes = 0
 
     def __contains__(self, block_hash: int) -> bool:
         return block_hash in self._held
@@ -32,21 +39,24 @@ class LowerTier:
     def write(self, event: BlockStored) -> Iterator[KvEvent]:
         """Keeps the blocks of an engine's event; announces those that are new, and those that had to go for them."""
         held, medium = self._held, self.settings.medium
-        for run in _runs([block not in held for block in event.block_hashes]):
-            parent = event.block_hashes[run.start - 1] if run.start else event.parent
-            size = len(event.token_ids) // len(event.block_hashes)
-            yield replace(
-                event,
-                block_hashes=event.block_hashes[run.start : run.stop],
-                parent=parent,
-                token_ids=event.token_ids[run.start * size : run.stop * size],
-                extra_keys=event.extra_keys[run.start : run.stop],
-                medium=medium,
-            )
-        held.update(dict.fromkeys(event.block_hashes))
+        if self._write_fails():
+            return
+        admits = None if self._filter is None else self._filter.admits
+        new = [block not in held and (admits is None or admits(block)) for block in event.block_hashes]
+        for run in find_runs(new):
+            yield cut_event(event, run, medium=medium)
+        for at, block in enumerate(event.block_hashes):
+            if new[at]:
+                held[block] = None if self.next is None else cut_event(event, range(at, at + 1))
         self.touch(reversed(event.block_hashes))
         while len(held) > self.settings.capacity_blocks:
-            yield BlockRemoved(held.popitem(last=False)[0], medium=medium)
+            yield from self._give_up()
+
+    def note_prompt(self, block_hashes: Sequence[int]) -> None:
+        """A sequence with these blocks is over: its end is to go before its beginning."""
+        if self._ranking is not None:
+            self._ranking.note_prompt(block_hashes)
+        self.touch(reversed(block_hashes))
 
     def touch(self, block_hashes: Iterable[int]) -> None:
         """Those that are held are used, the last of them latest."""
@@ -54,10 +64,24 @@ class LowerTier:
             if block_hash in self._held:
                 self._held.move_to_end(block_hash)
 
-    def fails(self) -> bool:
+    def read_fails(self) -> bool:
         """Whether the read that begins now fails: each one of so many does."""
         self._reads += 1
         return bool(self.settings.failing_reads) and self._reads % self.settings.failing_reads == 0
+
+    def _write_fails(self) -> bool:
+        self._writes += 1
+        return bool(self.settings.failing_writes) and self._writes % self.settings.failing_writes == 0
+
+    def _give_up(self) -> Iterator[KvEvent]:
+        """One block."""
+        held = self._held
+        gone = None if self._ranking is None else self._ranking.pick(held.keys, held.__contains__)
+        block = next(iter(held)) if gone is None else gone
+        event = held.pop(block)
+        yield BlockRemoved(block, medium=self.settings.medium)
+        if self.next is not None and event is not None:
+            yield from self.next.write(event)
 
 
 @dataclass(slots=True)
@@ -73,6 +97,9 @@ class LowerTiers:
 
     def __init__(self, tiers: Sequence[LowerTier], *, on_eviction: bool = False) -> None:
         self.tiers = tuple(tiers)
+        self._written = [tier for at, tier in enumerate(tiers) if not (at and tier.settings.below)]
+        for above, tier in pairwise(tiers):
+            above.next = tier if tier.settings.below else None
         self._on_eviction = on_eviction
         self._told: dict[int, BlockStored] = {}  # by block in the engine's memory, to be written when it leaves
 
@@ -81,14 +108,8 @@ class LowerTiers:
         if not self._on_eviction:
             yield from self._write(event)
             return
-        size = len(event.token_ids) // len(event.block_hashes)
-        parents = (event.parent, *event.block_hashes)
         for at, block_hash in enumerate(event.block_hashes):
-            tokens = event.token_ids[at * size : (at + 1) * size]
-            keys = event.extra_keys[at : at + 1]
-            self._told[block_hash] = replace(
-                event, block_hashes=(block_hash,), parent=parents[at], token_ids=tokens, extra_keys=keys
-            )
+            self._told[block_hash] = cut_event(event, range(at, at + 1))
 
     def evicted(self, block_hash: int) -> Iterator[KvEvent]:
         """The engine's last copy of a block goes."""
@@ -96,10 +117,10 @@ class LowerTiers:
         if event is not None:
             yield from self._write(event)
 
-    def used(self, block_hashes: Sequence[int]) -> None:
-        """A sequence with these blocks is over: its end is to go before its beginning."""
+    def note_prompt(self, block_hashes: Sequence[int]) -> None:
+        """A sequence with these blocks is over."""
         for tier in self.tiers:
-            tier.touch(reversed(block_hashes))
+            tier.note_prompt(block_hashes)
 
     def read(self, block_hashes: Sequence[int], held: int, limit: int) -> Reads:
         """Of a prompt's blocks, of which `held` are in the engine's memory: those up to `limit` that lower tiers have
@@ -111,7 +132,7 @@ class LowerTiers:
                 end += 1
             settings = tier.settings
             reads.seconds += settings.latency_s
-            if tier.fails():
+            if tier.read_fails():
                 break
             reads.seconds += (end - at) * settings.read_block_s
             reads.blocks += end - at
@@ -122,11 +143,24 @@ class LowerTiers:
         return next((tier for tier in self.tiers if block_hash in tier), None)
 
     def _write(self, event: BlockStored) -> Iterator[KvEvent]:
-        for tier in self.tiers:
+        for tier in self._written:
             yield from tier.write(event)
 
 
-def _runs(wanted: Sequence[bool]) -> Iterator[range]:
+def cut_event(event: BlockStored, run: range, *, medium: str = "") -> BlockStored:
+    """The same of some neighbours of its blocks, and of another medium."""
+    size = len(event.token_ids) // len(event.block_hashes)
+    return replace(
+        event,
+        block_hashes=event.block_hashes[run.start : run.stop],
+        parent=event.block_hashes[run.start - 1] if run.start else event.parent,
+        token_ids=event.token_ids[run.start * size : run.stop * size],
+        extra_keys=event.extra_keys[run.start : run.stop],
+        medium=medium or event.medium,
+    )
+
+
+def find_runs(wanted: Sequence[bool]) -> Iterator[range]:
     """Places of neighbours that are wanted."""
     start = 0
     for place, each in enumerate((*wanted, False)):

@@ -7,18 +7,20 @@ import contextlib
 import errno
 import logging
 import socket
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
+from kvproxy.bounded import BoundedQueue
 from kvproxy.sync.wire import Origin
 
 log = logging.getLogger("kvproxy.sync")
 
-#: Messages that wait for one worker whose socket is full; the oldest goes first.
-MAX_WAITING = 512
+#: What waits for one worker whose socket is full.
+MAX_WAITING_BYTES = 8 * 1024 * 1024
+#: What a message takes beside its bytes.
+MESSAGE_BYTES = 100
 #: A full socket is tried again after so long: its owner is busy with something else.
 AGAIN_S = 0.001
 #: Messages read in one turn of the event loop.
@@ -48,8 +50,8 @@ class Link(Protocol):
     dropped: int  # messages that found no room
 
     @property
-    def waiting(self) -> int:
-        """Messages not sent yet."""
+    def held_bytes(self) -> int:
+        """Of messages not sent yet."""
         ...
 
     def send(self, payload: bytes, to: Origin | None) -> None:
@@ -74,12 +76,12 @@ class DatagramLink:
         self._on_message = on_message
         self._socket: socket.socket | None = None
         self._others = {number for number in range(siblings.count) if number != siblings.number}
-        self._waiting: dict[int, deque[bytes]] = {}  # by worker
+        self._waiting: dict[int, BoundedQueue[bytes]] = {}  # by worker
         self._again: asyncio.TimerHandle | None = None
 
     @property
-    def waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
+    def held_bytes(self) -> int:
+        return sum(queue.held_bytes for queue in self._waiting.values())
 
     def know(self, worker: int) -> None:
         """There is a worker of this number, whatever their count was at the start."""
@@ -109,14 +111,11 @@ class DatagramLink:
     def send(self, payload: bytes, to: Origin | None) -> None:
         for worker in self._others if to is None else (to.worker,):
             queue = self._waiting.get(worker)
-            if queue is not None:
-                queue.append(payload)
-                if len(queue) > MAX_WAITING:
-                    queue.popleft()
-                    self.dropped += 1
-            elif not self._sent(payload, worker):
-                self._waiting[worker] = deque([payload])
+            if queue is None and not self._sent(payload, worker):
+                queue = self._waiting[worker] = BoundedQueue(MAX_WAITING_BYTES)
                 self._try_again_soon()
+            if queue is not None:
+                self.dropped += queue.append(payload, len(payload) + MESSAGE_BYTES)
 
     def _sent(self, payload: bytes, worker: int) -> bool:
         """False: its socket is full."""
@@ -141,7 +140,7 @@ class DatagramLink:
     def _try_again(self) -> None:
         self._again = None
         for worker, queue in list(self._waiting.items()):
-            while queue and self._sent(queue[0], worker):
+            while queue and self._sent(next(iter(queue)), worker):
                 queue.popleft()
             if not queue:
                 del self._waiting[worker]

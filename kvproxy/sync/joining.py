@@ -3,26 +3,38 @@ Pure; the time is an argument."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from xxhash import xxh3_64_intdigest
 
+from kvproxy.bounded import BoundedQueue
 from kvproxy.sync.deltas import Delta
 from kvproxy.sync.peer import Peer
-from kvproxy.sync.wire import Message, Origin, Piece, Want
+from kvproxy.sync.wire import Batch, Message, Origin, Piece, Standing, Want
 
 #: How long to wait for the first answer, for the next piece of what was asked for, and until it is in its place.
 ANSWER_S, PIECE_S, APPLY_S = 0.5, 2.0, 30.0
 #: A snapshot of a peer is not taken beyond this.
 MAX_SNAPSHOT_BYTES = 64 * 1024 * 1024
+#: What others say meanwhile is kept up to this; what is dropped is asked for again, as anything that was lost.
+MAX_BUFFERED_BYTES = 32 * 1024 * 1024
 _DELTA_BYTES = 100  # about what one is
 
 #: Given the peer, its snapshot and the rest as deltas; it has joined when that is done.
 ReceiveSnapshot = Callable[[Peer, bytes, Sequence[Delta]], None]
+#: Takes all the steps, at once or in slices.
+RunSteps = Callable[[Generator[None, None, None]], None]
+
+
+def run_at_once(steps: Generator[None, None, None]) -> None:
+    """In one go."""
+    for _ in steps:
+        pass
 
 
 class Joining:
-    """`on_end` is called when it is over, however it went."""
+    """What others say meanwhile is held back; when it is over, however it went, `take` is given it in its order, in
+    steps."""
 
     def __init__(
         self,
@@ -30,13 +42,14 @@ class Joining:
         *,
         send_to: Callable[[Origin, Message], None],
         receive: ReceiveSnapshot | None,
-        on_end: Callable[[float], None],
+        take: Callable[[Batch | Standing, int, float], None],
+        run: RunSteps,
     ) -> None:
         self.running = False
         self._origin = origin
         self._send_to = send_to
         self._receive = receive
-        self._on_end = on_end
+        self._take, self._run = take, run
         self._until = 0.0
         self._candidates: set[Origin] = set()
         self._asked: set[Origin] = set()
@@ -44,6 +57,27 @@ class Joining:
         self._number = self._size = 0  # of the piece that comes next, and of those before it
         self._data: list[bytes] = []
         self._deltas: list[Delta] = []
+        self._buffer: BoundedQueue[tuple[Batch | Standing, int]] = BoundedQueue(MAX_BUFFERED_BYTES)
+        self.dropped = 0  # messages held back for which there was no room
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether what comes now has to wait for what came before."""
+        return self.running or bool(self._buffer)
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Of what is held back."""
+        return self._buffer.held_bytes
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Of what is told so far."""
+        return self._size
+
+    def hold(self, message: Batch | Standing, size_bytes: int) -> None:
+        """Until it is over."""
+        self.dropped += self._buffer.append((message, size_bytes), size_bytes)
 
     def begin(self, now: float) -> None:
         """It is new."""
@@ -84,7 +118,12 @@ class Joining:
         if self.running:
             self._reset(now)
             self.running = False
-            self._on_end(now)
+            self._run(self._release(now))
+
+    def _release(self, now: float) -> Generator[None, None, None]:
+        while self._buffer and not self.running:
+            self._take(*self._buffer.popleft(), now)
+            yield
 
     def _ask_another(self, now: float) -> None:
         if not self._candidates:

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from kvproxy.bounded import BoundedMapping
+from kvproxy.bounded import BoundedMapping, BoundedQueue
 from kvproxy.kvcache.actions.strategies import Action
 from kvproxy.kvcache.overlap.last_served import Served
 from kvproxy.routing.work import Features
 from kvproxy.sync import deltas
 from kvproxy.sync.deltas import Delta, EndpointLoads
 from kvproxy.sync.watched import IndexWatch, LedgerWatch, acted, as_bytes, digest_of, session_served
-from kvproxy.sync.wire import MAX_BYTES, MAX_DELTAS, Batch, Origin
+from kvproxy.sync.wire import MAX_BYTES, MAX_DELTAS, MAX_ROWS, Batch, Origin
 from kvproxy.sync.world import World
 from kvproxy.types import EndpointId
 
-#: Deltas that wait for the next batch: more than a few milliseconds can bring. The oldest is dropped first.
-MAX_WAITING = 20_000
+#: Deltas that wait for the next batch: more than a few milliseconds can bring.
+MAX_WAITING_BYTES = 16 * 1024 * 1024
 #: Samples of speed told from one beat to the next: a model has learned all it can from fewer.
 MAX_SAMPLES = 64
 
-#: Of the batches that were sent so many are kept.
-MAX_SENT_BYTES, MAX_SENT = 4 * 1024 * 1024, 4096
+#: Of the batches that were sent so much is kept.
+MAX_SENT_BYTES = 4 * 1024 * 1024
 
 _DIGEST = (1 << 64) - 1
-_ROW_BYTES, _DELTA_BYTES = 150, 120
+_ROW_BYTES, _AHEAD_BYTES, _DELTA_BYTES, _BATCH_BYTES = 150, 48, 120, 100
 
 
 class Journal:
@@ -41,7 +40,7 @@ class Journal:
         self.starts: BoundedMapping[tuple[str, str], float] = BoundedMapping(4096)  # of engines, as told or heard
         self.weight = 1.0  # what a charge counts for, where others cannot be heard
         self._on_news = on_news
-        self._waiting: deque[Delta] = deque()
+        self._waiting: BoundedQueue[Delta] = BoundedQueue(MAX_WAITING_BYTES)
         self._touched: dict[tuple[str, str], LedgerWatch] = {}
         self._ledgers: dict[tuple[str, str], LedgerWatch] = {}
         self._indexes: dict[str, IndexWatch] = {}
@@ -53,6 +52,11 @@ class Journal:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of what waits."""
+        return self._waiting.held_bytes
 
     def follow(self, world: World) -> None:
         """This is what there is to watch from now on; it hears at once of what comes into a cluster by `look`."""
@@ -103,10 +107,7 @@ class Journal:
         waiting = self._waiting
         if not waiting and not self._touched:
             self._on_news()
-        waiting.append(delta)
-        if len(waiting) > MAX_WAITING:
-            waiting.popleft()
-            self.dropped += 1
+        self.dropped += waiting.append(delta, size_of(delta))
 
     def touch(self, ledger: LedgerWatch) -> None:
         """Its row belongs into the next batch."""
@@ -126,16 +127,17 @@ class Journal:
         rows = [ledger.told(now) for ledger in self._touched.values()]
         self._touched.clear()
         while self._waiting or rows:
-            taken, batch = len(rows[:300]) * _ROW_BYTES, list[Delta]()
+            said, batch = rows[:MAX_ROWS], list[Delta]()
+            taken = sum(_ROW_BYTES + _AHEAD_BYTES * len(one.row.head) for one in said)
             while self._waiting and len(batch) < MAX_DELTAS:
-                size = size_of(self._waiting[0])
+                size = self._waiting.next_bytes
                 if taken + size > MAX_BYTES and (batch or rows):
                     break
                 taken += size
                 batch.append(self._count(self._waiting.popleft()))
             self.seq += 1
-            yield Batch(self.origin, self.seq, now, batch, rows[:300])
-            del rows[:300]
+            yield Batch(self.origin, self.seq, now, batch, said)
+            del rows[:MAX_ROWS]
 
     def _count(self, delta: Delta) -> Delta:
         if isinstance(delta, deltas.Routed | deltas.Entered):
@@ -198,24 +200,25 @@ class SentBatches:
     """The latest batches, to be sent again."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[int, bytes]] = deque()
-        self._bytes = 0
+        self._kept: BoundedQueue[tuple[int, bytes]] = BoundedQueue(MAX_SENT_BYTES)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all that are kept."""
+        return self._kept.held_bytes
 
     @property
     def oldest(self) -> int | None:
         """The first that is kept."""
-        return self._kept[0][0] if self._kept else None
+        return next((seq for seq, _ in self._kept), None)
 
     def keep(self, seq: int, payload: bytes) -> None:
         """It was sent just now."""
-        self._kept.append((seq, payload))
-        self._bytes += len(payload)
-        while self._bytes > MAX_SENT_BYTES or len(self._kept) > MAX_SENT:
-            self._bytes -= len(self._kept.popleft()[1])
+        self._kept.append((seq, payload), len(payload) + _BATCH_BYTES)
 
     def since(self, first: int) -> list[bytes] | None:
         """All from that one on; None: that one is gone."""
-        if not self._kept or self._kept[0][0] > first:
+        if (oldest := self.oldest) is None or oldest > first:
             return None
         return [payload for seq, payload in self._kept if seq >= first]
 

@@ -10,8 +10,6 @@ import msgspec
 from kvproxy.sync.heard import Heard
 from kvproxy.sync.wire import Batch, Beat, Origin, Standing
 
-#: Batches that wait for an earlier one.
-MAX_HELD = 512
 #: What is missing is asked for again after so long, and after so many times in short.
 ASK_AGAIN_S, ASKS = 0.1, 3
 #: What completeness is counted over.
@@ -22,9 +20,18 @@ _OFFSET_S = 30.0
 
 
 class Peer:
-    """`ask` wants batches from a number on, or (0) how it stands. Times are of the receiver's clock."""
+    """`ask` wants batches from a number on, or (0) how it stands; `has_room` says whether so many bytes that came too
+    early may be held. Times are of the receiver's clock."""
 
-    def __init__(self, origin: Origin, heard: Heard, *, ask: Callable[[int], None], now: float) -> None:
+    def __init__(
+        self,
+        origin: Origin,
+        heard: Heard,
+        *,
+        ask: Callable[[int], None],
+        has_room: Callable[[int], bool],
+        now: float,
+    ) -> None:
         self.origin = origin
         self.heard = heard
         self.alive = True
@@ -34,13 +41,16 @@ class Peer:
         self.joining = False
         self.beat_sent_s: float | None = None  # its clock, at its latest beat
         self.lag = Lag()
-        self._ask = ask
+        self.early_bytes = 0  # of batches that wait for an earlier one, and of a standing that is not whole
+        self.dropped = 0  # of these, for which there was no room
+        self._ask, self._has_room = ask, has_room
         self._next: int | None = None  # the batch that comes next; None: it is not known what was before
-        self._held: dict[int, Batch] = {}
+        self._held: dict[int, tuple[Batch, int]] = {}
+        self._full = False  # one found no room: what was missed is not asked for batch by batch
         self._asked_at: float | None = None
         self._asks = 0
         self._unsure = False  # it was believed dead: it has to say how it stands
-        self._standing: list[Standing] = []
+        self._standing: list[tuple[Standing, int]] = []
         self._marks: deque[tuple[float, int, int]] = deque(maxlen=256)  # when, prompts told, lost so far
 
     @property
@@ -57,8 +67,15 @@ class Peer:
         """It is new: its first batch is number 1."""
         self._next = 1
 
-    def take(self, batch: Batch, now: float) -> None:
-        """A batch, whenever it comes: loads count at once, deltas in their order and once."""
+    def take(self, message: Batch | Standing, size_bytes: int, now: float) -> None:
+        """What may have to wait for more, and takes so much while it does."""
+        if isinstance(message, Batch):
+            self._take_batch(message, size_bytes, now)
+        else:
+            self._stand(message, size_bytes, now)
+
+    def _take_batch(self, batch: Batch, size_bytes: int, now: float) -> None:
+        """Whenever it comes: loads count at once, deltas in their order and once."""
         self.lag.observe(batch.sent_s, now)
         self.heard.load(batch.loads, batch.seq, now)
         if self._next is None and batch.seq == 1:
@@ -69,8 +86,8 @@ class Peer:
             self._apply(batch, now)
             self._go_on(now)
         else:
-            if len(self._held) < MAX_HELD:
-                self._held[batch.seq] = batch
+            if batch.seq not in self._held and self._make_room(size_bytes):
+                self._held[batch.seq] = batch, size_bytes
             self._miss(now)
 
     def beat(self, beat: Beat, now: float) -> None:
@@ -88,14 +105,17 @@ class Peer:
                 self.heard.told, self.heard.digest = beat.told, beat.digest
             self._marks.append((now, beat.told, self.lost))
 
-    def stand(self, standing: Standing, now: float) -> None:
-        """Its own word of how it stands: what was missing before, and cannot be sent again, is not waited for."""
-        if self._standing and self._standing[0].seq != standing.seq:
-            self._standing.clear()
-        self._standing.append(standing)
+    def _stand(self, standing: Standing, size_bytes: int, now: float) -> None:
+        """Its own word of how it stands: what was missing before, and cannot be sent again, is not waited for. Of one
+        that finds no room the rest of the requests under way counts as over."""
+        if self._standing and self._standing[0][0].seq != standing.seq:
+            self._forget_standing()
         if standing.more:
+            if self._make_room(size_bytes):
+                self._standing.append((standing, size_bytes))
             return
-        parts, self._standing = self._standing, []
+        parts = [*(part for part, _ in self._standing), standing]
+        self._forget_standing()
         self._unsure = False
         whole = msgspec.structs.replace(
             standing,
@@ -115,8 +135,9 @@ class Peer:
         lost = self.heard.stand(standing, now)
         self.lost += lost if self._next is not None else 0
         self._next = standing.seq + 1
-        self._asked_at, self._asks = None, 0
-        self._held = {seq: batch for seq, batch in self._held.items() if seq > standing.seq}
+        self._asked_at, self._asks, self._full = None, 0, False
+        for seq in [seq for seq in self._held if seq <= standing.seq]:
+            self._take_held(seq)
         self._go_on(now)
 
     def look(self, now: float) -> None:
@@ -136,6 +157,8 @@ class Peer:
         self.alive = False
         self._asked_at = None
         self._held.clear()
+        self._standing.clear()
+        self.early_bytes, self._full = 0, False
         self.heard.leave(now)
 
     def completeness(self, now: float) -> tuple[int, int]:
@@ -152,8 +175,8 @@ class Peer:
         self.heard.apply(batch.deltas, now)
 
     def _go_on(self, now: float) -> None:
-        while self._next is not None and (batch := self._held.pop(self._next, None)) is not None:
-            self._apply(batch, now)
+        while self._next is not None and self._next in self._held:
+            self._apply(self._take_held(self._next), now)
         if self._held:
             self._miss(now)
         elif self._next is not None and not self._unsure:
@@ -167,8 +190,26 @@ class Peer:
     def _request(self, now: float) -> None:
         self._asked_at = now
         self._asks += 1
-        in_short = self._unsure or self._asks > ASKS or len(self._held) >= MAX_HELD
+        in_short = self._unsure or self._asks > ASKS or self._full
+        self._full = False
         self._ask(0 if in_short or self._next is None else self._next)
+
+    def _make_room(self, size_bytes: int) -> bool:
+        if not self._has_room(size_bytes):
+            self.dropped += 1
+            self._full = True
+            return False
+        self.early_bytes += size_bytes
+        return True
+
+    def _take_held(self, seq: int) -> Batch:
+        batch, size_bytes = self._held.pop(seq)
+        self.early_bytes -= size_bytes
+        return batch
+
+    def _forget_standing(self) -> None:
+        self.early_bytes -= sum(size_bytes for _, size_bytes in self._standing)
+        self._standing.clear()
 
 
 class Lag:

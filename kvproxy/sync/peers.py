@@ -3,7 +3,6 @@ messages in, messages out, the time is an argument."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
@@ -11,7 +10,7 @@ from functools import partial
 from kvproxy.bounded import BoundedMapping
 from kvproxy.sync import wire
 from kvproxy.sync.heard import Heard
-from kvproxy.sync.joining import Joining, ReceiveSnapshot
+from kvproxy.sync.joining import Joining, ReceiveSnapshot, RunSteps, run_at_once
 from kvproxy.sync.journal import Journal, SentBatches, in_parts
 from kvproxy.sync.peer import Peer
 from kvproxy.sync.wire import Batch, Message, Origin
@@ -21,8 +20,8 @@ from kvproxy.sync.world import World
 MISSED = 3
 #: Silent ones are forgotten after so long, and more than so many are not listened to.
 FORGET_S, MAX_PEERS = 600.0, 256
-#: What a new one keeps for later while it joins.
-MAX_BUFFERED = 4096
+#: What came too early, of all peers: beyond it is dropped, and what was missed is asked for in short.
+MAX_EARLY_BYTES = 32 * 1024 * 1024
 
 
 class SyncStatus(StrEnum):
@@ -36,7 +35,7 @@ class SyncStatus(StrEnum):
 
 class Peers:
     """`send` is given bytes for one peer, or for all. `serve` is called with one that wants to know everything,
-    `receive_snapshot` with what came of asking for that."""
+    `receive_snapshot` with what came of asking for that, `run` with steps that another may have its turn between."""
 
     def __init__(
         self,
@@ -49,6 +48,7 @@ class Peers:
         receive_snapshot: ReceiveSnapshot | None = None,
         other: Callable[[Message], None] = lambda message: None,
         blocks: Callable[[], int] = lambda: 0,
+        run: RunSteps = run_at_once,
     ) -> None:
         self.origin = journal.origin
         self.known: dict[tuple[str, int], Peer] = {}
@@ -58,10 +58,10 @@ class Peers:
         self._beat_s = beat_s
         self._serve, self._other, self._blocks = serve, other, blocks
         self._ended: BoundedMapping[Origin, None] = BoundedMapping(1024)  # lives that are over
-        self._sent = SentBatches()
+        self.sent = SentBatches()
         #: How it comes to know what the others do.
-        self.newcomer = Joining(self.origin, send_to=self.send_to, receive=receive_snapshot, on_end=self._take_buffered)
-        self._buffer: deque[Batch | wire.Standing] = deque()
+        take = self._take_late
+        self.newcomer = Joining(self.origin, send_to=self.send_to, receive=receive_snapshot, take=take, run=run)
 
     @property
     def living(self) -> list[Peer]:
@@ -71,10 +71,9 @@ class Peers:
     @property
     def status(self) -> SyncStatus:
         """Where nothing is known of what carries the messages."""
-        if self.newcomer.running:
+        if self.newcomer.holds_back:
             return SyncStatus.JOINING
-        living = self.living
-        if not living:
+        if not (living := self.living):
             return SyncStatus.ALONE
         return SyncStatus.SYNCED if all(peer.in_order for peer in living) else SyncStatus.DEGRADED
 
@@ -98,27 +97,22 @@ class Peers:
         count = 0
         for batch in self._journal.take_batches(now):
             payload = wire.encode_batch(batch, self._journal)
-            self._sent.keep(batch.seq, payload)
+            self.sent.keep(batch.seq, payload)
             self._send(payload, None)
             count += 1
         return count
 
     def beat(self, now: float) -> None:
         """Every `beat_s`: say how it stands, and see who fell silent."""
-        journal = self._journal
-        journal.look()
+        self._journal.look()
         for peer in list(self.known.values()):
             silent_s = now - peer.heard_at
             if peer.alive and silent_s > MISSED * self._beat_s:
                 peer.die(now)
             elif silent_s > FORGET_S:
                 del self.known[peer.origin.place]
-        living = self.living
-        echoes = [
-            wire.Echo(one.origin, one.beat_sent_s, now - one.heard_at) for one in living if one.beat_sent_s is not None
-        ]
-        told, digest, blocks = journal.told, journal.digest, self._blocks()
-        self._tell(wire.Beat(self.origin, journal.seq, now, told, digest, self.newcomer.running, blocks, echoes))
+        beats = [(one, one.beat_sent_s) for one in self.living if one.beat_sent_s is not None]
+        self._tell(self._own_beat(now, [wire.Echo(one.origin, sent_s, now - one.heard_at) for one, sent_s in beats]))
 
     def look(self, now: float) -> None:
         """Several times a heartbeat: ask again for what is missing, and see to the end of joining."""
@@ -126,8 +120,13 @@ class Peers:
             peer.look(now)
         self.newcomer.look(now)
 
-    def receive(self, message: Message, now: float) -> None:
-        """A message of a peer."""
+    @property
+    def early_bytes(self) -> int:
+        """Of what came too early, of all peers."""
+        return sum(peer.early_bytes for peer in list(self.known.values()))
+
+    def receive(self, message: Message, size_bytes: int, now: float) -> None:
+        """A message of a peer, of so many bytes."""
         if message.origin.place == self.origin.place:
             return
         if isinstance(message, wire.Bye):
@@ -141,7 +140,7 @@ class Peers:
             peer.revive(now)
         match message:
             case wire.Batch() | wire.Standing():
-                self._take(peer, message, now)
+                self._take(peer, message, wire.held_bytes(message, size_bytes), now)
             case wire.Beat():
                 self._heard_beat(peer, message, now)
             case wire.Hello():
@@ -175,8 +174,8 @@ class Peers:
             self._end(known.origin, now)
         if len(self.known) >= MAX_PEERS:
             return None
-        heard = Heard(origin, self._world, self._journal)
-        peer = Peer(origin, heard, ask=partial(self._ask, origin), now=now)
+        heard, ask = Heard(origin, self._world, self._journal), partial(self._ask, origin)
+        peer = Peer(origin, heard, ask=ask, has_room=self._has_room, now=now)
         if begins:
             peer.begin()
         self.known[origin.place] = peer
@@ -192,35 +191,41 @@ class Peers:
     def _ask(self, peer: Origin, first: int) -> None:
         self.send_to(peer, wire.Ask(self.origin, first))
 
-    def _take(self, peer: Peer, message: Batch | wire.Standing, now: float) -> None:
-        if not self.newcomer.running:
-            peer.take(message, now) if isinstance(message, wire.Batch) else peer.stand(message, now)
-            return
-        peer.heard.load(message.loads, message.seq, now)
-        self._buffer.append(message)
-        if len(self._buffer) > MAX_BUFFERED:
-            self._buffer.popleft()
+    def _has_room(self, size_bytes: int) -> bool:
+        return self.early_bytes + size_bytes <= MAX_EARLY_BYTES
+
+    def _take(self, peer: Peer, message: Batch | wire.Standing, size_bytes: int, now: float) -> None:
+        if self.newcomer.holds_back:
+            peer.heard.load(message.loads, message.seq, now)
+            self.newcomer.hold(message, size_bytes)
+        else:
+            peer.take(message, size_bytes, now)
+
+    def _take_late(self, message: Batch | wire.Standing, size_bytes: int, now: float) -> None:
+        peer = self.known.get(message.origin.place)
+        if peer is not None and peer.origin == message.origin and peer.alive:  # else its load is gone
+            peer.take(message, size_bytes, now)
 
     def _heard_beat(self, peer: Peer, beat: wire.Beat, now: float) -> None:
         for echo in beat.echoes:
             if echo.peer == self.origin:
                 peer.lag.went_around(now - echo.sent_s - echo.held_s)
-        if not self.newcomer.running:
+        if not self.newcomer.holds_back:
             peer.beat(beat, now)
         elif not beat.joining:
             self.newcomer.heard_of(peer.origin, now)
 
     def _welcome(self, peer: Peer, now: float) -> None:
         """It is new: told at once how it stands here."""
-        journal = self._journal
-        told, digest, blocks = journal.told, journal.digest, self._blocks()
-        self.send_to(
-            peer.origin, wire.Beat(self.origin, journal.seq, now, told, digest, self.newcomer.running, blocks, [])
-        )  # fmt: skip
+        self.send_to(peer.origin, self._own_beat(now, []))
         self._stand(peer.origin, now)
 
+    def _own_beat(self, now: float, echoes: list[wire.Echo]) -> wire.Beat:
+        own, joining = self._journal, self.newcomer.running
+        return wire.Beat(self.origin, own.seq, now, own.told, own.digest, joining, self._blocks(), echoes)
+
     def _answer(self, peer: Peer, first: int, now: float) -> None:
-        missing = self._sent.since(first) if first else None
+        missing = self.sent.since(first) if first else None
         if missing is None:
             self._stand(peer.origin, now)
         else:
@@ -230,21 +235,13 @@ class Peers:
     def _stand(self, to: Origin, now: float) -> None:
         self.publish(now)
         journal = self._journal
-        oldest = self._sent.oldest or journal.seq + 1
+        oldest = self.sent.oldest or journal.seq + 1
         said = partial(wire.Standing, self.origin, journal.seq, oldest, journal.told, journal.digest)
         loads, under_way = journal.rows(now), list(journal.open.values())
         parts = in_parts(under_way)
-        while len(loads) > 300:
-            self.send_to(to, said([], loads[:300], True))
-            del loads[:300]
+        while len(loads) > wire.MAX_ROWS:
+            self.send_to(to, said([], loads[: wire.MAX_ROWS], True))
+            del loads[: wire.MAX_ROWS]
         for part in parts[:-1]:
             self.send_to(to, said(part, [], True))
         self.send_to(to, said([] if not parts else parts[-1], loads, False))
-
-    def _take_buffered(self, now: float) -> None:
-        """What came while it joined counts now."""
-        buffered, self._buffer = self._buffer, deque()
-        for message in buffered:
-            peer = self.known.get(message.origin.place)
-            if peer is not None and peer.origin == message.origin:
-                self._take(peer, message, now)

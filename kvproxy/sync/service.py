@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import socket
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TypeVar
@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from kvproxy.background_task import TaskSet
+from kvproxy.background_task import TaskSet, run_in_slices
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.schema import Config
 from kvproxy.kvcache.actions.strategies import Action
@@ -27,10 +27,10 @@ from kvproxy.sync.datagrams import DatagramLink, Link, Siblings
 from kvproxy.sync.journal import Journal
 from kvproxy.sync.peer import Peer
 from kvproxy.sync.peers import Peers, SyncStatus
-from kvproxy.sync.shown import describe, show
-from kvproxy.sync.snapshot import Handover
+from kvproxy.sync.shown import Namesake, describe, show
+from kvproxy.sync.snapshot import SLICE_S, Handover
 from kvproxy.sync.stores import NatsLink, RedisLink, StoreLink
-from kvproxy.sync.wire import Message, Origin
+from kvproxy.sync.wire import Origin
 from kvproxy.sync.world import World
 from kvproxy.types import Clock
 
@@ -58,6 +58,7 @@ class SyncService:
         if siblings is not None and not settings.replica:
             host = f"{host}-{xxh3_64_intdigest(str(siblings.folder).encode()) & 0xFFFF:04x}"
         self.origin = Origin(host, 0 if siblings is None else siblings.number, int(wall_clock() * 1e6))
+        self.namesake = Namesake(self.origin, beat_s=settings.heartbeat, clock=clock)
         self.journal = Journal(self.origin, on_news=self._on_news)
         self.peers = Peers(
             self.journal,
@@ -66,8 +67,9 @@ class SyncService:
             beat_s=settings.heartbeat,
             serve=lambda peer: self._handover.give(peer),
             receive_snapshot=lambda peer, data, rest: self._handover.take(peer, data, rest),
-            other=self._receive_claim,
+            other=lambda message: self.claims.receive(message),
             blocks=self._blocks,
+            run=self._run_later,
         )
         self.claims = PeerClaims(self.peers, clock=clock)
         self.store: StoreLink | None = self._find_store()
@@ -124,7 +126,8 @@ class SyncService:
 
     def describe_state(self) -> dict[str, object]:
         """For people."""
-        return describe(self.peers, self.journal, self._links, self.status, self._clock())
+        shown = describe(self.peers, self.journal, self._links, self.status, self._clock())
+        return {**shown, "namesake": self.namesake.lives}
 
     # where replicas meet
 
@@ -138,6 +141,7 @@ class SyncService:
                     self.origin,
                     on_message=partial(self._heard, store=True),
                     on_change=self._store_changed,
+                    beat_s=settings.heartbeat,
                     rng=rng,
                 )
         return None
@@ -221,19 +225,24 @@ class SyncService:
             self._outcomes.labels("malformed").inc()
             return
         near = self._workers is not None and message.origin.host == self.origin.host
+        self.namesake.hear(message)
         if near and store:
             return  # it comes by the workers' own way
         if near and self._workers is not None:
             self._workers.know(message.origin.worker)
         try:
-            self.peers.receive(message, self._clock())
+            self.peers.receive(message, len(payload), self._clock())
             self._outcomes.labels("received").inc()
         except Exception:
             self._outcomes.labels("failed").inc()
             log.exception("a message of %s could not be applied", message.origin)
 
-    def _receive_claim(self, message: Message) -> None:
-        self.claims.receive(message)
+    def _run_later(self, steps: Generator[None, None, None]) -> None:
+        async def run() -> None:
+            await run_in_slices(steps, slice_s=SLICE_S, clock=self._clock)
+
+        if self._tasks.running:
+            self._tasks.start(run(), name="sync catches up")
 
     def _blocks(self) -> int:
         parts = self._world.clusters.values()

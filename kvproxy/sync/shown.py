@@ -1,16 +1,25 @@
-"""What is seen of other processes: metrics, and the same for people."""
+"""What is seen of other processes: metrics, and the same for people; and one that goes by the name of this one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
+from kvproxy.bounded import BoundedMapping
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.sync.datagrams import Link
-from kvproxy.sync.journal import MAX_WAITING, Journal
+from kvproxy.sync.journal import Journal
 from kvproxy.sync.peer import Peer
 from kvproxy.sync.peers import Peers, SyncStatus
+from kvproxy.sync.wire import Beat, Message, Origin
 from kvproxy.types import Clock
+
+log = logging.getLogger("kvproxy.sync")
+
+#: A life of this process that just ended says no more than so many beats.
+_BEATS = 3
 
 Series = Iterable[tuple[tuple[str, ...], float]]
 
@@ -26,7 +35,7 @@ def show(
     clock: Clock,
 ) -> None:
     """The gauges read these from now on."""
-    shown, bounds = metrics.sync, metrics.bounds
+    shown = metrics.sync
 
     def by_peer(figure: Callable[[Peer], int]) -> Series:
         return [((str(peer.origin),), float(figure(peer))) for peer in list(peers.known.values())]
@@ -44,10 +53,27 @@ def show(
     shown.lost.set_source(lambda: by_peer(lambda peer: peer.lost))
     shown.index_blocks.set_source(lambda: [(("self",), float(blocks())), *by_peer(lambda peer: peer.blocks)])
     shown.dropped.set_source(
-        lambda: [(("deltas",), float(journal.dropped)), (("messages",), float(sum(link.dropped for link in links)))]
+        lambda: [
+            (("deltas",), float(journal.dropped)),
+            (("messages",), float(sum(link.dropped for link in links))),
+            (("received",), float(_dropped(peers))),
+        ]
     )
-    bounds.queue_depth.labels("sync").set_function(lambda: len(journal))
-    bounds.queue_limit.labels("sync").set(MAX_WAITING)
+    shown.held.set_source(lambda: [((what,), float(held)) for what, held in _held_bytes(peers, journal, links).items()])
+
+
+def _dropped(peers: Peers) -> int:
+    return peers.newcomer.dropped + sum(peer.dropped for peer in list(peers.known.values()))
+
+
+def _held_bytes(peers: Peers, journal: Journal, links: Sequence[Link]) -> Mapping[str, int]:
+    return {
+        "deltas": journal.held_bytes,
+        "unsent": sum(link.held_bytes for link in links),
+        "sent": peers.sent.held_bytes,
+        "early": peers.early_bytes,
+        "joining": peers.newcomer.buffered_bytes + peers.newcomer.snapshot_bytes,
+    }
 
 
 def _is(status: Callable[[], SyncStatus], state: SyncStatus) -> float:
@@ -68,8 +94,9 @@ def describe(
         "status": status.value,
         "origin": str(peers.origin),
         "consistency_ratio": round(peers.consistency_ratio(now), 4),
-        "waiting": len(journal) + sum(link.waiting for link in links),
-        "dropped": journal.dropped + sum(link.dropped for link in links),
+        "waiting": len(journal),
+        "held_bytes": _held_bytes(peers, journal, links),
+        "dropped": journal.dropped + sum(link.dropped for link in links) + _dropped(peers),
         "links": {link.name: link.connected for link in links},
         "peers": [_describe(peer, now) for peer in peers.known.values()],
     }
@@ -93,3 +120,31 @@ def _describe(peer: Peer, now: float) -> dict[str, object]:
         "open": peer.heard.open,
         "index_blocks": peer.blocks,
     }
+
+
+class Namesake:
+    """Another process by the name of this one, if there is one that lives: then each ignores what the other says."""
+
+    def __init__(self, origin: Origin, *, beat_s: float, clock: Clock) -> None:
+        self._own = origin
+        self._beat_s, self._clock = beat_s, clock
+        self._heard_at = -math.inf
+        self._beats: BoundedMapping[Origin, int] = BoundedMapping(64)
+
+    def hear(self, message: Message) -> None:
+        """Something that came; one's own words come back as well."""
+        if not isinstance(message, Beat) or message.origin.place != self._own.place or message.origin == self._own:
+            return
+        beats = self._beats[message.origin] = self._beats.get(message.origin, 0) + 1
+        if beats >= _BEATS:
+            self._heard_at = self._clock()
+        if beats == _BEATS:
+            log.warning(
+                "another process goes by the name %s, so that each ignores what the other does: set sync.replica to a "
+                "name of its own in each (an earlier life of this one that still drains will end)", self._own,
+            )  # fmt: skip
+
+    @property
+    def lives(self) -> bool:
+        """Whether it was heard just now."""
+        return self._clock() - self._heard_at <= _BEATS * self._beat_s

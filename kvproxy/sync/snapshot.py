@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import TypeVar
 
 from xxhash import xxh3_64
 
-from kvproxy.background_task import TaskSet
+from kvproxy.background_task import TaskSet, run_in_slices
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.kvcache.actions.strategies import Action
 from kvproxy.kvcache.providers import ActionKind
@@ -31,11 +30,9 @@ from kvproxy.types import Clock
 MAX_BYTES = 32 * 1024 * 1024
 _PIECE_BYTES = 48 * 1024
 #: One step holds the event loop no longer, and pieces go out with this pause: a worker's socket holds a few.
-_SLICE_S, _PIECE_S = 0.003, 0.001
+SLICE_S, _PIECE_S = 0.003, 0.001
 
 log = logging.getLogger("kvproxy.sync")
-
-T = TypeVar("T")
 
 
 def take_pieces(
@@ -135,7 +132,7 @@ class Handover:
         times = {"clock": self._clock, "wall_clock": self._wall_clock}
         try:
             steps = take_pieces(self._peers.origin, self._world, self._kvcache, self._clusters, **times)
-            for piece in await self._in_slices(steps):
+            for piece in await run_in_slices(steps, slice_s=SLICE_S, clock=self._clock):
                 self._peers.send_to(peer, piece)
                 await asyncio.sleep(_PIECE_S)
         finally:
@@ -144,20 +141,9 @@ class Handover:
     async def _take(self, peer: Peer, data: bytes, rest: Sequence[Delta]) -> None:
         try:
             steps = put_pieces(data, rest, peer.heard, self._kvcache, self._clusters, clock=self._clock)
-            await self._in_slices(steps)
+            await run_in_slices(steps, slice_s=SLICE_S, clock=self._clock)
             log.info("joined: %d bytes of index and %d other things from %s", len(data), len(rest), peer.origin)
         except Unusable as error:
             log.warning("the index of %s is not taken over: %s", peer.origin, error)
         finally:
             self._peers.newcomer.end(self._clock())
-
-    async def _in_slices(self, steps: Generator[None, None, T]) -> T:
-        while True:
-            until = self._clock() + _SLICE_S
-            try:
-                while self._clock() < until:
-                    next(steps)
-            except StopIteration as done:
-                result: T = done.value
-                return result
-            await asyncio.sleep(0)

@@ -8,7 +8,6 @@ import contextlib
 import logging
 import random
 from abc import abstractmethod
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
@@ -18,18 +17,22 @@ from pydantic import SecretStr
 from xxhash import xxh3_64_hexdigest
 
 from kvproxy.background_task import BackgroundTask
+from kvproxy.bounded import BoundedQueue
+from kvproxy.sync.datagrams import MESSAGE_BYTES
 from kvproxy.sync.wire import Origin
 
 log = logging.getLogger("kvproxy.sync")
 
-#: Messages that wait for the store; the oldest goes first.
-MAX_WAITING = 2048
+#: What waits for the store.
+MAX_WAITING_BYTES = 16 * 1024 * 1024
 #: A store that takes no message for so long is away.
 TIMEOUT_S = 3.0
 #: Pause before it is tried again, doubling between these; any part of it by chance, so that replicas come one by one.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 #: What is still to be said at the end may take so long; and so many messages are sent in one go.
 LAST_WORD_S, _TOGETHER = 0.5, 128
+#: Looks without a word, one a heartbeat and no more often: one's own come back, unless the way back is gone.
+UNHEARD, LOOK_S = 10, 0.5
 
 
 class StoreLink(BackgroundTask):
@@ -46,6 +49,7 @@ class StoreLink(BackgroundTask):
         *,
         on_message: Callable[[bytes], None],
         on_change: Callable[[bool], None],
+        beat_s: float,
         rng: random.Random,
     ) -> None:
         self.connected = False
@@ -54,23 +58,23 @@ class StoreLink(BackgroundTask):
         self._url = url.get_secret_value()
         self._topic = topic
         self._own = self._place(origin)
-        self._on_message = on_message
-        self._on_change = on_change
+        self._pass_on, self._on_change = on_message, on_change
+        self._look_s = max(beat_s, LOOK_S)
+        self._unheard = 0  # looks since the last word
         self._rng = rng
-        self._waiting: deque[tuple[str, bytes]] = deque()
+        self._waiting: BoundedQueue[tuple[str, bytes]] = BoundedQueue(MAX_WAITING_BYTES)
         self._news, self._sent = asyncio.Event(), asyncio.Event()
 
     async def __aexit__(self, *_: object) -> None:
         if self.connected and self._waiting:  # the last word: that this one ends
             self._sent.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WORD_S):
-                    await self._sent.wait()
+                await asyncio.wait_for(self._sent.wait(), LAST_WORD_S)
         await super().__aexit__()
 
     @property
-    def waiting(self) -> int:
-        return len(self._waiting)
+    def held_bytes(self) -> int:
+        return self._waiting.held_bytes
 
     @property
     def where(self) -> str:
@@ -82,10 +86,8 @@ class StoreLink(BackgroundTask):
         if not self.connected:
             self.dropped += 1
             return
-        self._waiting.append((self._topic if to is None else self._place(to), payload))
-        if len(self._waiting) > MAX_WAITING:
-            self._waiting.popleft()
-            self.dropped += 1
+        where = self._topic if to is None else self._place(to)
+        self.dropped += self._waiting.append((where, payload), len(payload) + MESSAGE_BYTES)
         self._news.set()
 
     async def claim(self, what: str, ttl_s: float, holder: Origin) -> bool | None:
@@ -104,9 +106,9 @@ class StoreLink(BackgroundTask):
                     self.connected = True
                     log.info("%s is reached", self.where)
                     self._on_change(True)
-                    async with asyncio.TaskGroup() as both:
-                        both.create_task(self._receive(connection), name="sync receive")
-                        both.create_task(self._transmit(connection), name="sync transmit")
+                    async with asyncio.TaskGroup() as group:
+                        for work in (self._receive(connection), self._transmit(connection), self._watch()):
+                            group.create_task(work, name="sync store")
             except Exception as error:  # noqa: BLE001 - whatever a library raises: the store is away
                 self._away(error)
             await asyncio.sleep(pause_s * self._rng.random())
@@ -122,6 +124,17 @@ class StoreLink(BackgroundTask):
         if self.connected:
             self.connected = False
             self._on_change(False)
+
+    def _on_message(self, payload: bytes) -> None:
+        self._unheard = 0
+        self._pass_on(payload)
+
+    async def _watch(self) -> None:
+        self._unheard = 0
+        while self._unheard < UNHEARD:  # counted, and not timed: what came while the loop stood still is read first
+            await asyncio.sleep(self._look_s)
+            self._unheard += 1
+        raise ConnectionError("what is said does not come back")
 
     async def _transmit(self, connection: Any) -> None:
         while True:

@@ -23,7 +23,13 @@ MAX_BLOCKS = 6_000
 #: Deltas of one message: applying takes some 15 us each, and must not hold the event loop.
 MAX_DELTAS = 400
 
+#: Ledgers of one message.
+MAX_ROWS = 100
+#: What a message and each part of it take in memory at most, beside their bytes.
+_PART_BYTES = 200
+
 Deltas = Annotated[list[Delta], msgspec.Meta(max_length=MAX_DELTAS)]
+Rows = Annotated[list[EndpointLoads], msgspec.Meta(max_length=MAX_ROWS)]
 
 
 class Origin(msgspec.Struct, array_like=True, frozen=True, order=True, gc=False):
@@ -52,7 +58,7 @@ class Batch(_Message, tag=1, frozen=True):
     seq: int
     sent_s: Finite
     deltas: Deltas
-    loads: list[EndpointLoads]
+    loads: Rows
 
 
 class Echo(msgspec.Struct, array_like=True, frozen=True):
@@ -98,7 +104,7 @@ class Standing(_Message, tag=6, frozen=True):
     told: int
     digest: int
     open: list[Routed]
-    loads: list[EndpointLoads]
+    loads: Rows
     more: bool
 
 
@@ -138,6 +144,12 @@ _decoder = msgspec.msgpack.Decoder(Message)
 def encode(message: Message) -> bytes:
     """As bytes."""
     return _encoder.encode(message)
+
+
+def held_bytes(message: Batch | Standing, encoded_bytes: int) -> int:
+    """What it takes while it is held."""
+    parts = len(message.deltas) if isinstance(message, Batch) else len(message.open)
+    return encoded_bytes + _PART_BYTES * (1 + parts + len(message.loads))
 
 
 class Drops(Protocol):

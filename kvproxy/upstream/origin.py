@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import ssl
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -75,3 +76,28 @@ class Origin:
         if self.server_name:
             return f"{self.scheme}://{self.host}:{self.port}{self.base_path.decode('ascii')}"
         return f"{self.scheme}://{self.host_header.decode('ascii')}{self.base_path.decode('ascii')}"
+
+
+def public_location(location: bytes, origin: Origin | None) -> bytes:
+    """Where a redirect of the engine at `origin` leads, for clients: relative ones and those to public hosts stay."""
+    try:
+        parts = urlsplit(location.decode("latin-1"))
+        host = parts.hostname or ""
+    except ValueError:
+        return b"/"
+    if not parts.netloc or not (
+        _is_internal(host) or (origin is not None and host in (origin.host.lower(), origin.server_name.lower()))
+    ):
+        return location
+    path = parts.path or "/"
+    base = "" if origin is None else origin.base_path.decode("ascii")
+    if base and (path + "/").startswith(base + "/"):
+        path = path[len(base) :] or "/"
+    return (f"/{path.lstrip('/')}" + (f"?{parts.query}" if parts.query else "")).encode("latin-1")
+
+
+def _is_internal(host: str) -> bool:
+    try:
+        return host == "localhost" or not ipaddress.ip_address(host).is_global
+    except ValueError:
+        return False

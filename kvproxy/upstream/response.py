@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import httptools
+import msgspec
 
 from kvproxy.errors import UpstreamDisconnected, UpstreamProtocolError
 from kvproxy.types import Headers
@@ -163,32 +164,27 @@ class Source(Protocol):
         ...
 
 
-class UpstreamResponse:
+class UpstreamResponse(msgspec.Struct, eq=False):
     """`status`, `headers` (lower-case names) and `reason` are there once `UpstreamPool.request` returned it.
 
-    One reader at a time; one that does not read to the end calls `abort()`.
+    One reader at a time; one that does not read to the end calls `abort()`. (A struct: one is made in C.)
     """
 
-    __slots__ = (
-        "_loop", "_rest", "_source", "complete", "early", "error", "headers", "on_piece", "reason", "status", "waiter",
-    )  # fmt: skip
-
-    def __init__(self, source: Source, loop: asyncio.AbstractEventLoop, *, early: bool = True) -> None:
-        self.status = 0
-        self.headers: Headers = []
-        self.reason = b""
-        #: The reader is woken by the head alone, not only by what follows it.
-        self.early = early
-        #: The whole response arrived (its last bytes may still wait to be taken); the connection is given back.
-        self.complete = False
-        #: Called with a part of the body that arrives while the reader waits; True: it went on, and the reader goes on
-        #: waiting; False: it is to be taken. It must not raise.
-        self.on_piece: Callable[[bytes], bool] | None = None
-        self._source: Source | None = source
-        self._loop = loop  # asking for it costs a system call (getpid)
-        self.error: BaseException | None = None  # what came in place of the end
-        self._rest = b""
-        self.waiter: asyncio.Future[None] | None = None  # done: the reader is woken, or gave up
+    _source: Source | None
+    _loop: asyncio.AbstractEventLoop  # asking for it costs a system call (getpid)
+    #: The reader is woken by the head alone, not only by what follows it.
+    early: bool = True
+    status: int = 0
+    headers: Headers = []
+    reason: bytes = b""
+    #: The whole response arrived (its last bytes may still wait to be taken); the connection is given back.
+    complete: bool = False
+    #: Called with a part of the body that arrives while the reader waits; True: it went on, and the reader goes on
+    #: waiting; False: it is to be taken. It must not raise.
+    on_piece: Callable[[bytes], bool] | None = None
+    error: BaseException | None = None  # what came in place of the end
+    _rest: bytes = b""
+    waiter: asyncio.Future[None] | None = None  # done: the reader is woken, or gave up
 
     def take(self) -> bytes | None:
         """What has arrived and was not taken yet, b"" after the end, None when `chunk()` would have to wait.

@@ -1,7 +1,7 @@
 """The operator's listener of several workers: one page, one set of metrics, and changes that are made in all of them.
 
 Every path of a worker's own admin app is there. What is read is asked of all and merged; what is changed is changed in
-all; a place that `/pick` reserves is in one, whose number its id begins with.
+all; a place that `/pick` reserves is in one, whose number its id begins with, and a prompt is warmed by one.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from kvproxy.metrics.exposition import render_exposition
 from kvproxy.types import Clock
 from kvproxy.workers.answers import merge_answers
 from kvproxy.workers.assignment import Change
+from kvproxy.workers.control import FROM
 from kvproxy.workers.merge import merge_findings
 from kvproxy.workers.workers import Workers
 
@@ -35,6 +36,8 @@ _CHANGING = ("POST", "PUT", "PATCH", "DELETE")
 _PASSED_ON = ("content-type", "cache-control", "allow")
 #: As many as a worker answers with where the question does not say.
 _LIMITS = {"/decisions": 100, "/cache/hot": 20}
+#: A long prompt on a slow engine, twice.
+_WARM_S = 300.0
 
 
 class MetricsOfAll:
@@ -83,6 +86,7 @@ class WorkersAdmin:
             Route("/decisions/{number:int}", self._decision, methods=["GET"]),
             Route("/pick", self._pick, methods=["POST"]),
             Route("/pick/{index:int}-{rest:path}", self._picked, methods=["POST"]),
+            Route("/warm", self._warm, methods=["POST"]),
             Route("/log", self._log, methods=["PATCH"]),
             *AdviceRoutes(workers, audit).list_routes(),
             *(
@@ -103,8 +107,6 @@ class WorkersAdmin:
         if self._workers.supervisor.ending.is_set():
             return PlainTextResponse("draining\n", 503)
         answers = await self._ask_all("/readyz")
-        if not answers:
-            return PlainTextResponse("no worker serves\n", 503)
         best = next((one for one in answers if one.is_success), answers[0])
         return PlainTextResponse(best.text, best.status_code)
 
@@ -144,16 +146,11 @@ class WorkersAdmin:
         return reply_json({**answer.json(), "number": number})
 
     async def _pick(self, request: Request) -> Response:
-        body = await receive_body(request, most=self._workers.config.limits.body + MAX_BODY_BYTES)
-        serving = self._workers.serving
-        if not serving:
-            raise _nothing_serves()
-        slot = serving[next(self._turn) % len(serving)]
-        answer = await self._ask(slot.index, Change("POST", _target(request), body))
+        index, answer = await self._ask_one(request)
         if answer.status_code != 201:
             return _passed_on([answer])
         shown = answer.json()
-        shown["reservation"]["id"] = f"{slot.index}-{shown['reservation']['id']}"
+        shown["reservation"]["id"] = f"{index}-{shown['reservation']['id']}"
         return reply_json(shown, 201)
 
     async def _picked(self, request: Request) -> Response:
@@ -161,18 +158,22 @@ class WorkersAdmin:
         body = await receive_body(request)
         return _passed_on([await self._ask(index, Change("POST", f"/pick/{rest}", body))])
 
+    async def _warm(self, request: Request) -> Response:
+        """Each prompt is sent by one: what endpoints hold afterwards all workers hear of."""
+        return _passed_on([(await self._ask_one(request, timeout_s=_WARM_S))[1]])
+
     async def _read(self, request: Request) -> Response:
-        path, limit = request.url.path, request.query_params.get("limit", "")
+        path = request.url.path
         answers = await self._ask_all(_target(request))
         if not all(one.is_success for one in answers):
             return _passed_on(answers)
-        most = int(limit) if limit else _LIMITS.get(path)
+        most = int(request.query_params.get("limit", _LIMITS[path])) if path in _LIMITS else None
         return reply_json(merge_answers(path, self._decoded(answers), limit=most))
 
     async def _change(self, request: Request) -> Response:
         body = await receive_body(request)
-        origin = request.client.host if request.client else "unknown"
-        answer = await self._workers.change_all(Change(request.method, _target(request), body), origin=origin)
+        change = Change(request.method, _target(request), body)
+        answer = await self._workers.change_all(change, origin=_origin_of(request))
         if answer is None:
             raise _nothing_serves()
         return _passed_on([answer])
@@ -184,12 +185,21 @@ class WorkersAdmin:
             set_root_level(str(msgspec.json.decode(answer.body)["level"]).upper())
         return answer
 
-    async def _ask(self, index: int, change: Change) -> httpx.Response:
+    async def _ask(self, index: int, change: Change, **options: Any) -> httpx.Response:
         slot = next((one for one in self._workers.serving if one.index == index), None)
-        answer = None if slot is None else await self._workers.ask(slot, change)
+        answer = None if slot is None else await self._workers.ask(slot, change, **options)
         if answer is None:
             raise _nothing_serves()
         return answer
+
+    async def _ask_one(self, request: Request, **options: Any) -> tuple[int, httpx.Response]:
+        """The next worker in turn, and its answer to this request."""
+        body = await receive_body(request, most=self._workers.config.limits.body + MAX_BODY_BYTES)
+        serving = self._workers.serving
+        if not serving:
+            raise _nothing_serves()
+        index, said = serving[next(self._turn) % len(serving)].index, {FROM.decode(): _origin_of(request)}
+        return index, await self._ask(index, Change("POST", _target(request), body), headers=said, **options)
 
     async def _ask_all(self, target: str) -> list[httpx.Response]:
         """Answers in the order of the workers; RequestRefused when there is none."""
@@ -215,6 +225,10 @@ class WorkersAdmin:
 
     def _number(self, number: int, worker: int) -> int:
         return number * len(self._workers.supervisor.slots) + worker
+
+
+def _origin_of(request: Request) -> str:
+    return request.client.host if request.client else "unknown"
 
 
 def _target(request: Request) -> str:

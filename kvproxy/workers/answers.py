@@ -76,6 +76,17 @@ _HOT = keyed(
     ("cluster", "prefix"), fields({"touches": largest, "replicas": each(largest)}), order=lambda one: -one["touches"]
 )
 _LEASES = keyed(("instance", "prefix"), first)
+_PAUSE = fields({"seen": total, **dict.fromkeys(("returned", "median_s", "p95_s"), mean)})
+_PROMISES = fields(
+    {
+        "held": keyed(("cluster", "endpoint", "prefix", "tenant"), first),
+        "waiting": total,
+        "kept_ratio": mean,
+        "results": each(total),
+        "tenants": keyed(("tenant",), fields({"tokens": total})),
+        "pauses": keyed(("client", "tool"), _PAUSE, order=lambda one: -one["seen"]),
+    }
+)
 _BREAKS = fields({"returned": total, "sessions": largest, "causes": _CAUSES, "latest": at_most(newest, 100)})
 
 _SYNC = fields(
@@ -83,6 +94,8 @@ _SYNC = fields(
         "status": worst(_SYNC_STATES),
         "consistency_ratio": smallest,
         **dict.fromkeys(("waiting", "dropped"), total),
+        "held_bytes": each(total),
+        "namesake": any,
         "index_blocks": largest,
         "peers": keyed(
             ("origin",),
@@ -112,6 +125,7 @@ _LIVE = fields(
                 "running": joined,
                 "waiting": total,
                 "leases": largest,
+                "promises": each(total),
                 "breakers": each(worst(_BREAKERS)),
                 "hot": at_most(_HOT, 8),
                 "breaks": _BREAKS,
@@ -132,7 +146,7 @@ RULES: Mapping[str, Rule] = {
     "/routing": fields({"clusters": _ROUTING}),
     "/decisions": fields({"decisions": newest}),
     "/cache/hot": fields({"prefixes": _HOT}),
-    "/cache/leases": fields({"leases": _LEASES}),
+    "/cache/leases": fields({"leases": _LEASES, "promises": _PROMISES}),
     "/cache/breaks": _BREAKS,
     "/cache/status": fields(
         {

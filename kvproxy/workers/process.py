@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvproxy.background_task import cancel_tasks
-from kvproxy.workers.assignment import DRAIN, HURRY, READY, Assignment, send_assignment
+from kvproxy.workers.assignment import BEAT_S, DRAIN, HURRY, READY, Assignment, send_assignment
 
 log = logging.getLogger("kvproxy")
 
@@ -18,6 +19,9 @@ log = logging.getLogger("kvproxy")
 #: the middle of whatever they do, and each worker makes a TLS context of its own.
 #: In the standalone binary the interpreter is kvproxy itself.
 COMMAND = (sys.executable, *(() if getattr(sys, "frozen", False) else ("-m", "kvproxy")), "worker")
+
+#: Looks without a word that are silence; and how long a worker has to write where it stands before it is killed.
+_LOOKS, _STACKS_S = 4, 0.5
 
 
 class WorkerProcess:
@@ -30,7 +34,9 @@ class WorkerProcess:
         self._command = command
         self._line: socket.socket | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._listening: asyncio.Task[bool] | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._came_up = asyncio.Event()  # or never will
+        self._silent = 0  # looks since the last word
 
     @property
     def pid(self) -> int:
@@ -55,8 +61,7 @@ class WorkerProcess:
 
     async def until_ready(self) -> bool:
         """Whether it came to serve; False: it ended before."""
-        assert self._listening is not None
-        self.ready = await asyncio.shield(self._listening)
+        await self._came_up.wait()
         return self.ready
 
     async def until_ended(self) -> int:
@@ -66,6 +71,20 @@ class WorkerProcess:
             return await self._process.wait()
         finally:
             self.ready = False
+
+    async def until_hung(self, timeout_s: Callable[[], float]) -> None:
+        """Returns when it serves and has said nothing for so long (0: it may)."""
+        while self._silent < _LOOKS:  # not timed: what it said while this process stood still is read between two looks
+            await asyncio.sleep(max(timeout_s() / _LOOKS, BEAT_S))
+            self._silent = self._silent + 1 if self.ready and timeout_s() else 0
+
+    async def kill_hung(self) -> None:
+        """Let it write to its log where it stands, and end it at once."""
+        assert self._process is not None
+        for number, pause_s in ((signal.SIGUSR1, _STACKS_S), (signal.SIGKILL, 0.0)):
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+            await asyncio.sleep(pause_s)
 
     def drain(self) -> None:
         """No new requests; those it has have the drain time."""
@@ -85,12 +104,18 @@ class WorkerProcess:
         if self._line is not None:
             self._line.close()
 
-    async def _listen(self) -> bool:
+    async def _listen(self) -> None:
         assert self._line is not None
         try:
-            return await asyncio.get_running_loop().sock_recv(self._line, 1) == READY
+            while words := await asyncio.get_running_loop().sock_recv(self._line, 64):
+                self._silent = 0
+                if READY in words:
+                    self.ready = True
+                    self._came_up.set()
         except OSError:
-            return False
+            pass
+        finally:
+            self._came_up.set()
 
     def _say(self, word: bytes) -> None:
         with contextlib.suppress(OSError):  # it ended by itself

@@ -78,21 +78,20 @@ class Supervisor:
         command: Sequence[str] = COMMAND,
         clock: Clock = time.monotonic,
         on_restart: Callable[[], object] = lambda: None,
+        on_hung: Callable[[], object] = lambda: None,
         first_alone: bool = False,
     ) -> None:
         self.served = served
-        self.all_ready = asyncio.Event()
-        self._may_follow = asyncio.Event()
+        self.all_ready, self.ending, self._may_follow = asyncio.Event(), asyncio.Event(), asyncio.Event()
         if not first_alone:
             self._may_follow.set()
-        self.ending = asyncio.Event()
         self.on_ended: list[Callable[[int], object]] = []  # called with the number of a worker that is gone
         self.slots = [_slot(index, folder) for index in range(count)]
         self._public = public
         self._folder = folder
         self._command = command
         self._clock = clock
-        self._on_restart = on_restart
+        self._on_restart, self._on_hung = on_restart, on_hung
         self._receipts_key = os.urandom(16)
 
     async def run(self) -> None:
@@ -142,10 +141,10 @@ class Supervisor:
             served = await self._one_life(slot, process)
             if self.ending.is_set():
                 return
-            if not self.all_ready.is_set():
-                raise WorkersFailed(f"worker {slot.index} ended before all served")
             if process.told != self.served.number:
                 continue  # it was let go, to hear of what is new
+            if not self.all_ready.is_set():
+                raise WorkersFailed(f"worker {slot.index} ended before all served")
             steady = served and self._clock() - began >= STEADY_S
             slot.failures = 0 if steady else slot.failures + 1
             if slot.failures >= GIVE_UP_AFTER and not any(one.ready for one in self.slots):
@@ -186,6 +185,7 @@ class Supervisor:
         """Its exit status; killed when it outlives the drain."""
         ended = asyncio.ensure_future(process.until_ended())
         ending = asyncio.ensure_future(self.ending.wait())
+        watching = asyncio.ensure_future(self._end_hung(process))
         try:
             await asyncio.wait((ended, ending), return_when=asyncio.FIRST_COMPLETED)
             if self.ending.is_set():
@@ -197,11 +197,18 @@ class Supervisor:
             log.error("worker %d is killed: it outlived the drain", process.assignment.index)
             return -signal.SIGKILL
         finally:
-            await cancel_tasks((ended, ending))
+            await cancel_tasks((ended, ending, watching))
+
+    async def _end_hung(self, process: WorkerProcess) -> None:
+        await process.until_hung(lambda: self.served.config.worker_timeout)
+        log.error("worker %d (pid %d) hangs: it is killed", process.assignment.index, process.pid)
+        self._on_hung()
+        await process.kill_hung()
 
     async def _pause(self, slot: Slot) -> None:
         """Before the next start; the end cuts it short."""
-        longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**slot.failures)
+        doublings = min(slot.failures, 16)  # of thousands of them the power is no float any more
+        longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**doublings)
         pause_s = longest * random.uniform(0.5, 1.0)
         log.info("worker %d is started again in %.1f s", slot.index, pause_s)
         with contextlib.suppress(TimeoutError):

@@ -98,7 +98,7 @@ async def test_leases_and_running_work() -> None:
 async def test_no_leases_without_pinning() -> None:
     """An empty list, not an error."""
     async with admin_of(proxy_of()) as client:
-        assert (await client.get("/cache/leases")).json() == {"leases": []}
+        assert (await client.get("/cache/leases")).json() == {"leases": [], "promises": None}
 
 
 async def test_what_engines_say_is_shown_with_its_age() -> None:

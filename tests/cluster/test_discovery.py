@@ -15,7 +15,7 @@ import pytest
 
 from kvproxy.background_task import TaskSet
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.discovery import Poller, Source, sources_of
+from kvproxy.cluster.discovery import Poller, Source, sources_of, step_towards
 from kvproxy.cluster.sources.polled import MAX_FILE_BYTES, DnsDiscovery, FileDiscovery, parse_endpoints
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.config.discovery_schema import DiscoverySettings, DnsDiscoverySettings, FileDiscoverySettings
@@ -329,3 +329,55 @@ async def test_a_cluster_follows_its_file(tmp_path: Path, make_cluster: MakeClus
         cluster.apply_endpoints(configs("z"))
         assert ids() == ["z", "b"]
     assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("discovery")]
+
+
+def test_many_that_come_and_leave_do_so_in_steps() -> None:
+    """Some come in each step, changes of those that stay with the first; when all are there some leave in each."""
+    known = configs(*(f"old-{number}" for number in range(50)), "stays")
+    wanted = (*configs("stays", weight=2), *configs(*(f"new-{number}" for number in range(50))))
+    sizes: list[tuple[int, int]] = []
+    while known != wanted:
+        step = step_towards(wanted, known)
+        assert len({one.id for one in step}) == len(step)
+        assert next(one for one in step if one.id == "stays").weight == 2
+        sizes.append((sum(one.id.startswith("new") for one in step), sum(one.id.startswith("old") for one in step)))
+        known = tuple(step)
+    assert sizes == [(20, 50), (40, 50), (50, 30), (50, 10), (50, 0)]
+    assert step_towards(wanted, wanted) is wanted
+    assert step_towards(wanted, ()) != wanted
+
+
+async def test_a_request_has_its_turn_while_thousands_come() -> None:
+    """Between two steps."""
+    named = configs(*(f"pod-{number}" for number in range(200)))
+    heard: list[int] = []
+    turns: list[int] = []
+
+    async def take_turns() -> None:
+        while True:
+            turns.append(len(heard))
+            await asyncio.sleep(0)
+
+    source, answers = Source("file", ListDiscovery(named), 1.0), dict[str, Sequence[EndpointSettings]]()
+
+    def hear(name: str, endpoints: Sequence[EndpointSettings]) -> None:
+        answers[name] = endpoints
+        heard.append(len(endpoints))
+
+    async with TaskSet() as tasks:
+        other = tasks.start(take_turns(), name="requests")
+        poller = Poller("c", [source], tasks=tasks, known=answers.get, on_update=hear, metrics=Metrics())
+        await poller.ask_all()
+        other.cancel()
+    assert heard == list(range(20, 201, 20))
+    assert set(range(10)) <= set(turns)
+
+
+class ListDiscovery:
+    """Knows these."""
+
+    def __init__(self, endpoints: Sequence[EndpointSettings]) -> None:
+        self._endpoints = endpoints
+
+    async def endpoints(self) -> Sequence[EndpointSettings]:
+        return self._endpoints

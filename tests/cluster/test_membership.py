@@ -32,6 +32,19 @@ def test_unchanged_endpoints_keep_their_state(make_cluster: MakeCluster) -> None
     assert running.endpoint.load.in_flight == 1
 
 
+def test_what_does_not_change_is_not_touched(make_cluster: MakeCluster) -> None:
+    """Of thousands of endpoints an update configures those whose settings are others, and none twice; a reload all."""
+    bench = make_cluster("a", "b")
+    a, b = configs("a", "b")
+    bench.cluster.apply_endpoints((a, b))
+    for endpoint in bench.cluster.endpoints:
+        endpoint.max_in_flight = 77  # until it is configured
+    bench.cluster.apply_endpoints((a, b.model_copy(update={"weight": 3})))
+    assert [(one.max_in_flight, one.weight) for one in bench.cluster.endpoints] == [(77, 1), (0, 3)]
+    bench.cluster.reconfigure(bench.cluster.settings.model_copy(update={"max_in_flight": 5}), probe=None)
+    assert [one.max_in_flight for one in bench.cluster.endpoints] == [5, 5]
+
+
 def test_a_new_endpoint_serves_at_once(make_cluster: MakeCluster) -> None:
     """In the order of the configuration."""
     bench = make_cluster("b")

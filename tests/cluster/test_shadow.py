@@ -11,9 +11,9 @@ import pytest
 from kvproxy.cluster import shadow
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.shadow import MAX_ERRORS, Shadow
-from kvproxy.routing.load import IDLE, EndpointLoad
+from kvproxy.routing.load import EndpointLoad
 from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy
-from kvproxy.routing.work import Features
+from kvproxy.routing.work import IDLE, Features
 from kvproxy.types import EndpointId
 from tests.cluster.conftest import Bench, MakeCluster
 from tests.support.clock import FakeClock

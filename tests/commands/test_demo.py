@@ -75,6 +75,20 @@ def test_with_data_parallel_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--engine sglang" in capsys.readouterr().err
 
 
+def test_with_tiers(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same policy twice, once without hearing of host memory; SGLang's engines of the demo have none."""
+    out = io.StringIO()
+    assert run(DemoOptions(1, 4, 2, stay=False, tiers=True, pause_s=0.05), out=out) == 0
+    said = out.getvalue()
+    assert "1 simulated vLLM engines with host memory" in said
+    assert re.search(r"bring\none up from there takes 39 ms, to compute it again 628 ms", said)
+    rows = re.findall(r"^tier-(blind|aware) +sim-0:8 +[1-9]\d?%", said, re.MULTILINE)
+    assert rows == ["blind", "aware"]
+    assert re.search(r"^  tier-aware: \d+ of \d+ prompt tokens computed, first token after \d+ ms", said, re.MULTILINE)
+    assert run_cli(["demo", "--tiers", "--engine", "sglang"]) == 2
+    assert "--engine vllm" in capsys.readouterr().err
+
+
 async def test_it_stays_until_ctrl_c() -> None:
     """The printed address answers the official client; after SIGINT nothing listens there any more."""
     process = await asyncio.create_subprocess_exec(

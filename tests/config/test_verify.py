@@ -156,6 +156,8 @@ def test_what_does_not_fit_together(text: str, problem: str) -> None:
          "error: filters[1].kvcache.cache_strategy.pin_renewal: must be shorter than pin_lease"),
         ("cache_strategy: {compress_instance_id: nobody}",
          "warning: filters[1].kvcache.cache_strategy.compress_instance_id: no endpoint has the instance id 'nobody'"),
+        ("cache_strategy: {score_weights: {frequency: 0, size: 0, recency: 0, next_use: 0}}",
+         "error: filters[1].kvcache.cache_strategy.score_weights: all are 0"),
         ("retry: {base_backoff: 3s}", "error: filters[1].kvcache.retry.max_backoff: shorter than base_backoff"),
         ("lookup_routing_timeout: 3s", "warning: filters[1].kvcache.lookup_routing_timeout: 3 s is longer"),
         ("snapshot: {path: /nowhere/kept}", "warning: filters[1].kvcache.snapshot.path: no such folder: '/nowhere'"),
@@ -168,6 +170,14 @@ def test_kvcache_settings(settings: str, problem: str) -> None:
     shown = problems_of(E + chain.format(settings))
     assert [line for line in shown if line.startswith(problem)], shown
     assert problems_of(E + chain.format(f"enabled: false, {settings}")) == []
+
+
+def test_a_prefix_is_named_as_the_audit_log_names_it() -> None:
+    """Not by its text."""
+    chain = E + "filters: [inference_request, kvcache: {{cache_strategy: {{keep_prefixes: ['{}']}}}}, router]\n"
+    assert problems_of(chain.format("00c0ffee00c0ffee")) == []
+    (problem,) = problems_of(chain.format("You are a helpful assistant"))
+    assert "keep_prefixes[0]: must be the 16 hex digits" in problem
 
 
 @pytest.mark.parametrize(

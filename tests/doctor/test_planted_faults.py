@@ -270,7 +270,7 @@ async def test_controller_down() -> None:
     assert (found.severity, found.check, found.where) == (Severity.PROBLEM, "connection", "lmcache_endpoint")
     assert f"nothing listens on 127.0.0.1:{port}" in found.what
     assert "is it running" in found.fix
-    assert {one.check for one in report.skipped} == {"instance ids", "lookup", "chunk size", "lookup time"}
+    assert {one.check for one in report.skipped} == {"instance ids", "lookup", "chunk size", "lookup time", "actions"}
 
 
 async def test_chunk_larger_than_the_prompts_that_come() -> None:

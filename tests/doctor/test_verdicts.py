@@ -8,7 +8,7 @@ from kvproxy.clients.engine_metrics import CacheConfig, EngineMetrics
 from kvproxy.clients.kv_events.events import BlockStored
 from kvproxy.clients.kv_events.source import KvEventSource
 from kvproxy.clients.tokens import token_array
-from kvproxy.config.kvcache_schema import CacheStrategySettings
+from kvproxy.config.kvcache_actions_schema import CacheStrategySettings
 from kvproxy.doctor.checks.configuration import convert_problems
 from kvproxy.doctor.checks.kv_events import judge_events
 from kvproxy.doctor.checks.lmcache import judge_strategies

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -115,6 +116,7 @@ async def test_a_hot_prompt_is_pinned_where_it_was_served(caplog: pytest.LogCapt
         assert sum(pinned.values()) == pinned[served[1]]
         assert "action=pin" in caplog.text
         assert "result=done" in caplog.text
+        assert re.search(r"reason=hot score=0\.\d+ ", caplog.text)
         assert "w1 w2" not in caplog.text
 
 
@@ -167,7 +169,8 @@ async def test_memory_pressure_without_evict_is_said_once(caplog: pytest.LogCapt
 
 async def test_a_compressed_prefix_is_decompressed_before_it_is_used() -> None:
     """Cold under load: compressed. Wanted again: not preferred there until it is decompressed."""
-    strategy = {"enable_compression": True, "load_source": "host", "load_threshold": 0.0}
+    strategy = {"enable_compression": True, "load_source": "host", "load_threshold": 0.0,
+                "compress_min_tokens": 0}  # fmt: skip
     async with simulated(names=("a",)) as place, proxied(place, cache_strategy=strategy) as proxy:
         under_test = service(proxy)
         await under_test.scraper.scrape_all()

@@ -55,7 +55,7 @@ async def forever(watcher: DisconnectWatcher, armed: asyncio.Event) -> str:
 async def test_the_work_is_cancelled_and_claimed(ours: bool) -> None:
     """The task goes on after the cancellation, as after a timeout."""
     server, armed = Server(ours=ours), asyncio.Event()
-    watcher = DisconnectWatcher(server.scope, server.receive, new_arming(0.001))
+    watcher = DisconnectWatcher(server.scope.get(CONNECTION), server.receive, new_arming(0.001))
     task = asyncio.create_task(forever(watcher, armed))
     await armed.wait()
     server.client_leaves()
@@ -67,7 +67,7 @@ async def test_the_work_is_cancelled_and_claimed(ours: bool) -> None:
 async def test_somebody_elses_cancellation_is_not_claimed(ours: bool) -> None:
     """A shutdown cancels requests whose clients are still there."""
     server, armed = Server(ours=ours), asyncio.Event()
-    watcher = DisconnectWatcher(server.scope, server.receive, new_arming(0.001))
+    watcher = DisconnectWatcher(server.scope.get(CONNECTION), server.receive, new_arming(0.001))
     task = asyncio.create_task(forever(watcher, armed))
     await armed.wait()
     task.cancel()
@@ -80,7 +80,7 @@ async def test_after_disarming_nothing_is_cancelled(ours: bool) -> None:
     """A client that leaves after its response ended cancels nothing, not even a watch that had begun."""
     server = Server(ours=ours)
     for wait_s in (0.0, 0.01):
-        watcher = DisconnectWatcher(server.scope, server.receive, new_arming(0.001))
+        watcher = DisconnectWatcher(server.scope.get(CONNECTION), server.receive, new_arming(0.001))
         watcher.arm()
         await asyncio.sleep(wait_s)
         watcher.disarm()
@@ -95,5 +95,5 @@ async def test_a_departure_before_the_watch_counts() -> None:
     """The client may have left while the request's facts were gathered."""
     server = Server(ours=True)
     server.client_leaves()
-    watcher = DisconnectWatcher(server.scope, server.receive, new_arming())
+    watcher = DisconnectWatcher(server.scope.get(CONNECTION), server.receive, new_arming())
     assert await asyncio.create_task(forever(watcher, asyncio.Event())) == "client left"

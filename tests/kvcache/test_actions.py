@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -32,7 +33,7 @@ class Acting(Answering):
         self.answers = list(answers)
         self.calls: list[tuple[ActionKind, str, int]] = []
 
-    async def act(self, kind: ActionKind, instance_id: str, prefix: Prefix) -> Effect:
+    async def act(self, kind: ActionKind, instance_id: str, prefix: Prefix, *, source: str = "") -> Effect:
         self.calls.append((kind, instance_id, len(prefix.tokens)))
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, ClientError):
@@ -215,12 +216,12 @@ async def test_every_action_leaves_one_audit_line_of_hashes(clock: FakeClock, ca
     bench = Bench(Acting(Effect(512), Effect(3)), clock)
     with caplog.at_level(logging.INFO, "kvproxy.audit"):
         async with bench.background:
-            await bench.act(action())
+            await bench.act(replace(action(), score=0.43211))
             await bench.act(Action(ActionKind.CLEAR, "b", None, "memory 0.95"))
     lines = [record.getMessage() for record in caplog.records if record.name == "kvproxy.audit"]
     assert len(lines) == 2
     assert lines[0].startswith(
-        "cache action=pin instance=a prefix=0000000000000001 tokens=512 reason=hot result=done amount=512"
+        "cache action=pin instance=a prefix=0000000000000001 tokens=512 reason=hot score=0.432 result=done amount=512"
     )
     assert lines[1].startswith(
         'cache action=clear instance=b prefix=* tokens=0 reason="memory 0.95" result=done amount=3'

@@ -20,14 +20,16 @@ from kvproxy.clients.kv_events.events import BlockStored
 from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
+from kvproxy.kvcache.overlap.gauges import TierCounts
 from kvproxy.kvcache.overlap.indexes import FollowedEvents, IndexState, LocalIndexes
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, _Consumer
+from kvproxy.kvcache.providers import TierMemory
 from kvproxy.kvcache.status import troubles
 from kvproxy.listener.server import serve
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import FactSource
-from kvproxy.simulator.engine_io import TierSettings
 from kvproxy.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.simulator.retention import TierSettings
 from kvproxy.types import EndpointId, Tier
 from tests.kvcache.fleet import Place, simulated
 from tests.kvcache.support import A, B, Fake, Service, chat, cluster_of, long_text, running, settings, tokens, world
@@ -249,6 +251,20 @@ def test_an_endpoint_is_exact_only_while_every_rank_is() -> None:
     assert set(local.exact) == {A}
 
 
+def test_a_stream_that_tells_of_no_prefixes_is_not_exact() -> None:
+    """Whatever comes complete from a rank that announces only blocks that make none, it may hold any prompt."""
+    followed = FollowedEvents()
+    local = LocalIndexes(IndexState(), followed)
+    consumer = _Consumer(followed)
+    consumer.state_changed(A, 0, StreamStatus(StreamState.EXACT, StreamReason.FOLLOWING))
+    window = BlockStored((1,), None, tokens(16), 16, group=0, spec_kind="sliding_window", window=32)
+    consumer.apply(A, 0, [window])
+    assert followed.precise.lacks_prefixes(A, 0)
+    assert set(local.exact) == set()
+    consumer.apply(A, 0, [BlockStored((2,), None, tokens(16), 16)])
+    assert set(local.exact) == {A}
+
+
 async def test_an_index_of_streams_that_ended_is_given_back_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rather than at once, when the last holder lets go: a million runs take a tenth of a second."""
     steps: list[int] = []
@@ -288,3 +304,20 @@ async def test_what_left_engine_memory_is_found_on_its_host_tier() -> None:
         assert (found.device_tokens + found.lower_tokens, found.lower[0][0]) == (held, Tier.HOST)
         usage = await generate(place, "b", TURN)
         assert usage["prompt_tokens_details"]["cached_tokens"] >= held - 32
+
+        indexes = service.kv.overlap.indexes
+        counts = TierCounts(indexes, service.kv.clusters, clock=lambda: 0.0)
+        await counts.refresh()
+        counted = counts.holdings("default", B)
+        assert counted[Tier.DEVICE][0] <= 40 < counted[Tier.HOST][0]
+        assert all(tokens == 32 * blocks for blocks, tokens in counted.values())
+        assert counted[Tier.HOST][0] == indexes["default"].precise.count_rows(B)  # all is written through
+        memory = [TierMemory("b", Tier.HOST, 7, 9, 0.8), TierMemory("a", Tier.DISK, 7, 9, 0.8)]
+        shown = counts.describe("default", service.cluster.endpoints[1], memory)
+        assert [(one["tier"], one["tokens"], one["used_bytes"]) for one in shown] == [
+            ("device", counted[Tier.DEVICE][1], None),
+            ("host", counted[Tier.HOST][1], 7),
+        ]
+        await generate(place, "b", TURN)
+        await counts.refresh()
+        assert counts.holdings("default", B) == counted  # a count stands for a while: it takes time

@@ -12,7 +12,7 @@ from kvproxy.config.cluster_schema import BreakerSettings
 from kvproxy.errors import BreakerOpen
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.overlap.lookup import LookupClient
-from kvproxy.kvcache.providers import EVERY_INSTANCE, ActionKind, Effect, Holder, Prefix
+from kvproxy.kvcache.providers import EVERY_INSTANCE, ActionKind, Effect, Holder, Prefix, TierMemory
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import FactSource, Overlap
 from kvproxy.types import EndpointId, Tier
@@ -34,7 +34,7 @@ class Answering:
     async def lookup(self, prefix: Prefix, *, timeout_s: float) -> Sequence[Holder]:
         return self.holders
 
-    async def act(self, kind: ActionKind, instance_id: str, prefix: Prefix) -> Effect:
+    async def act(self, kind: ActionKind, instance_id: str, prefix: Prefix, *, source: str = "") -> Effect:
         return Effect(0)
 
     async def instances(self) -> frozenset[str]:
@@ -43,8 +43,8 @@ class Answering:
     async def indexed_chunks(self) -> int:
         return 0
 
-    async def memory(self) -> dict[str, float]:
-        return {}
+    async def memory(self) -> Sequence[TierMemory]:
+        return ()
 
 
 def lookups(clock: FakeClock, metrics: Metrics | None = None) -> LookupClient:

@@ -11,16 +11,18 @@ import pytest
 
 from kvproxy.clients.lmcache.controller import LMCacheControllerClient
 from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
-from kvproxy.config.kvcache_schema import CacheStrategySettings
-from kvproxy.errors import ClientError, NotSupported
+from kvproxy.config.kvcache_actions_schema import CacheStrategySettings
+from kvproxy.errors import ClientError, NotSupported, UnknownInstance
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.overlap.lookup import LookupClient
 from kvproxy.kvcache.overlap.lookup_service import Connection
 from kvproxy.kvcache.providers import ActionKind, ControllerProvider, CoordinatorProvider, Effect, Holder, Prefix
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import FactSource
+from kvproxy.simulator.lmcache_chunks import WorkerSettings
 from kvproxy.simulator.lmcache_controller import ControllerSettings
 from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
+from kvproxy.types import Tier
 from tests.kvcache.fleet import Place, simulated
 from tests.kvcache.support import Fake, settings, tokens
 from tests.support.clock import FakeClock
@@ -78,7 +80,7 @@ async def test_what_a_controller_can_do() -> None:
         assert (await provider.act(ActionKind.CLEAR, "a", PROMPT)).amount == 0  # all of it is pinned
         assert await provider.instances() == {"a", "b"}
         assert await provider.indexed_chunks() == 4
-        assert await provider.memory() == {}
+        assert not await provider.memory()
         with pytest.raises(NotSupported):
             await provider.act(ActionKind.UNPIN, "a", PROMPT)
 
@@ -117,7 +119,10 @@ async def test_what_a_coordinator_can_do() -> None:
         provider = coordinator(http, place)
         assert await provider.instances() == {"a", "b"}
         assert await provider.indexed_chunks() == 4
-        assert (await provider.memory())["a"] > 0
+        memory = {(one.instance_id, one.tier): one for one in await provider.memory()}
+        held = memory["a", Tier.HOST]
+        assert 0 < held.used_bytes < held.capacity_bytes
+        assert held.share == pytest.approx(held.used_bytes / held.capacity_bytes)
         assert isinstance(await provider.act(ActionKind.PIN, "a", PROMPT), Effect)
         assert isinstance(await provider.act(ActionKind.UNPIN, "a", PROMPT), Effect)
         evicted = await provider.act(ActionKind.EVICT, "a", PROMPT)
@@ -127,6 +132,50 @@ async def test_what_a_coordinator_can_do() -> None:
             assert kind not in provider.supports
             with pytest.raises(NotSupported):
                 await provider.act(kind, "a", PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("known", "asked", "found"),
+    [(1024, 1024, 1024), (0, 1024, 0), (512, 1024, 512), (1024, 200, 0), (1024, 1100, 1024)],
+)
+async def test_a_prefetch_says_what_it_found(known: int, asked: int, found: int) -> None:
+    """All, nothing of what nothing holds, half, nothing of less than a chunk, the whole chunks: the status is always
+    good."""
+    shared = CoordinatorSettings(shared_chunks=64, capacity_chunks=64)
+    async with simulated(controller=None, coordinator=shared) as place, httpx.AsyncClient() as http:
+        hold(place, "a", PROMPT.tokens[:known])
+        provider = coordinator(http, place)
+        prefix = Prefix(tokens(asked), PROMPT.model)
+        assert await provider.act(ActionKind.TRANSFER, "b", prefix) == Effect(found)
+        held = {one.instance_id: one.tokens for one in await provider.lookup(prefix, timeout_s=5)}
+        assert held.get("b", 0) >= found
+
+
+async def test_a_prefetch_into_what_is_not_there() -> None:
+    async with simulated(controller=None, coordinator=CoordinatorSettings()) as place, httpx.AsyncClient() as http:
+        with pytest.raises(UnknownInstance):
+            await coordinator(http, place).act(ActionKind.TRANSFER, "nobody", PROMPT)
+
+
+async def test_a_controller_copies_where_engines_have_p2p() -> None:
+    """From an instance that is named, which keeps its copy; nothing of what it does not hold."""
+    workers = tuple(WorkerSettings(name, p2p=True) for name in "ab")
+    async with simulated(controller=ControllerSettings(workers)) as place, httpx.AsyncClient() as http:
+        hold(place, "a", PROMPT.tokens[:512])
+        provider = controller(http, place)
+        assert await provider.act(ActionKind.TRANSFER, "b", PROMPT, source="a") == Effect(512)
+        assert place.fleet.controller is not None
+        assert [place.fleet.controller.controller.workers[name].keys for name in "ab"] == [2, 2]
+        assert await provider.act(ActionKind.TRANSFER, "a", Prefix(tokens(512, start=9), "m"), source="b") == Effect(0)
+        with pytest.raises(NotSupported, match="needs the instance"):
+            await provider.act(ActionKind.TRANSFER, "b", PROMPT)
+
+
+async def test_a_controller_without_p2p_copies_nothing() -> None:
+    async with simulated() as place, httpx.AsyncClient() as http:
+        hold(place, "a")
+        with pytest.raises(NotSupported, match="P2P is not enabled"):
+            await controller(http, place).act(ActionKind.TRANSFER, "b", PROMPT, source="a")
 
 
 async def test_controllers_before_0_3_5_say_success_instead_of_a_number() -> None:

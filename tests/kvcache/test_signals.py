@@ -6,6 +6,8 @@ import pytest
 
 from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.kvcache.actions.signals import HostUse, Pressure, Signals, engine_load, sample_host
+from kvproxy.kvcache.providers import EVERY_INSTANCE, TierMemory
+from kvproxy.types import Tier
 from tests.kvcache.actions.support import strategy
 from tests.kvcache.support import NOWHERE, cluster_of
 from tests.support.clock import FakeClock
@@ -39,8 +41,17 @@ def test_an_old_reading_says_nothing(clock: FakeClock) -> None:
 def test_lmcaches_memory_counts_where_it_is_known(clock: FakeClock) -> None:
     under_test = signals(clock)
     under_test.note_scrape(ENDPOINT, EngineMetrics(kv_usage=0.2))
-    under_test.note_memory({"a": 0.95})
-    assert under_test.pressure(ENDPOINT).memory == 0.95
+    host, disk = TierMemory("a", Tier.HOST, 95, 100, 0.95), TierMemory("a", Tier.DISK, 10, 0, None)
+    shared = TierMemory(EVERY_INSTANCE, Tier.SHARED, 99, 100, 0.99)
+    under_test.note_memory([host, disk, shared])
+    assert under_test.pressure(ENDPOINT).memory == 0.95  # the fullest tier of its own
+    assert dict(under_test.memory_series()) == {
+        ("a", "host", "used"): 95,
+        ("a", "host", "capacity"): 100,
+        ("a", "disk", "used"): 10,
+        ("", "shared", "used"): 99,
+        ("", "shared", "capacity"): 100,
+    }
     assert under_test.pressure(OTHER).memory is None
 
 

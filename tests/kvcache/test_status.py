@@ -10,7 +10,8 @@ import pytest
 from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
-from kvproxy.config.kvcache_schema import CacheStrategySettings, KvCacheSettings
+from kvproxy.config.kvcache_actions_schema import CacheStrategySettings
+from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ClientUnavailable
 from kvproxy.kvcache.actions.signals import Hotness, KnownPrefix
 from kvproxy.kvcache.actions.strategies import Lease

@@ -44,6 +44,16 @@ class Engine:
         return {"usage": {"prompt_tokens": len(prompt), **details}}
 
 
+class SteppingClock(FakeClock):
+    """Goes on by itself with each look at it."""
+
+    step_s = 0.0
+
+    def __call__(self) -> float:
+        self.now += self.step_s
+        return self.now
+
+
 @contextlib.asynccontextmanager
 async def warming(a: Engine, b: Engine, clock: FakeClock, **changes: Any) -> AsyncIterator[Service]:
     """A service whose endpoint `a` was asked for one system prompt by four sessions."""
@@ -99,6 +109,18 @@ async def test_an_engine_that_lost_its_cache_gets_back_what_is_hot() -> None:
         await rounds(service)
         assert done(service) == 1
         assert (len(a.prompts), len(b.prompts)) == (2, 0)
+        await rounds(service)
+        assert len(a.prompts) == 2
+
+
+async def test_one_loss_counts_once_however_long_a_round_takes() -> None:
+    """A clock that goes on while a round looks at the endpoints makes no second loss of the first one."""
+    a, b, clock = Engine(), Engine(), SteppingClock()
+    async with warming(a, b, clock, warming={"uses_per_replica": 100}) as service:
+        service.kv.state.losses.note_loss("default", A, LossReason.RESTARTED)
+        await rounds(service)
+        assert len(a.prompts) == 2
+        clock.step_s = 0.002
         await rounds(service)
         assert len(a.prompts) == 2
 
@@ -172,6 +194,17 @@ async def test_the_budget_bounds_what_is_sent() -> None:
         clock.advance(3600.0)
         await rounds(service)
         assert b.prompts == []  # 400 tokens never fit into 300
+
+
+async def test_the_budget_fills_in_a_minute() -> None:
+    """What was sent is missing until then: an engine that loses its cache again and again has its share of it."""
+    clock, a, b = FakeClock(), Engine(), Engine()
+    async with warming(a, b, clock, warming={"uses_per_replica": 100, "tokens_per_minute": 600}) as service:
+        for after_s, sent in ((0.0, 2), (20.0, 2), (60.0, 4)):
+            clock.advance(after_s)
+            service.kv.state.losses.note_loss("default", A, LossReason.RESTARTED)
+            await rounds(service)
+            assert len(a.prompts) == sent
 
 
 async def test_what_fails_or_cannot_be_verified_is_counted_so() -> None:

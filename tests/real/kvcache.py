@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from kvproxy.clients.lmcache.controller import LMCacheControllerClient
+from kvproxy.kvcache.service import KvCache
+from kvproxy.types import EndpointId
+from tests.support.proxy import RunningProxy, running_proxy
+from tests.support.until import until
 
 _MATCHED = re.compile(r"(\w+):(\d+)/(\w+)")
 
@@ -46,13 +51,26 @@ def predicted_at(headers: Mapping[str, str]) -> tuple[int, str]:
     return found.get(headers["x-kvproxy-endpoint"], (0, ""))
 
 
+@contextlib.asynccontextmanager
+async def following(url: str, *, events: bool) -> AsyncIterator[tuple[RunningProxy, KvCache]]:
+    """A proxy over the engine `a`, which it follows by its events or not; its metrics are read when a test says so."""
+    chain = ["request_id", *with_kvcache(kv_events=events, engine_metrics_interval=0)]
+    async with running_proxy({"a": url}, policy="kv_aware", filters=chain) as proxy:
+        service = proxy.proxy.kvcache
+        assert service is not None
+        if events:
+            await until(lambda: set(service.overlap.indexes["default"].exact) == {EndpointId("a")}, within_s=20)
+        yield proxy, service
+
+
 async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Asked:
-    """Sends a chat through the proxy and reads the decision beside the engine's own account."""
-    answer = await client.post("/v1/chat/completions", json=body, headers={"x-kvproxy-debug": "1"}, timeout=60)
+    """Sends a chat or a prompt through the proxy and reads the decision beside the engine's own account."""
+    path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+    answer = await client.post(path, json=body, headers={"x-kvproxy-debug": "1"}, timeout=60)
     assert answer.status_code == 200, answer.text
     predicted, source = predicted_at(answer.headers)
     document = answer.json()
-    usage = document["usage"]
+    usage, [choice] = document["usage"], document["choices"]
     return Asked(
         answer.headers["x-kvproxy-endpoint"],
         decided(answer.headers)["reason"],
@@ -60,7 +78,7 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> Asked:
         source,
         usage["prompt_tokens"],
         usage["prompt_tokens_details"]["cached_tokens"],
-        document["choices"][0]["message"]["content"],
+        choice["message"]["content"] if "message" in choice else choice["text"],
     )
 
 

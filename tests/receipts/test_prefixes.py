@@ -29,6 +29,11 @@ def test_what_is_no_list_of_prefixes_is_none(blocks: int, text: str) -> None:
     assert decode_prefixes(blocks, text) == []
 
 
+def test_a_prompt_has_the_same_names_in_every_process() -> None:
+    """Workers share the key, and what one of them recorded is compared with what another one did."""
+    assert encode_prefixes(array("Q", range(1, 4)), key=KEY) == "Yq4eIPrakZMJ62Ywaua+"
+
+
 def test_another_key_has_other_names() -> None:
     """What was hashed in one run cannot be recognised with the key of another."""
     prompt = array("Q", range(40))

@@ -21,7 +21,9 @@ from kvproxy.replay.plot import render_html
 from kvproxy.replay.report import ProgressBar, ReplayReport
 from kvproxy.replay.reports import Recorded, Review, Verdict
 from kvproxy.replay.results import summarize_outcomes
+from kvproxy.replay.tier_plan import TierPlan
 from kvproxy.replay.trace import Half
+from kvproxy.simulator.retention import Eviction
 from tests.replay.test_live import FakeServer
 from tests.replay.traces import lines
 
@@ -357,9 +359,43 @@ def test_tiers_below_engine_memory(trace_file: Path, tmp_path: Path) -> None:
     assert hits[0][0] == hits[0][1] < min(hits[1])
 
 
+def test_what_is_below_can_be_disturbed_and_pressed(trace_file: Path, tmp_path: Path) -> None:
+    """Every part of the option reaches the engines, and every order of eviction can be played."""
+    out = tmp_path / "figures.json"
+    run = ("--instances", "1", "--capacity-tokens", "8192", "--policy", "kv_aware", "--json", out)
+    tiers = "device=0.3,host=1,disk=4,min_uses=2,bypass=1,on_eviction=1,compress=2,failing_reads=7,failing_writes=9"
+    rates = {}
+    for eviction in Eviction:
+        assert replay(trace_file, *run, "--tiers", tiers, "--eviction", eviction)[0] == 0
+        report = json.loads(out.read_text())
+        rates[eviction] = report["policies"]["kv_aware"]["hit_rate"]
+        assert report["settings"]["fleet"]["eviction"] == eviction
+    plan = report["settings"]["fleet"]["tiers"]
+    assert (plan["disk"], plan["min_uses"], plan["bypass"], plan["compress"]) == (4, 2, 1, 2)
+    assert min(rates.values()) > 0
+    assert len(set(rates.values())) > 1
+
+
+def test_compressed_tiers_hold_more_and_are_read_at_the_price_of_the_processor() -> None:
+    """Half the bytes from the disk, and all of them through the decompressor."""
+    plain, pressed = (
+        TierPlan.parse(f"host=0,disk=4,disk_gbps=4{more}") for more in ("", ",compress=2,compress_gbps=8")
+    )
+    (before,), (after,) = (plan.own_tiers(100, 16, Eviction.LRU) for plan in (plain, pressed))
+    assert (before.capacity_blocks, after.capacity_blocks) == (400, 800)
+    assert after.read_block_s == pytest.approx(before.read_block_s * (1 / 2 + 4 / 8))
+
+
 @pytest.mark.parametrize(
     ("tiers", "complaint"),
-    [("device=0.25,ghost=4", "ghost=4"), ("host=much", "host=much"), ("device=0", "above 0"), ("gbps=0", "above 0")],
+    [
+        ("compress=0.5", "compress is 1 at least"),
+        ("min_uses=1.5", "whole numbers"),
+        ("device=0.25,ghost=4", "ghost=4"),
+        ("host=much", "host=much"),
+        ("device=0", "above 0"),
+        ("gbps=0", "above 0"),
+    ],
 )
 def test_impossible_tiers_are_refused(trace_file: Path, tiers: str, complaint: str) -> None:
     """With what is possible."""

@@ -52,7 +52,7 @@ def on(listener: Listener, *, receive: Receive | None = None, send: Send | None 
     """The client's side of a request there, maybe with something wrapped around it."""
     scope = http_scope(**{CONNECTION: listener})
     exchange = Exchange.of(scope, now=0.0)
-    return Downstream(exchange, scope, receive or listener.receive, send or listener.send), scope
+    return Downstream.begin(exchange, scope, receive or listener.receive, send or listener.send), scope
 
 
 async def test_our_listener_is_called_plainly() -> None:

@@ -8,25 +8,20 @@ import random
 import shutil
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 from pydantic import SecretStr
 
-from kvproxy.app import Proxy
-from kvproxy.config.load import load_config
-from kvproxy.listener.server import Server
 from kvproxy.sync.peers import SyncStatus
 from kvproxy.sync.stores import RedisLink
 from kvproxy.sync.wire import Origin
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve
-from tests.support.proxy import chat
 from tests.support.until import until
+from tests.sync.support import Deciding, deciding, until_synced
 
 SERVERS = {"redis": "redis-server", "nats": "nats-server"}
 PASSWORD = "s3cret-of-the-store"
@@ -111,6 +106,7 @@ class Wire:
         self._store = store
         self._tasks: set[asyncio.Task[None]] = set()
         self.cut = False
+        self.dumb = False  # what the store says to a connection that subscribed does not come
         self.port = 0
 
     async def __aenter__(self) -> Wire:
@@ -139,8 +135,9 @@ class Wire:
         try:
             there = await asyncio.open_connection("127.0.0.1", self._store.port)
             async with asyncio.TaskGroup() as both:
-                both.create_task(_carry(reader, there[1]))
-                both.create_task(_carry(there[0], writer))
+                subscribed = asyncio.Event()
+                both.create_task(_carry(reader, there[1], subscribed=subscribed))
+                both.create_task(_carry(there[0], writer, lost=lambda: self.dumb and subscribed.is_set()))
         except (OSError, ExceptionGroup, asyncio.CancelledError):
             pass
         finally:
@@ -149,51 +146,33 @@ class Wire:
                 one.close()
 
 
-async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _carry(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    *,
+    lost: Callable[[], bool] = lambda: False,
+    subscribed: asyncio.Event | None = None,
+) -> None:
     while data := await reader.read(65536):
-        writer.write(data)
-        await writer.drain()
+        if subscribed is not None and b"SUB" in data:
+            subscribed.set()
+        if not lost():
+            writer.write(data)
+            await writer.drain()
     raise ConnectionError
 
 
-@dataclass
-class Replica:
-    proxy: Proxy
-    client: httpx.AsyncClient
-
-    @property
-    def status(self) -> SyncStatus:
-        assert self.proxy.sync is not None
-        return self.proxy.sync.status
-
-    def entries(self) -> int:
-        assert self.proxy.kvcache is not None
-        return self.proxy.kvcache.overlap.indexes["default"].approximate.entries
-
-    async def ask(self, text: str) -> int:
-        return (await self.client.post("/v1/chat/completions", json=chat(text))).status_code
-
-    @property
-    def weight(self) -> float:
-        assert self.proxy.sync is not None
-        return self.proxy.sync.journal.weight
+def replica(
+    store: Store, name: str, engine: str, *, port: int | None = None
+) -> contextlib.AbstractAsyncContextManager[Deciding]:
+    chain = ["inference_request", "kvcache", {"rate_limit": {"requests_per_minute": 60}}, "router"]
+    sync = {store.kind: store.url(port), "replica": name, "heartbeat": "100ms"}
+    return deciding(engine, filters=chain, sync=sync)
 
 
-@contextlib.asynccontextmanager
-async def replica(store: Store, name: str, engine: str, *, port: int | None = None) -> AsyncIterator[Replica]:
-    raw: dict[str, Any] = {
-        "endpoints": {"a": engine},
-        "policy": "kv_aware",
-        "health": {"active": False},
-        "filters": ["inference_request", "kvcache", {"rate_limit": {"requests_per_minute": 60}}, "router"],
-        "sync": {store.kind: store.url(port), "replica": name, "heartbeat": "100ms"},
-    }
-    async with (
-        Proxy(load_config(raw)) as proxy,
-        Server(proxy, drain_s=2.0) as server,
-        httpx.AsyncClient(base_url=server.url, timeout=60) as client,
-    ):
-        yield Replica(proxy, client)
+def weights(*replicas: Deciding) -> list[float]:
+    """What a charge counts for in each."""
+    return [one.sync.journal.weight for one in replicas]
 
 
 def text(number: int) -> str:
@@ -204,17 +183,16 @@ async def test_replicas_know_what_each_other_serves(store: Store) -> None:
     """A third one starts with what the two know; no credential is in what is shown."""
     async with serve(FakeEngine("a")) as engine, replica(store, "one", engine) as one:
         async with replica(store, "two", engine) as two:
-            await until(lambda: one.status is two.status is SyncStatus.SYNCED)
+            await until_synced(one, two)
             await one.ask(text(1))
             await until(lambda: two.entries() == one.entries() > 0)
             await two.ask(text(2))
             await until(lambda: two.entries() == one.entries())
             async with replica(store, "three", engine) as three:
-                await until(lambda: three.status is SyncStatus.SYNCED)
+                await until_synced(three)
                 assert three.entries() == one.entries()
         await until(lambda: one.status is SyncStatus.ALONE)
-        assert one.proxy.sync is not None
-        assert PASSWORD not in str(one.proxy.sync.describe_state())
+        assert PASSWORD not in str(one.sync.describe_state())
 
 
 async def test_a_store_that_is_killed_and_comes_back(store: Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -224,17 +202,17 @@ async def test_a_store_that_is_killed_and_comes_back(store: Store, caplog: pytes
         replica(store, "one", engine) as one,
         replica(store, "two", engine) as two,
     ):
-        await until(lambda: one.status is two.status is SyncStatus.SYNCED)
+        await until_synced(one, two)
         await store.kill()
         await until(lambda: one.status is two.status is SyncStatus.ALONE)
-        assert one.weight == two.weight == 2.0
-        assert await one.ask(text(1)) == 200
-        assert await two.ask(text(2)) == 200
+        assert weights(one, two) == [2.0, 2.0]
+        assert (await one.ask(text(1))).status_code == 200
+        assert (await two.ask(text(2))).status_code == 200
         assert one.entries() != 0
         await store.start()
-        await until(lambda: one.status is two.status is SyncStatus.SYNCED)
+        await until_synced(one, two)
         await until(lambda: one.entries() == two.entries() > 10)
-        assert one.weight == two.weight == 1.0
+        assert weights(one, two) == [1.0, 1.0]
         said = [record.getMessage() for record in caplog.records if "goes on alone" in record.getMessage()]
         assert len(said) == 2
         assert PASSWORD not in caplog.text
@@ -248,16 +226,16 @@ async def test_a_partition_between_replicas(store: Store) -> None:
         replica(store, "one", engine) as one,
         replica(store, "two", engine, port=wire.port) as two,
     ):
-        await until(lambda: one.status is two.status is SyncStatus.SYNCED)
+        await until_synced(one, two)
         wire.cut = True
         wire.break_off()
         await until(lambda: one.status is two.status is SyncStatus.ALONE)
-        assert (one.weight, two.weight) == (1.0, 2.0)
+        assert weights(one, two) == [1.0, 2.0]
         for number in range(5):
             await one.ask(text(number))
             await two.ask(text(100 + number))
         wire.cut = False
-        await until(lambda: one.status is two.status is SyncStatus.SYNCED)
+        await until_synced(one, two)
         await until(lambda: one.entries() == two.entries())
 
 
@@ -268,14 +246,14 @@ async def test_a_store_that_answers_nothing_holds_no_request_up(store: Store) ->
         replica(store, "one", engine) as one,
         replica(store, "two", engine) as two,
     ):
-        await until(lambda: one.status is two.status is SyncStatus.SYNCED)
+        await until_synced(one, two)
         store.halt()
         async with asyncio.timeout(10):
             for number in range(20):
-                assert await one.ask(text(number)) == 200
+                assert (await one.ask(text(number))).status_code == 200
         await until(lambda: one.status is two.status is SyncStatus.ALONE)
         store.go_on()
-        await until(lambda: one.status is two.status is SyncStatus.SYNCED)
+        await until_synced(one, two)
         await until(lambda: one.entries() == two.entries() > 0)
 
 
@@ -286,24 +264,54 @@ async def test_what_is_to_be_done_once_is_done_once(store: Store) -> None:
         replica(store, "one", engine) as one,
         replica(store, "two", engine) as two,
     ):
-        others = [one.proxy.sync, two.proxy.sync]
+        others = [one.sync, two.sync]
         async with replica(store, "three", engine) as three:
-            everyone = [*others, three.proxy.sync]
-            await until(lambda: all(one is not None and len(one.peers.living) == 2 for one in everyone))
-            granted = [one is not None and await one.claim("pin a 17", 1.0) for one in everyone]
+            everyone = [*others, three.sync]
+            await until(lambda: all(len(one.peers.living) == 2 for one in everyone))
+            granted = [await one.claim("pin a 17", 1.0) for one in everyone]
             assert sorted(granted) == [False, False, True]
             winner = everyone[granted.index(True)]
-            assert winner is not None
             assert await winner.claim("pin a 17", 1.0)
             losers = [one for one in others if one is not winner]
-        await until(lambda: all(one is not None and len(one.peers.living) == 1 for one in others))
+        await until(lambda: all(len(one.peers.living) == 1 for one in others))
 
         async def granted_later() -> bool:
-            return any([one is not None and await one.claim("pin a 17", 1.0) for one in losers])
+            return any([await one.claim("pin a 17", 1.0) for one in losers])
 
         async with asyncio.timeout(10):
             while not await granted_later():  # noqa: ASYNC110 - its time to live has to run out
                 await asyncio.sleep(0.05)
+
+
+async def test_a_way_back_that_is_gone_is_noticed(store: Store) -> None:
+    """What is said is taken, and nothing comes: the connection is made again, as often as it takes."""
+    async with (
+        serve(FakeEngine("a")) as engine,
+        Wire(store) as wire,
+        replica(store, "one", engine) as one,
+        replica(store, "two", engine, port=wire.port) as two,
+    ):
+        await until_synced(one, two)
+        wire.dumb = True
+        assert two.sync.store is not None
+        await until(lambda: two.sync.store is not None and not two.sync.store.connected)
+        for number in range(3):
+            await one.ask(text(number))
+        wire.dumb = False
+        await until_synced(one, two)
+        await until(lambda: one.entries() == two.entries() > 0)
+
+
+async def test_two_replicas_of_one_name_say_so(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """Each of them, once."""
+    async with (
+        serve(FakeEngine("a")) as engine,
+        replica(store, "one", engine) as one,
+        replica(store, "one", engine) as two,
+    ):
+        await until(lambda: one.sync.namesake.lives and two.sync.namesake.lives)
+        await until(lambda: one.status is two.status is SyncStatus.ALONE)
+        assert caplog.text.count("goes by the name one/0") == 2
 
 
 async def test_a_wrong_password_is_said_without_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -318,6 +326,7 @@ async def test_a_wrong_password_is_said_without_it(tmp_path: Path, caplog: pytes
         Origin("h", 0, 1),
         on_message=lambda data: None,
         on_change=lambda reached: None,
+        beat_s=0.5,
         rng=random.Random(0),
     )
     async with link:

@@ -69,6 +69,31 @@ def test_the_same_bytes_as_vllm(name: str) -> None:
     assert compared >= 4
 
 
+def test_a_lower_tiers_events_are_those_of_lmcache() -> None:
+    """As captured from its server 0.5.6 in vLLM's stream: without vLLM's own fields, and one event for all blocks that
+    leave together."""
+    tokens = tuple(range(256))
+    events = [
+        BlockStored((11,), None, tokens, extra_keys=(None,), medium="CPU"),
+        *(BlockRemoved(block, medium="CPU") for block in (1, 2)),
+        BlockRemoved(3),
+    ]
+    payload = EventEncoder(block_size=256).encode_payload(events, ts=1.0)
+    stored, removed, of_vllm = msgspec.msgpack.decode(payload)[1]
+    assert stored == {
+        "type": "BlockStored",
+        "block_hashes": [11],
+        "parent_block_hash": None,
+        "token_ids": list(tokens),
+        "block_size": 256,
+        "lora_id": None,
+        "medium": "CPU",
+        "lora_name": None,
+    }
+    assert removed == {"type": "BlockRemoved", "block_hashes": [1, 2], "medium": "CPU"}
+    assert of_vllm == {"type": "BlockRemoved", "block_hashes": [3], "medium": "GPU", "group_idx": 0}
+
+
 def test_hashes_as_bytes() -> None:
     """The shape of a batch whose blocks are named by 16-byte digests."""
     raw = next(raw for raw in captured("mini_fixture") if has_bytes_hashes(msgspec.msgpack.decode(raw)[1]))
@@ -194,6 +219,17 @@ async def test_lost_and_repeated_batches() -> None:
         healed = await subscriber.replay(first)
     assert seen == [first + 1, first + 1, first + 2]
     assert int.from_bytes(healed[0][2], "big") == first
+
+
+async def test_lower_tiers_may_be_kept_silent_about() -> None:
+    """As by an engine whose connector publishes nothing: no batch is sent, or numbered, for them alone."""
+    settings = PublisherSettings(device_only=True)
+    encoder = EventEncoder(block_size=16)
+    async with KvEventPublisher(settings, encoder=encoder, wall_clock=lambda: 1.0) as publisher:
+        await publisher.publish([BlockRemoved(1, medium="CPU")])
+        assert publisher.published == 0
+        await publisher.publish([BlockRemoved(1, medium="CPU"), AllBlocksCleared()])
+        assert publisher.published == 1
 
 
 async def test_a_restart_begins_at_zero() -> None:

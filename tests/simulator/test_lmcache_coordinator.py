@@ -232,6 +232,29 @@ async def test_prefetch_warms_a_server_from_the_others() -> None:
         assert polled == [404, 200, 200]
 
 
+async def test_a_store_that_all_servers_read() -> None:
+    """What one stored is in its memory and, under its id, in the store; a prefetch takes it from there, in its time,
+    and only its beginning; the store goes on without the memory."""
+    clock = FakeClock()
+    async with coordinator(clock, shared_chunks=3, prefetch_s=1.0) as running:
+        running.app.admit("mp-1", TOKENS[:768], model_name="m")
+        _, found = await running.call("POST", "/directory/lookup", {"token_ids": TOKENS, "model_name": "m"})
+        places = [[(one["tier"], one["shared"]) for one in each["placements"]] for each in found["results"]]
+        assert places == [[("l1", False), ("l2", True)]] * 3 + [[]]
+        assert await running.find_holders() == [["mp-1", "mp-1"]] * 3 + [[]]
+        assert (await running.call("GET", "/directory/stats"))[1]["l2_count"] == 3
+        _, job = await running.call("POST", "/cache/prefetches", {**WHAT, "instance_id": "mp-2"})
+        path = f"/cache/prefetches/mp-2/{job['request_id']}"
+        assert (await running.call("GET", path))[1]["status"] == "pending"
+        clock.advance(1.0)
+        _, over = await running.call("GET", path)
+        assert (over["status"], over["found_keys"], over["total_keys"]) == ("completed", 3, 4)
+        gone = {**WHAT, "instance_id": "mp-1", "tier": "l2"}
+        assert (await running.call("POST", "/cache/delete", gone))[1]["affected"] == 3
+        assert await running.find_holders() == [["mp-1", "mp-2"]] * 3 + [[]]
+        assert len((await running.call("GET", "/instances/usage"))[1]["shared_modules"]) == 1
+
+
 async def test_engines_elsewhere_report_over_http() -> None:
     """And none of the controller's routes exist here."""
     async with coordinator() as running:

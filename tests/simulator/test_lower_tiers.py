@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvproxy.simulator.engine import Engine
@@ -13,9 +15,9 @@ from kvproxy.simulator.engine_io import (
     FirstToken,
     KvEvent,
     SimRequest,
-    TierSettings,
 )
 from kvproxy.simulator.lower_tiers import LowerTier
+from kvproxy.simulator.retention import Eviction, TierSettings
 from kvproxy.simulator.timing import EngineTiming
 
 SIZE, READ_S = 16, 0.001
@@ -119,7 +121,65 @@ def test_a_read_that_fails_is_computed() -> None:
     assert found == [48, 0, 48, 0]
 
 
-@pytest.mark.parametrize("wrong", [{"capacity_blocks": 0}, {"read_block_s": -1.0}, {"failing_reads": -1}])
+def test_a_write_that_fails_keeps_nothing() -> None:
+    """Every second one here: it is announced nowhere, and computed again."""
+    subject = engine(replace(HOST, failing_writes=2))
+    _, kept = ask(subject, 1, 2, now=0.0)
+    _, lost = ask(subject, 3, 4, now=200.0)
+    assert [each.medium for each in (*kept, *lost) if isinstance(each, BlockStored)] == ["GPU", "CPU", "GPU"]
+    ask(subject, *range(11, 19), now=400.0)
+    assert ask(subject, 1, 2, now=600.0)[0].cached_tokens == 2 * SIZE
+    ask(subject, *range(21, 29), now=800.0)
+    assert ask(subject, 3, 4, now=1000.0)[0].cached_tokens == 0
+
+
+def test_a_disk_gets_what_host_memory_gives_up() -> None:
+    """And is read from there; with the parents and the medium that events need."""
+    host, disk = TierSettings("CPU", 4, READ_S), TierSettings("DISK", 100, 10 * READ_S, below=True)
+    subject = engine(host, disk)
+    _, events = ask(subject, 1, 2, 3, now=0.0)
+    assert [each.medium for each in events if isinstance(each, BlockStored)] == ["GPU", "CPU"]
+    _, events = ask(subject, *range(11, 19), now=200.0)
+    down = [each for each in events if isinstance(each, BlockStored) and each.medium == "DISK"]
+    assert BlockStored((3,), 2, medium="DISK") in down
+    assert BlockStored((1,), None, medium="DISK") in down
+    first, _ = ask(subject, 1, 2, 3, now=400.0)
+    assert first.cached_tokens == 3 * SIZE
+    assert first.at - 400.0 == pytest.approx(3 * 10 * READ_S + 1 / 1000)
+
+
+def test_a_disk_that_bypasses_host_memory_is_written_by_the_engine() -> None:
+    """At once, as host memory is."""
+    _, events = ask(engine(HOST, TierSettings("DISK", 100, READ_S)), 1, 2, now=0.0)
+    assert [each.medium for each in events if isinstance(each, BlockStored)] == ["GPU", "CPU", "DISK"]
+
+
+def test_a_disk_keeps_what_is_offered_to_it_twice() -> None:
+    """What is used once is not worth the write."""
+    subject = engine(TierSettings("DISK", 100, READ_S, min_uses=2))
+    for turn, found in enumerate((0, 0, 3)):
+        first, events = ask(subject, 1, 2, 3, now=400.0 * turn)
+        assert first.cached_tokens == found * SIZE
+        written = [each for each in events if isinstance(each, BlockStored) and each.medium == "DISK"]
+        assert bool(written) == (turn == 1)
+        ask(subject, *range(11, 19), now=400.0 * turn + 200.0)
+
+
+@pytest.mark.parametrize("eviction", [Eviction.LFU, Eviction.WEIGHTED, Eviction.NEXT_USE])
+def test_a_ranked_tier_keeps_what_is_used_often(eviction: Eviction) -> None:
+    """Where by recency a flood of others takes its place."""
+    for order, found in ((Eviction.LRU, 0), (eviction, 3)):
+        subject = engine(TierSettings("CPU", 12, READ_S, eviction=order))
+        for turn in range(4):
+            ask(subject, 1, 2, 3, now=100.0 * turn)
+        for turn in range(3):
+            ask(subject, *(100 * turn + at for at in range(11, 19)), now=1000.0 + 100.0 * turn)
+        assert ask(subject, 1, 2, 3, now=2000.0)[0].cached_tokens == found * SIZE
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"capacity_blocks": 0}, {"read_block_s": -1.0}, {"failing_reads": -1}, {"min_uses": -1}]
+)
 def test_impossible_tiers_are_refused(wrong: dict[str, float]) -> None:
     """Before an engine is built with them."""
     with pytest.raises(ValueError, match="a tier has room"):

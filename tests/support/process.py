@@ -38,7 +38,7 @@ async def kvproxy_serve(*arguments: str, checkout: Path | None = None) -> AsyncI
     running = KvproxyProcess(process)
     reader: asyncio.Task[None] | None = None
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while not running.url:
                 line = (await process.stderr.readline()).decode()
                 if not line:

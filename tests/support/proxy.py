@@ -15,6 +15,7 @@ from starlette.types import Message
 from kvproxy.app import Proxy
 from kvproxy.config.load import load_config
 from kvproxy.listener.server import Server
+from kvproxy.sync.datagrams import Siblings
 
 
 @dataclass
@@ -32,13 +33,14 @@ class RunningProxy:
 
 @contextlib.asynccontextmanager
 async def running_proxy(
-    endpoints: Mapping[str, str] | list[dict[str, Any]], **config: Any
+    endpoints: Mapping[str, str] | list[dict[str, Any]], *, siblings: Siblings | None = None, **config: Any
 ) -> AsyncIterator[RunningProxy]:
-    """`config` is native configuration besides the endpoints; probes are off unless it says otherwise."""
+    """`config` is native configuration besides the endpoints; probes are off unless it says otherwise. With `siblings`
+    it is one of several workers of a machine."""
     raw: dict[str, Any] = {"endpoints": endpoints, "policy": "round_robin", "health": {"active": False}, **config}
     drain_s = 2.0
     async with (
-        Proxy(load_config(raw)) as proxy,
+        Proxy(load_config(raw), siblings=siblings) as proxy,
         Server(proxy, drain_s=drain_s) as server,
         httpx.AsyncClient(base_url=server.url, timeout=60) as client,
     ):

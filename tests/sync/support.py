@@ -1,11 +1,16 @@
-"""Proxies that exchange deltas over a bus the test moves by hand: messages are lost, doubled and late as it says."""
+"""Proxies that exchange deltas over a bus the test moves by hand: messages are lost, doubled and late as it says. And
+whole ones with their sockets."""
 
 from __future__ import annotations
 
+import contextlib
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
+
+import httpx
 
 from kvproxy.kvcache.overlap.indexes import IndexState, LocalIndexes
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
@@ -13,11 +18,16 @@ from kvproxy.routing.kv_aware import KvAware
 from kvproxy.routing.load import EndpointLoad, Reservation
 from kvproxy.routing.work import Features
 from kvproxy.sync import wire
+from kvproxy.sync.claims import PeerClaims
+from kvproxy.sync.datagrams import Siblings
+from kvproxy.sync.joining import RunSteps, run_at_once
 from kvproxy.sync.journal import Journal
-from kvproxy.sync.peers import Peers
+from kvproxy.sync.peers import Peers, SyncStatus
 from kvproxy.sync.wire import Origin
 from kvproxy.sync.world import World
 from kvproxy.types import EndpointId
+from tests.support.proxy import RunningProxy, chat, running_proxy
+from tests.support.until import until
 
 A, B = EndpointId("a"), EndpointId("b")
 BEAT_S = 0.5
@@ -83,10 +93,18 @@ class Node:
         self.origin = Origin(name, worker, epoch)
         self.journal = Journal(self.origin, on_news=lambda: None)
         self.served: list[Origin] = []
+        self.run: RunSteps = run_at_once
         self.snapshots: list[bytes] = []
         self.peers = Peers(
-            self.journal, lambda: self.world, send=self._send, beat_s=BEAT_S, serve=self.served.append
-        )  # fmt: skip
+            self.journal,
+            lambda: self.world,
+            send=self._send,
+            beat_s=BEAT_S,
+            serve=self.served.append,
+            other=lambda message: self.claims.receive(message),
+            run=lambda steps: self.run(steps),
+        )
+        self.claims = PeerClaims(self.peers, clock=lambda: self.now)
         self.journal.follow(self.world)
         bus.nodes.append(self)
 
@@ -165,7 +183,7 @@ class Bus:
                 shuffle.shuffle(waiting)
             for sent in waiting:
                 if sent.to in self.nodes:
-                    sent.to.peers.receive(wire.decode(sent.payload), sent.to.now)
+                    sent.to.peers.receive(wire.decode(sent.payload), len(sent.payload), sent.to.now)
 
     def heal(self, rounds: int = 8) -> None:
         """Nothing is lost any more, and some heartbeats pass."""
@@ -183,3 +201,41 @@ def pair(*, skew_s: float = 0.0) -> tuple[Bus, Node, Node]:
     one, two = Node(bus, "one"), Node(bus, "two", skew_s=skew_s)
     bus.heal(2)
     return bus, one, two
+
+
+class Deciding:
+    """A running proxy that decides as one with others."""
+
+    def __init__(self, running: RunningProxy) -> None:
+        assert running.proxy.sync is not None
+        self.proxy, self.sync, self._running = running.proxy, running.proxy.sync, running
+        self.metric = running.metric
+
+    @property
+    def status(self) -> SyncStatus:
+        return self.sync.status
+
+    def entries(self) -> int:
+        """Blocks in its approximate index."""
+        assert self.proxy.kvcache is not None
+        return self.proxy.kvcache.overlap.indexes["default"].approximate.entries
+
+    async def ask(self, text: str = "a" * 4000) -> httpx.Response:
+        return await self._running.client.post("/v1/chat/completions", json=chat(text))
+
+    def spent(self) -> float:
+        """Requests that are missing in its rate limit's buckets."""
+        [table] = self.sync._world.limits
+        return sum(amount for _, _, amount in table.missing(self.proxy.clock()))
+
+
+@contextlib.asynccontextmanager
+async def deciding(engine_url: str, *, siblings: Siblings | None = None, **config: Any) -> AsyncIterator[Deciding]:
+    """In front of one engine, by KV."""
+    async with running_proxy({"a": engine_url}, siblings=siblings, **{"policy": "kv_aware", **config}) as running:
+        yield Deciding(running)
+
+
+async def until_synced(*proxies: Deciding) -> None:
+    """Each hears all the others, and nothing is missing."""
+    await until(lambda: all(one.status is SyncStatus.SYNCED for one in proxies))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Generator
 from random import Random
 
 import msgspec
@@ -15,6 +16,9 @@ from kvproxy.kvcache.overlap.last_served import Served
 from kvproxy.routing.elsewhere import LoadRow
 from kvproxy.routing.work import NO_WORK
 from kvproxy.sync import deltas, wire
+from kvproxy.sync import joining as joining_module
+from kvproxy.sync import peers as peers_module
+from kvproxy.sync.joining import run_at_once
 from kvproxy.sync.peers import SyncStatus
 from kvproxy.sync.snapshot import take_pieces
 from kvproxy.sync.world import World
@@ -98,7 +102,7 @@ def test_a_lost_batch_is_asked_for_and_comes_in_its_place() -> None:
     one.flush()
     [batch] = bus.waiting
     bus.waiting = []
-    two.peers.receive(wire.decode(batch.payload), two.now)
+    two.peers.receive(wire.decode(batch.payload), len(batch.payload), two.now)
     assert two.in_flight() == {A: 0, B: 1}
     assert two.held(5) == {}
     assert two.peers.status is SyncStatus.DEGRADED
@@ -133,7 +137,7 @@ def test_what_is_too_old_to_be_sent_again_is_counted_as_lost() -> None:
     one.end(ended)
     under_way = one.begin(B, 7, 8)
     one.flush()
-    one.peers._sent._kept.clear()
+    one.peers.sent._kept.clear()
     bus.heal(2)
     assert two.held(1, 2) == {}
     assert two.held(7, 8) == {B: 2}
@@ -180,7 +184,7 @@ def test_another_life_of_a_peer_replaces_it() -> None:
     again.peers.join(again.now)
     bus.deliver()
     assert two.in_flight()[A] == 0
-    two.peers.receive(wire.decode(late.payload), two.now)
+    two.peers.receive(wire.decode(late.payload), len(late.payload), two.now)
     assert two.in_flight()[A] == 0
     assert [peer.origin.epoch for peer in two.peers.known.values()] == [2]
 
@@ -349,6 +353,93 @@ def test_any_loss_disorder_and_doubling_ends_in_one_state(seed: int, steps: list
         assert len({str(sorted(node.held(first % 5, first).items())) for node in nodes}) == 1
     assert all(node.peers.status is SyncStatus.SYNCED for node in nodes)
     assert all(peer.mismatches == 0 for node in nodes for peer in node.peers.living)
+
+
+def _talk(bus: Bus, speaker: Node, requests: int) -> None:
+    """Each in a batch of its own, which arrives."""
+    for number in range(requests):
+        speaker.end(speaker.begin(A, 1000 + number))
+        speaker.flush()
+        bus.deliver()
+
+
+def test_what_comes_too_early_is_held_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond it is dropped and counted, and what was missed is told in short: nothing of it is lost."""
+    monkeypatch.setattr(peers_module, "MAX_EARLY_BYTES", 3000)
+    bus, one, two = pair()
+    bus.fate = lambda sent: 0
+    one.end(one.begin(A, 7))
+    one.flush()
+    bus.fate = lambda sent: int(sent.to is two)  # what it asks for is not heard
+    _talk(bus, one, 20)
+    [peer] = two.peers.living
+    assert 0 < two.peers.early_bytes <= 3000
+    assert peer.dropped > 0
+    bus.heal(4)
+    assert two.peers.early_bytes == 0
+    assert two.peers.status is SyncStatus.SYNCED
+    assert two.held(1019) == {A: 1}
+    assert two.held(7) == {A: 1}
+
+
+def test_of_a_standing_without_room_the_loads_count_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer with more under way than may be held is followed from there on; the rest counts as lost."""
+    monkeypatch.setattr(peers_module, "MAX_EARLY_BYTES", 0)
+    bus, one, two = pair()
+    bus.fate = lambda sent: 0
+    requests = [one.begin(A, *range(number * 5000, number * 5000 + 5000)) for number in range(3)]  # 40 KB each
+    one.flush()
+    one.peers.sent._kept.clear()
+    bus.heal(4)
+    assert two.in_flight() == {A: 3, B: 0}
+    assert two.peers.status is SyncStatus.SYNCED
+    [peer] = two.peers.living
+    assert peer.dropped == 2
+    assert peer.lost == 2
+    for request in requests:
+        one.end(request)
+    bus.heal(1)
+    assert two.in_flight() == {A: 0, B: 0}
+
+
+def test_what_comes_while_a_new_one_joins_waits_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest goes, and is asked for afterwards."""
+    monkeypatch.setattr(joining_module, "MAX_BUFFERED_BYTES", 3000)
+    bus, one, _ = pair()
+    three = Node(bus, "three")
+    three.peers.join(three.now)
+    bus.deliver()
+    _talk(bus, one, 20)
+    joining = three.peers.newcomer
+    assert joining.running
+    assert joining.dropped > 0
+    assert 0 < joining.buffered_bytes <= 3000
+    joining.end(three.now)
+    bus.heal(4)
+    assert three.held(1000) == three.held(1019) == {A: 1}
+    assert three.peers.status is SyncStatus.SYNCED
+
+
+def test_what_waited_is_taken_in_steps_and_in_its_order() -> None:
+    """What comes between two steps waits behind it; until the last one it still joins."""
+    bus, one, _ = pair()
+    three = Node(bus, "three")
+    begun: list[Generator[None, None, None]] = []
+    three.run = begun.append
+    three.peers.join(three.now)
+    bus.deliver()
+    _talk(bus, one, 3)
+    three.peers.newcomer.end(three.now)
+    [steps] = begun
+    next(steps)
+    _talk(bus, one, 4)
+    assert three.peers.status is SyncStatus.JOINING
+    assert three.held(1003) == {}
+    run_at_once(steps)
+    assert three.held(1003) == {A: 1}
+    bus.heal(1)
+    assert three.peers.status is SyncStatus.SYNCED
+    assert [peer.gaps for peer in three.peers.living] == [0, 0]
 
 
 def _row(**fields: object) -> deltas.EndpointLoads:

@@ -2,85 +2,54 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
-import httpx
+import pytest
+from pydantic import SecretStr
 
-from kvproxy.app import Proxy
+from kvproxy.admin.troubles import Troubles
 from kvproxy.config.load import load_config
-from kvproxy.listener.server import Server
-from kvproxy.sync.datagrams import MAX_WAITING, DatagramLink, Siblings
+from kvproxy.sync import datagrams, stores
+from kvproxy.sync.datagrams import DatagramLink, Siblings
 from kvproxy.sync.deltas import Spent
 from kvproxy.sync.peers import SyncStatus
+from kvproxy.sync.stores import StoreLink
+from kvproxy.sync.wire import Beat, Hello, Origin, encode
 from kvproxy.types import EndpointId
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve
-from tests.support.proxy import chat
 from tests.support.until import until
+from tests.sync.support import Deciding, deciding, until_synced
 
-LONG = "a" * 4000
+BEAT = {"sync": {"heartbeat": "50ms"}}
 
 
-@dataclass
-class Worker:
-    """A running proxy, and a client of it."""
-
-    proxy: Proxy
-    client: httpx.AsyncClient
-
-    @property
-    def status(self) -> SyncStatus:
-        assert self.proxy.sync is not None
-        return self.proxy.sync.status
-
-    def entries(self) -> int:
-        """Blocks in its approximate index."""
-        assert self.proxy.kvcache is not None
-        return self.proxy.kvcache.overlap.indexes["default"].approximate.entries
-
-    async def ask(self, text: str = LONG, **headers: str) -> httpx.Response:
-        return await self.client.post("/v1/chat/completions", json=chat(text), headers=headers)
-
-    def spent(self) -> float:
-        """Requests that are missing in its rate limit's buckets."""
-        [table] = self.proxy.sync._world.limits if self.proxy.sync is not None else []
-        return sum(amount for _, _, amount in table.missing(self.proxy.clock()))
-
-    def metric(self, name: str, **labels: str) -> float:
-        return self.proxy.metrics.registry.get_sample_value(name, labels) or 0.0
+def worker(folder: Path, number: int, engine_url: str, **config: Any) -> AbstractAsyncContextManager[Deciding]:
+    """One of up to three workers of a machine."""
+    return deciding(engine_url, siblings=Siblings(folder, number, 3), **BEAT, **config)
 
 
 @contextlib.asynccontextmanager
-async def worker(folder: Path, number: int, engine_url: str, **config: Any) -> AsyncIterator[Worker]:
-    """One of up to three workers of a machine."""
-    raw = {
-        "endpoints": {"a": engine_url},
-        "policy": "kv_aware",
-        "health": {"active": False},
-        "sync": {"heartbeat": "50ms"},
-        **config,
-    }
-    siblings = Siblings(folder, number, 3)
+async def two_workers(folder: Path, **config: Any) -> AsyncIterator[tuple[Deciding, Deciding]]:
+    """Of one machine, which know of each other, in front of one engine."""
     async with (
-        Proxy(load_config(raw), siblings=siblings) as proxy,
-        Server(proxy, drain_s=2.0) as server,
-        httpx.AsyncClient(base_url=server.url, timeout=60) as client,
+        serve(FakeEngine("a")) as engine,
+        worker(folder, 0, engine, **config) as one,
+        worker(folder, 1, engine, **config) as two,
     ):
-        yield Worker(proxy, client)
+        await until_synced(one, two)
+        yield one, two
 
 
 async def test_what_one_worker_serves_the_other_knows(tmp_path: Path) -> None:
     """The prompt is in both indexes, and learned ratios are those of both."""
-    async with (
-        serve(FakeEngine("a")) as engine,
-        worker(tmp_path, 0, engine) as one,
-        worker(tmp_path, 1, engine) as two,
-    ):
-        await until(lambda: one.status is two.status is SyncStatus.SYNCED)
+    async with two_workers(tmp_path) as (one, two):
         assert (await one.ask()).status_code == 200
         await until(lambda: two.entries() == one.entries() > 0)
         assert two.metric("kvproxy_sync_consistency_ratio") == 1.0
@@ -111,12 +80,7 @@ async def test_a_new_worker_knows_what_the_others_do(tmp_path: Path) -> None:
 async def test_limits_hold_for_all_workers_together(tmp_path: Path) -> None:
     """What one lets in the others count, and tokens that were charged at the end of a request as well."""
     chain = ["inference_request", {"rate_limit": {"requests_per_minute": 4, "burst": 1}}, "router"]
-    async with (
-        serve(FakeEngine("a")) as engine,
-        worker(tmp_path, 0, engine, filters=chain, policy="round_robin") as one,
-        worker(tmp_path, 1, engine, filters=chain, policy="round_robin") as two,
-    ):
-        await until(lambda: one.status is two.status is SyncStatus.SYNCED)
+    async with two_workers(tmp_path, filters=chain, policy="round_robin") as (one, two):
         statuses: list[int] = []
         for number in range(8):
             asked, other = (one, two) if number % 2 else (two, one)
@@ -127,12 +91,7 @@ async def test_limits_hold_for_all_workers_together(tmp_path: Path) -> None:
 
 async def test_a_drain_holds_everywhere_until_it_is_taken_back(tmp_path: Path) -> None:
     """An operator tells one worker."""
-    async with (
-        serve(FakeEngine("a")) as engine,
-        worker(tmp_path, 0, engine) as one,
-        worker(tmp_path, 1, engine) as two,
-    ):
-        await until(lambda: one.status is two.status is SyncStatus.SYNCED)
+    async with two_workers(tmp_path) as (one, two):
         [endpoint] = two.proxy.clusters["default"].endpoints
         for draining in (True, False, True):
             one.proxy.clusters["default"].drain_endpoint(EndpointId("a"), draining=draining)
@@ -143,31 +102,19 @@ async def test_a_drain_holds_everywhere_until_it_is_taken_back(tmp_path: Path) -
 
 async def test_a_reload_goes_on_sharing(tmp_path: Path) -> None:
     """The states stay, and new parts are watched as the old ones were."""
-    async with (
-        serve(FakeEngine("a")) as engine,
-        worker(tmp_path, 0, engine) as one,
-        worker(tmp_path, 1, engine) as two,
-    ):
-        await until(lambda: one.status is two.status is SyncStatus.SYNCED)
-        raw = {"endpoints": {"a": engine}, "policy": "least_ttft", "health": {"active": False},
-               "sync": {"heartbeat": "50ms"}}  # fmt: skip
+    async with two_workers(tmp_path) as (one, two):
         for each in (one, two):
-            await each.proxy.reload(load_config(raw))
+            raw = {"endpoints": {"a": str(each.proxy.clusters["default"].endpoints[0].origin)}, **BEAT}
+            await each.proxy.reload(load_config({**raw, "policy": "least_ttft", "health": {"active": False}}))
         await one.ask()
         await until(lambda: two.entries() == one.entries() > 0)
 
 
 async def test_what_is_no_message_is_counted_and_harms_nothing(tmp_path: Path) -> None:
     """Whatever is in a datagram."""
-    async with (
-        serve(FakeEngine("a")) as engine,
-        worker(tmp_path, 0, engine) as one,
-        worker(tmp_path, 1, engine) as two,
-    ):
-        await until(lambda: one.status is two.status is SyncStatus.SYNCED)
-        assert two.proxy.sync is not None
+    async with two_workers(tmp_path) as (one, two):
         for junk in (b"", b"\x00", b"\x93\x01\x02\x03", b"x" * 1000):
-            two.proxy.sync._send(junk, None)
+            two.sync._send(junk, None)
         await until(lambda: one.metric("kvproxy_sync_messages_total", outcome="malformed") == 4)
         await one.ask()
         await until(lambda: two.entries() == one.entries() > 0)
@@ -175,22 +122,17 @@ async def test_what_is_no_message_is_counted_and_harms_nothing(tmp_path: Path) -
 
 async def test_what_cannot_be_told_holds_nothing_else_up(tmp_path: Path) -> None:
     """It is left out, and counted."""
-    async with (
-        serve(FakeEngine("a")) as engine,
-        worker(tmp_path, 0, engine) as one,
-        worker(tmp_path, 1, engine) as two,
-    ):
-        await until(lambda: one.status is two.status is SyncStatus.SYNCED)
-        assert one.proxy.sync is not None
-        one.proxy.sync.journal.add(Spent(0, "\ud800", "requests", 1.0))
+    async with two_workers(tmp_path) as (one, two):
+        one.sync.journal.add(Spent(0, "\ud800", "requests", 1.0))
         await one.ask()
         await until(lambda: two.entries() == one.entries() > 0)
         assert one.metric("kvproxy_sync_dropped_total", what="deltas") == 1
         await until(lambda: two.status is SyncStatus.SYNCED)
 
 
-async def test_a_worker_that_does_not_read_holds_no_other_up(tmp_path: Path) -> None:
+async def test_a_worker_that_does_not_read_holds_no_other_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it cannot take waits within a bound, and is dropped from then on, oldest first, and counted."""
+    monkeypatch.setattr(datagrams, "MAX_WAITING_BYTES", 20_000)
     heard: list[bytes] = []
     async with (
         DatagramLink(Siblings(tmp_path, 0, 2), on_message=heard.append) as one,
@@ -198,25 +140,118 @@ async def test_a_worker_that_does_not_read_holds_no_other_up(tmp_path: Path) -> 
     ):
         for number in range(5000):
             one.send(b"%d" % number, None)
-        assert one.waiting <= MAX_WAITING
+        assert 0 < one.held_bytes <= 20_000
         assert one.dropped > 0
         await until(lambda: heard and heard[-1] == b"4999")
-        assert one.waiting == two.dropped == 0
+        assert one.held_bytes == two.dropped == 0
         assert len(heard) == 5000 - one.dropped
 
 
 async def test_what_is_to_be_done_once_is_granted_to_one_worker(tmp_path: Path) -> None:
     """The owner of a claim grants it once; the one that has it may have it again, and another one another claim."""
-    async with (
-        serve(FakeEngine("a")) as engine,
-        worker(tmp_path, 0, engine) as one,
-        worker(tmp_path, 1, engine) as two,
-    ):
-        await until(lambda: one.status is two.status is SyncStatus.SYNCED)
-        assert one.proxy.sync is not None
-        assert two.proxy.sync is not None
+    async with two_workers(tmp_path) as (one, two):
         for number in range(10):  # some are owned by the one, some by the other
-            assert await one.proxy.sync.claim(f"pin a {number}", 60.0)
-            assert not await two.proxy.sync.claim(f"pin a {number}", 60.0)
-            assert await one.proxy.sync.claim(f"pin a {number}", 60.0)
-            assert await two.proxy.sync.claim(f"pin b {number}", 60.0)
+            assert await one.sync.claim(f"pin a {number}", 60.0)
+            assert not await two.sync.claim(f"pin a {number}", 60.0)
+            assert await one.sync.claim(f"pin a {number}", 60.0)
+            assert await two.sync.claim(f"pin b {number}", 60.0)
+
+
+async def test_what_was_learned_last_is_told_before_the_end(tmp_path: Path) -> None:
+    """A worker that ends waits for no batch: what it served in its last moment stays known."""
+    slow = {"sync": {"heartbeat": "50ms", "interval": "1s"}}
+    async with serve(FakeEngine("a")) as engine, worker(tmp_path, 0, engine) as one:
+        async with deciding(engine, siblings=Siblings(tmp_path, 1, 3), **slow) as two:
+            await until_synced(one, two)
+            assert (await two.ask()).status_code == 200
+        await until(lambda: one.status is SyncStatus.ALONE)
+        assert one.entries() == two.entries() > 0
+
+
+async def test_another_process_of_the_same_name_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Once in the log, and in status as long as it lives: neither one's own words nor a last word make one."""
+    async with serve(FakeEngine("a")) as engine, worker(tmp_path, 0, engine) as one:
+        sync = one.sync
+        own, other = sync.origin, Origin(sync.origin.host, sync.origin.worker, sync.origin.epoch - 1)
+        for _ in range(10):
+            sync._heard(encode(_beat_of(own)), store=True)
+            sync._heard(encode(Hello(other)), store=True)
+        assert sync.describe_state()["namesake"] is False
+        for _ in range(5):
+            sync._heard(encode(_beat_of(other)), store=True)
+        assert sync.describe_state()["namesake"] is True
+        [finding] = [found for found, _ in Troubles(one.proxy).update_findings(0.0, {}) if found.where == "sync"]
+        assert "goes by the name" in finding.what
+        assert caplog.text.count("goes by the name") == 1
+        await until(lambda: sync.describe_state()["namesake"] is False)  # it fell silent
+
+
+def _beat_of(origin: Origin) -> Beat:
+    return Beat(origin, 0, 1.0, 0, 0, joining=False, blocks=0, echoes=[])
+
+
+class Echo(StoreLink):
+    """A store in memory, which can fall dumb."""
+
+    name = "echo"
+
+    def __init__(self, **hears: Any) -> None:
+        super().__init__(
+            SecretStr("echo://:secret@here:1"), "t", Origin("h", 0, 1), beat_s=0.001, rng=Random(0), **hears
+        )
+        self.reached = 0
+        self.dumb = False
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[asyncio.Queue[bytes]]:
+        self.reached += 1
+        yield asyncio.Queue()
+
+    async def _receive(self, connection: asyncio.Queue[bytes]) -> None:
+        self._said = connection
+        while True:
+            self._on_message(await connection.get())
+
+    async def _publish(self, connection: asyncio.Queue[bytes], messages: list[tuple[str, bytes]]) -> None:
+        for _, payload in messages if not self.dumb else ():
+            connection.put_nowait(payload)
+
+
+async def test_a_connection_from_which_nothing_comes_back_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Although all that is sent is taken: what is said to all comes back to the one that says it."""
+    monkeypatch.setattr(stores, "LOOK_S", 0.001)
+    heard: list[bytes] = []
+    changes: list[bool] = []
+    async with Echo(on_message=heard.append, on_change=changes.append) as link:
+        await until(lambda: link.connected)
+        link.send(b"hello", None)
+        await until(lambda: b"hello" in heard)
+        link.dumb = True
+
+        def say() -> bool:
+            link.send(b"hello?", None)
+            return link.reached > 2
+
+        await until(say)
+        assert changes[:3] == [True, False, True]
+        link.dumb = False
+    assert "here:1 is away (ConnectionError)" in caplog.text
+    assert "secret" not in caplog.text
+
+
+async def test_what_waits_for_a_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bytes, the oldest first, and counted; where there is no store all is."""
+    monkeypatch.setattr(stores, "MAX_WAITING_BYTES", 10_000)
+    heard: list[bytes] = []
+    async with Echo(on_message=heard.append, on_change=lambda reached: None) as link:
+        link.send(b"nobody there", None)
+        assert (link.held_bytes, link.dropped) == (0, 1)
+        await until(lambda: link.connected)
+        for number in range(100):
+            link.send(b"%d" % number * 200, None)
+        assert 0 < link.held_bytes <= 10_000
+        assert link.dropped > 50
+        await until(lambda: b"99" * 200 in heard)
+        assert len(heard) == 101 - link.dropped

@@ -1,6 +1,7 @@
 """A worker that serves nothing: it speaks the line's language, in an interpreter that starts at once.
 
-Its second argument says how it behaves: `serve`, `die` (before it is ready) or `deaf` (to the word that ends it).
+Its second argument says how it behaves: `serve`, `die` (before it is ready) or `deaf` (to the word that ends it). None
+says that it is still there.
 """
 
 import os

@@ -12,6 +12,8 @@ import pytest
 from kvproxy.config.load import load_config
 from kvproxy.errors import ConfigError
 from kvproxy.listener.server import serve
+from tests.kvcache.fleet import simulated
+from tests.kvcache.support import long_text
 from tests.support.fake_engine import FakeEngine
 from tests.support.proxy import chat
 from tests.workers.together import Together, begin_worker, together
@@ -85,6 +87,32 @@ async def test_a_change_is_made_in_all(audit: list[str]) -> None:
         assert [line.split()[1:3] for line in audit] == [["action=endpoint.drain", "from=127.0.0.1"]]
         assert (await both.admin.post("/endpoints/default/a/undrain")).json()["condition"] == "up"
         assert len(both.workers.supervisor.served.changes) == 1
+
+
+@pytest.mark.parametrize(("path", "status"), [("/endpoints", 200), ("/routing", 200), ("/decisions", 400)])
+async def test_a_limit_that_is_none_is_the_workers_business(path: str, status: int) -> None:
+    """Where there is a limit it is refused, elsewhere it means nothing; neither breaks the page of all."""
+    async with served_together() as both:
+        answer = await both.admin.get(f"{path}?limit=many")
+        alone = await both.admin.get(path)
+        assert answer.status_code == status
+        assert status != 200 or answer.json().keys() == alone.json().keys()
+
+
+async def test_a_prompt_is_warmed_by_one_worker(audit: list[str]) -> None:
+    """Sent once, and once more to verify it, a long one too; no worker that starts later does it again."""
+    prompt = {"model": "tiny", "messages": [{"role": "system", "content": long_text("s", 200)}], "user": "u" * 70_000}
+    async with simulated() as place, together(place.engines, policy="kv_aware") as both:
+        answer = await both.admin.post("/warm?limit=1", json={"request": prompt})
+        assert [one["result"] for one in answer.json()["endpoints"]] == ["done"]
+        found, computed = [
+            await both.metric(f'kvproxy_kvcache_warmed_tokens_total{{state="{state}"}}')
+            for state in ("found", "computed")
+        ]
+        assert answer.json()["endpoints"][0]["cached_tokens"] == found
+        assert 0 < computed < 2 * found
+        assert not both.workers.supervisor.served.changes
+        assert [line.split()[1:3] for line in audit if "warm" in line] == [["action=warm", "from=127.0.0.1"]]
 
 
 async def test_a_change_that_is_refused_is_made_in_none(audit: list[str]) -> None:

@@ -7,28 +7,33 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 from kvproxy.config.load import load_config
 from kvproxy.listener.server import bind_sockets
+from kvproxy.workers import process as process_module
 from kvproxy.workers import supervisor as module
-from kvproxy.workers.supervisor import Served, Supervisor, WorkersFailed, describe_exit
+from kvproxy.workers.assignment import remove_left_folder, shared_folder
+from kvproxy.workers.supervisor import Served, Slot, Supervisor, WorkersFailed, describe_exit
 from tests.support.until import until
 
 pytestmark = pytest.mark.anyio
 STAND_IN = Path(__file__).with_name("stand_in.py")
-CONFIG = load_config({"endpoints": {"a": "http://127.0.0.1:1"}, "shutdown": {"drain": "1s"}})
+CONFIG = load_config({"endpoints": {"a": "http://127.0.0.1:1"}, "shutdown": {"drain": "1s"}, "worker_timeout": 0})
 
 
 @contextlib.asynccontextmanager
-async def supervised(folder: Path, behaviour: str = "serve", *, count: int = 2) -> AsyncIterator[Supervisor]:
+async def supervised(
+    folder: Path, behaviour: str = "serve", *, count: int = 2, on_hung: Callable[[], object] = lambda: None
+) -> AsyncIterator[Supervisor]:
     """One that runs, with stand-ins for workers; ended at the end."""
     command = (sys.executable, "-S", "-E", str(STAND_IN), behaviour)
     public = await bind_sockets("127.0.0.1", 0)
-    supervisor = Supervisor(Served(CONFIG), count=count, public=public, folder=folder, command=command)
+    supervisor = Supervisor(Served(CONFIG), count=count, public=public, folder=folder, command=command, on_hung=on_hung)
     running = asyncio.create_task(supervisor.run())
     try:
         async with asyncio.timeout(60):
@@ -45,6 +50,11 @@ async def supervised(folder: Path, behaviour: str = "serve", *, count: int = 2) 
 def pids(supervisor: Supervisor) -> list[int]:
     """Of the workers that serve."""
     return [slot.process.pid for slot in supervisor.slots if slot.process is not None and slot.ready]
+
+
+def told(slot: Slot) -> int:
+    """Up to which of the news its worker knows all, where it serves."""
+    return slot.process.told if slot.process is not None and slot.ready else 0
 
 
 def runs(pid: int) -> bool:
@@ -66,6 +76,37 @@ async def test_a_dead_worker_is_started_again(tmp_path: Path) -> None:
         await until(lambda: len(pids(supervisor)) == 2 and pids(supervisor)[0] != first)
         assert gone == [0]
         assert pids(supervisor)[1] == second
+
+
+async def test_a_worker_that_says_nothing_any_more_is_killed_and_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As soon as silence is limited: a reload may say so. Until then it may be silent."""
+    monkeypatch.setattr(process_module, "BEAT_S", 0.01)
+    hung: list[int] = []
+    async with supervised(tmp_path, "deaf", count=1, on_hung=lambda: hung.append(1)) as supervisor:
+        first = pids(supervisor)
+        supervisor.served.config = CONFIG.model_copy(update={"worker_timeout": 0.04})
+        await until(lambda: pids(supervisor) and pids(supervisor) != first)
+        supervisor.served.config = CONFIG
+    assert hung
+    assert f"worker 0 (pid {first[0]}) hangs: it is killed" in caplog.text
+    assert not runs(first[0])
+
+
+def test_a_folder_that_a_killed_supervisor_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the next start; that of one that lives stays, and what is none of ours."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, other = tmp_path / "kvproxy-left", tmp_path / "kvproxy-notes"
+    for folder, name in ((left, "supervisor"), (other, "notes.txt")):
+        folder.mkdir()
+        (folder / name).touch()
+    (tmp_path / "kvproxy-link").symlink_to(other)
+    with shared_folder() as first, shared_folder() as second:
+        assert {one.name for one in tmp_path.iterdir()} == {first.name, second.name, "kvproxy-notes", "kvproxy-link"}
+        remove_left_folder(first)
+        assert first.exists()
+    assert {one.name for one in tmp_path.iterdir()} == {"kvproxy-notes", "kvproxy-link"}
 
 
 async def test_a_worker_that_dies_before_it_serves_ends_the_start(tmp_path: Path) -> None:
@@ -102,6 +143,43 @@ async def test_the_supervisor_gives_up_when_nothing_serves_any_more(
     os.kill(pids(supervisor)[0], signal.SIGKILL)
     with pytest.raises(WorkersFailed, match="no worker can be started"):
         await asyncio.wait_for(running, 60)
+
+
+@pytest.mark.parametrize("failures", [5, 5000])
+async def test_one_worker_that_fails_for_hours_ends_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """It is tried again as long as another serves, however often it failed."""
+    monkeypatch.setattr(module, "LONGEST_PAUSE_S", 0.01)
+    async with supervised(tmp_path) as supervisor:
+        first, second = pids(supervisor)
+        supervisor.slots[0].failures = failures
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: len(pids(supervisor)) == 2 and pids(supervisor)[0] != first)
+        assert pids(supervisor)[1] == second
+        assert supervisor.slots[0].failures == failures + 1
+
+
+async def test_a_worker_that_served_for_long_has_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its death is the first, whatever was before it: it is started again after the shortest pause."""
+    monkeypatch.setattr(module, "STEADY_S", 0.0)
+    async with supervised(tmp_path) as supervisor:
+        first, _ = pids(supervisor)
+        supervisor.slots[0].failures = 3
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: len(pids(supervisor)) == 2 and pids(supervisor)[0] != first)
+        assert supervisor.slots[0].failures == 0
+
+
+async def test_a_worker_that_ended_serves_no_more(tmp_path: Path) -> None:
+    """Nor is it asked anything between its end and the end of what was kept for it."""
+    async with supervised(tmp_path, count=1) as supervisor:
+        (process,) = (slot.process for slot in supervisor.slots if slot.process is not None)
+        assert process.ready
+        os.kill(process.pid, signal.SIGKILL)
+        assert await process.until_ended() == -signal.SIGKILL
+        assert not process.ready
+        await until(lambda: bool(pids(supervisor)))
 
 
 async def test_a_drain_closes_the_listening_sockets_and_ends_all(tmp_path: Path) -> None:
@@ -141,6 +219,22 @@ async def test_workers_that_do_not_know_the_news_are_started_again(tmp_path: Pat
         await until(lambda: len(pids(supervisor)) == 2 and pids(supervisor)[1] != second)
         assert pids(supervisor)[0] == first
         assert not supervisor.slots[1].failures
+
+
+async def test_news_that_come_while_workers_start_do_not_end_the_start(tmp_path: Path) -> None:
+    """A worker that began with what is old is let go and started again, whether or not all served by then."""
+    public = await bind_sockets("127.0.0.1", 0)
+    command = (sys.executable, "-S", "-E", str(STAND_IN), "serve")
+    supervisor = Supervisor(Served(CONFIG), count=2, public=public, folder=tmp_path, command=command, first_alone=True)
+    running = asyncio.create_task(supervisor.run())
+    await until(lambda: supervisor.slots[0].process is not None)
+    supervisor.note_news(told=[])
+    await until(lambda: supervisor.all_ready.is_set() or running.done())
+    await until(lambda: running.done() or all(told(slot) == 1 for slot in supervisor.slots))
+    supervisor.drain()
+    await asyncio.wait_for(running, 60)
+    assert supervisor.all_ready.is_set()
+    assert not supervisor.slots[0].failures
 
 
 async def test_the_others_may_follow_on_the_first(tmp_path: Path) -> None:

@@ -31,11 +31,35 @@ function eventsOf({ cache, condition }) {
 
 const urlBeside = (e) => (e.dense || e.url.endsWith(`//${e.id}`) ? "" : e.url);
 
+const usage = meter((e) => e.engine?.kv_usage, (e) => (known(e.engine?.kv_usage) ? percent(e.engine.kv_usage) : "–"), 0.9);
+
+const fullOf = ({ used_bytes: used, capacity_bytes: room }) => (known(used) && room ? `, ${percent(used / room)} full` : "");
+
+// Below the use of engine memory: what lies on each tier, where there is more than that one.
+function showMemory(cell, endpoint) {
+  usage.show(cell, endpoint);
+  const tiers = (endpoint.cache?.tiers || []).filter((one) => one.tokens || one.used_bytes);
+  const wanted = tiers.length > 1 ? JSON.stringify(tiers) : "";
+  if ((cell.dataset.tiers || "") === wanted) return;
+  cell.dataset.tiers = wanted;
+  cell.querySelector(".tiers")?.remove();
+  if (!wanted) return;
+  const most = Math.max(1, ...tiers.map((one) => one.tokens || 0));
+  const picture = element("div", "tiers");
+  for (const one of tiers) {
+    const bar = element("i", one.tier);
+    bar.style.width = `${Math.max(2, (100 * (one.tokens || 0)) / most)}%`;
+    const label = element("span", "", `${one.tier} ${known(one.tokens) ? `${short(one.tokens)} tokens` : ""}${fullOf(one)}`);
+    picture.append(label, bar);
+  }
+  cell.append(picture);
+}
+
 const ENDPOINT_COLUMNS = [
   titled((e) => e.name, urlBeside, "lead"),
   pill(stateOf, "state"),
   meter((e) => e.share, (e) => count(e.requests_last_minute), Infinity),
-  meter((e) => e.engine?.kv_usage, (e) => (known(e.engine?.kv_usage) ? percent(e.engine.kv_usage) : "–"), 0.9),
+  { ...usage, show: showMemory },
   number((e) => count(e.in_flight)),
   number((e) => short(e.pending_tokens)),
   number((e) => (known(e.engine?.waiting) ? `${e.engine.waiting} + ${e.engine.running ?? 0}` : "–")),

@@ -6,6 +6,7 @@ import { showHistory } from "./charts.js";
 import { publicUrl, showDecisions } from "./decisions.js";
 import { connect, showEndpoints, showQueues } from "./endpoints.js";
 import { TOKEN_KEY, ask, byId, count, element, known, percent, seconds, setText, short, shortNames, span, withCode, words } from "./parts.js";
+import { showPeers } from "./peers.js";
 import { fill, number, text } from "./table.js";
 
 const POLL_MS = 1000;
@@ -43,6 +44,12 @@ function learnedText({ policy, learned }) {
   return facts.join(" · ");
 }
 
+// Prompts kept for conversations that are expected back, and how often they were there.
+function promisesText({ prompts, tokens, kept, broken }) {
+  const held = `${count(prompts)} ${prompts === 1 ? "prompt" : "prompts"}, ${count(tokens)} tokens`;
+  return kept + broken ? `${held} · promises kept ${percent(kept / (kept + broken))}` : held;
+}
+
 function showWork(live) {
   const rows = Object.entries(live.routing).map(([name, one]) => [`Cluster ${name}`, learnedText(one)]);
   const { cache } = live;
@@ -50,6 +57,7 @@ function showWork(live) {
     const running = cache.running.map(({ about, instance }) => (instance ? `${about} at ${instance}` : about));
     rows.push(["Running", running.join(", ") || "nothing"]);
     rows.push(["Waiting jobs", count(cache.waiting)], ["Pinned prefixes", count(cache.leases)]);
+    if (cache.promises) rows.push(["Leases", promisesText(cache.promises)]);
     const open = Object.entries(cache.breakers).filter(([, state]) => state !== "closed");
     rows.push(["Open breakers", open.map(([name, state]) => `${name} (${words(state)})`).join(", ") || "none"]);
   }
@@ -122,6 +130,7 @@ function show(live, spanName) {
   byId("hot-none").hidden = hot.length > 0;
   showWork(live);
   showBreaks(live.cache);
+  showPeers(live.sync);
   showDecisions(live);
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal
 
 import msgspec
@@ -107,23 +108,20 @@ def _held(chunks: Sequence[_Chunk], name: str, size: int) -> HeldPrefix:
 
 
 def _leading(held: Iterable[bool]) -> int:
-    count = 0
-    for each in held:
-        if not each:
-            break
-        count += 1
-    return count
+    return sum(1 for _ in takewhile(bool, held))
 
 
 def _chunk_tokens(answer: WireDirectory, prompt_tokens: int) -> int:
     """Tokens a chunk: told by a known chunk's ids, else bounded by how many whole chunks the prompt has."""
-    for result in answer.results:
-        ids = bytes(result.token_ids).strip()
-        if len(ids) > 2:
-            return ids.count(b",") + 1
-    if answer.chunks <= 0:
+    told = next((commas for each in answer.results if (commas := bytes(each.token_ids).count(b","))), None)
+    return chunk_tokens_of(answer.chunks, prompt_tokens) if told is None else told + 1
+
+
+def chunk_tokens_of(chunks: int, prompt_tokens: int) -> int:
+    """Tokens a chunk, of a prompt with so many whole ones."""
+    if chunks <= 0:
         return DEFAULT_CHUNK_TOKENS
-    most, least = prompt_tokens // answer.chunks, prompt_tokens // (answer.chunks + 1) + 1
+    most, least = prompt_tokens // chunks, prompt_tokens // (chunks + 1) + 1
     if least <= DEFAULT_CHUNK_TOKENS <= most:
         return DEFAULT_CHUNK_TOKENS
     power = 1 << (most.bit_length() - 1) if most > 0 else 0
@@ -148,6 +146,7 @@ class Instance:
     http_port: int
     registration_time: float = 0.0  # the coordinator's wall clock
     metadata: Mapping[str, str] = field(default_factory=dict)
+    p2p_advertised_url: str = ""  # where other servers read its memory; "": they do not
 
 
 @dataclass(frozen=True, slots=True)

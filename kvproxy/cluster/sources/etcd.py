@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from random import Random
 
 import msgspec
@@ -24,7 +24,10 @@ class EtcdDiscovery:
     def __init__(
         self, settings: EtcdDiscoverySettings, *, clock: Clock, rng: Random, sleep: Sleep = asyncio.sleep
     ) -> None:
-        prefix = EtcdPrefix(settings.urls, settings.prefix, ca_file=settings.ca_file)
+        password = "" if settings.password is None else settings.password.get_secret_value()
+        prefix = EtcdPrefix(
+            settings.urls, settings.prefix, ca_file=settings.ca_file, user=settings.user, password=password
+        )
         self._mirror = Mirror(prefix, clock=clock, rng=rng, sleep=sleep)
         self._models = settings.models
 
@@ -33,15 +36,15 @@ class EtcdDiscovery:
         await self._mirror.list_all()
         return self._found()[0]
 
-    async def follow(self, tell: Callable[[Sequence[EndpointSettings] | None, str], None]) -> None:
+    async def follow(self, tell: Callable[[Sequence[EndpointSettings] | None, str], Awaitable[None]]) -> None:
         """As of WatchedDiscovery."""
 
-        def changed() -> None:
+        async def changed() -> None:
             if self._mirror.listed:
                 endpoints, fault = self._found()
-                tell(endpoints, self._mirror.trouble or fault)
+                await tell(endpoints, self._mirror.trouble or fault)
             else:
-                tell(None, self._mirror.trouble)
+                await tell(None, self._mirror.trouble)
 
         await self._mirror.follow(changed)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -13,6 +13,7 @@ from kvproxy.cluster.sources.kubernetes_objects import (
     SERVICE_LABEL,
     EndpointSlice,
     Found,
+    Made,
     Pod,
     endpoints_of_pods,
     endpoints_of_slices,
@@ -48,6 +49,7 @@ class KubernetesDiscovery:
         self._clock, self._rng, self._sleep = clock, rng, sleep
         self._slices: Mirror[EndpointSlice] | None = None
         self._pods: Mirror[Pod] | None = None
+        self._made = Made(settings)
         self._known: frozenset[str] = frozenset()  # ids that were ready once
 
     async def endpoints(self) -> Sequence[EndpointSettings]:
@@ -56,13 +58,13 @@ class KubernetesDiscovery:
             await mirror.list_all()
         return self._found()[0]
 
-    async def follow(self, tell: Callable[[Sequence[EndpointSettings] | None, str], None]) -> None:
+    async def follow(self, tell: Callable[[Sequence[EndpointSettings] | None, str], Awaitable[None]]) -> None:
         """As of WatchedDiscovery."""
         changed, loop = asyncio.Event(), asyncio.get_running_loop()
         mirrors = await self._mirrors()
         noted: list[str] = []
 
-        def note() -> None:
+        async def note() -> None:
             noted[:] = [mirror.trouble for mirror in mirrors if mirror.trouble] or noted
             changed.set()
 
@@ -74,11 +76,11 @@ class KubernetesDiscovery:
                 changed.clear()
                 began = loop.time()
                 for trouble in noted[:1]:  # also one that is over already
-                    tell(None, trouble)
+                    await tell(None, trouble)
                 noted.clear()
                 if all(mirror.listed for mirror in mirrors):
                     endpoints, fault = self._found()
-                    tell(endpoints, next((mirror.trouble for mirror in mirrors if mirror.trouble), fault))
+                    await tell(endpoints, next((mirror.trouble for mirror in mirrors if mirror.trouble), fault))
                 await asyncio.sleep(_REST * (loop.time() - began))  # what changes meanwhile is told together
 
     async def _mirrors(self) -> list[Mirror[Any]]:
@@ -111,10 +113,11 @@ class KubernetesDiscovery:
 
     def _found(self) -> tuple[tuple[EndpointSettings, ...], str]:
         pods = {} if self._pods is None else self._pods.items
+        self._made.begin()
         if self._slices is not None:
-            found, faults = endpoints_of_slices(self._slices.items.values(), pods, self._settings)
+            found, faults = endpoints_of_slices(self._slices.items.values(), pods, self._made)
         else:
-            found, faults = endpoints_of_pods(pods.values(), self._settings)
+            found, faults = endpoints_of_pods(pods.values(), self._made)
         members = tuple(self._members(found))
         self._known = frozenset(one.id for one in members)
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
@@ -125,7 +128,7 @@ class KubernetesDiscovery:
             if one.ready:
                 yield one.endpoint
             elif name in self._known and not one.leaving:
-                yield one.endpoint.model_copy(update={"ready": False})
+                yield self._made.unready(one.endpoint)
 
 
 def _own_namespace() -> str:

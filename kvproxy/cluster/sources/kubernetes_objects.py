@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -89,43 +89,72 @@ class Found:
     leaving: bool
 
 
+class Made:
+    """Endpoints that were made the last time, for as long as what they are made of is the same: a change among
+    thousands costs what changed."""
+
+    def __init__(self, settings: KubernetesDiscoverySettings) -> None:
+        self.settings = settings
+        self._last: dict[tuple[str, str], tuple[object, EndpointSettings]] = {}
+        self._now: dict[tuple[str, str], tuple[object, EndpointSettings]] = {}
+
+    def begin(self) -> None:
+        """Another look at all objects begins."""
+        self._last, self._now = self._now, {}
+
+    def endpoint(self, name: str, address: str, port: int, about: list[Metadata], **more: str) -> EndpointSettings:
+        """As these say: of what is said about it the first object's word counts."""
+        made_of = (port, [(one.labels, one.annotations) for one in about], more)
+        return self._take(
+            (name, address), made_of, lambda: _endpoint(name, address, port, about, self.settings, **more)
+        )
+
+    def unready(self, endpoint: EndpointSettings) -> EndpointSettings:
+        """The same, which takes no requests."""
+        return self._take((endpoint.id, ""), endpoint, lambda: endpoint.model_copy(update={"ready": False}))
+
+    def _take(self, key: tuple[str, str], made_of: object, make: Callable[[], EndpointSettings]) -> EndpointSettings:
+        last = self._last.get(key) or self._now.get(key)
+        made = last if last is not None and last[0] == made_of else (made_of, make())
+        self._now[key] = made
+        return made[1]
+
+
 def endpoints_of_slices(
-    slices: Iterable[EndpointSlice], pods: Mapping[str, Pod], settings: KubernetesDiscoverySettings
+    slices: Iterable[EndpointSlice], pods: Mapping[str, Pod], made: Made
 ) -> tuple[dict[str, Found], list[str]]:
     """Of all slices of one service by id, and what is wrong with some. A pod with addresses of both families counts
     once, by IPv4; `pods` say more of those that they name."""
     found: dict[str, Found] = {}
     faults: list[str] = []
     for one in sorted(slices, key=lambda each: (each.address_type != "IPv4", each.metadata.name)):
-        port = _port(((each.name, each.port) for each in one.ports or ()), settings.port)
+        port = _port(((each.name, each.port) for each in one.ports or ()), made.settings.port)
         if isinstance(port, str):
             faults.append(f"slice {one.metadata.name}: {port}")
             continue
         for endpoint in one.endpoints or ():
             if endpoint.addresses:
-                made = _of_slice(endpoint, port, one.metadata, pods, settings)
-                before = found.get(made.endpoint.id)
-                if before is None or (made.ready and not before.ready):
-                    found[made.endpoint.id] = made
+                member = _of_slice(endpoint, port, one.metadata, pods, made)
+                before = found.get(member.endpoint.id)
+                if before is None or (member.ready and not before.ready):
+                    found[member.endpoint.id] = member
     return found, faults
 
 
-def endpoints_of_pods(pods: Iterable[Pod], settings: KubernetesDiscoverySettings) -> tuple[dict[str, Found], list[str]]:
+def endpoints_of_pods(pods: Iterable[Pod], made: Made) -> tuple[dict[str, Found], list[str]]:
     """Of all pods that have an address by id, and what is wrong with some."""
     found: dict[str, Found] = {}
     faults: list[str] = []
     for pod in sorted(pods, key=lambda each: each.metadata.name):
         if not pod.status.pod_ip or pod.status.phase in ("Succeeded", "Failed"):
             continue
-        port = _port(_ports_of(pod), settings.port)
+        port = _port(_ports_of(pod), made.settings.port)
         if isinstance(port, str):
             faults.append(f"pod {pod.metadata.name}: {port}")
             continue
         leaving = pod.metadata.deletion_timestamp is not None
         ready = any(one.type == "Ready" and one.status == "True" for one in pod.status.conditions or ())
-        endpoint = _endpoint(
-            pod.metadata.name, pod.status.pod_ip, port, [pod.metadata], settings, node=pod.spec.node_name
-        )
+        endpoint = made.endpoint(pod.metadata.name, pod.status.pod_ip, port, [pod.metadata], node=pod.spec.node_name)
         found[endpoint.id] = Found(endpoint, ready and not leaving, leaving)
     return found, faults
 
@@ -135,18 +164,18 @@ def _of_slice(
     port: int,
     metadata: Metadata,
     pods: Mapping[str, Pod],
-    settings: KubernetesDiscoverySettings,
+    made: Made,
 ) -> Found:
     target, conditions, address = endpoint.target_ref, endpoint.conditions, endpoint.addresses[0]
     pod = pods.get(target.name) if target is not None and target.kind in ("", "Pod") else None
     about = [metadata] if pod is None else [pod.metadata, metadata]
-    name = target.name if target is not None and target.name else f"{settings.service}@{address}"
+    name = target.name if target is not None and target.name else f"{made.settings.service}@{address}"
     more = {"node": endpoint.node_name or "", "zone": endpoint.zone or ""}
     # `serving` is the pod's own word; `ready` is always true where a service publishes what is not ready, and missing
     # means that the one who wrote the slice does not know.
     serving = conditions.serving if conditions.serving is not None else conditions.ready is not False
     leaving = bool(conditions.terminating)
-    return Found(_endpoint(name, address, port, about, settings, **more), serving and not leaving, leaving)
+    return Found(made.endpoint(name, address, port, about, **more), serving and not leaving, leaving)
 
 
 def _endpoint(

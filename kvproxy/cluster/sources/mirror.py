@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from random import Random
 from typing import Generic
@@ -47,7 +47,7 @@ class Mirror(Generic[ItemT]):
             raise DiscoveryError("the list changed too often while it was read") from error
         self._items, self._version, self.listed = listing.items, listing.version, True
 
-    async def follow(self, on_change: Callable[[], None]) -> None:
+    async def follow(self, on_change: Callable[[], Awaitable[None]]) -> None:
         """List what was not listed yet, then watch, and again after every end; for ever. `on_change` is called after
         everything that may have changed the items or the trouble."""
         failures = 0
@@ -56,7 +56,7 @@ class Mirror(Generic[ItemT]):
             try:
                 if self._version is None:
                     await self.list_all()
-                    on_change()
+                    await on_change()
                 await self._watch(self._version or "", on_change)
             except TooOld:
                 self._version = None
@@ -64,12 +64,12 @@ class Mirror(Generic[ItemT]):
                 self.trouble = str(error) or type(error).__name__
                 if isinstance(error, BadResponse):
                     self._version = None
-            on_change()
+            await on_change()
             failures = 0 if self._clock() - began >= _STEADY_S and not self.trouble else failures + 1
             if failures:
                 await self._sleep(full_jitter_s(failures, base_s=_PAUSE_S, max_s=_MAX_PAUSE_S, rng=self._rng))
 
-    async def _watch(self, version: str, on_change: Callable[[], None]) -> None:
+    async def _watch(self, version: str, on_change: Callable[[], Awaitable[None]]) -> None:
         async with aclosing(self._collection.watch(version)) as batches:
             async for changes in batches:
                 items = {**self._items, **changes.items}
@@ -77,4 +77,4 @@ class Mirror(Generic[ItemT]):
                 check_count(len(kept), "items in a watched collection")
                 self._items, self._version = kept, changes.version or self._version
                 self.trouble = ""
-                on_change()
+                await on_change()

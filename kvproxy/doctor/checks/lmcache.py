@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvproxy.config.kvcache_schema import CacheStrategySettings, Provider
+from kvproxy.config.kvcache_actions_schema import CacheStrategySettings
+from kvproxy.config.kvcache_schema import Provider
 from kvproxy.doctor.checks.trial import TRIAL_CALLS
 from kvproxy.doctor.deployment import Deployment, gather_facts
 from kvproxy.doctor.engine import EngineFacts
@@ -130,8 +131,12 @@ class ActionsCheck(LmcacheCheck):
 
     async def collect_findings(self) -> Sequence[Finding]:
         strategy = self.lmcache.settings.cache_strategy
-        if not (strategy.enable_pinning or strategy.enable_compression or strategy.enable_eviction):
-            return []
+        acts = strategy.enable_pinning or strategy.enable_compression or strategy.enable_eviction
+        lever = await self.lmcache.find_transfers()
+        told = [judge_transfers(self.where, lever, wanted=self.lmcache.settings.transfers.ahead)]
+        return [*told, *(await self._judge_strategies(strategy) if acts else ())]
+
+    async def _judge_strategies(self, strategy: CacheStrategySettings) -> Sequence[Finding]:
         kind = await self.lmcache.find_kind()
         found: list[Finding] = []
         if kind is Provider.CONTROLLER:
@@ -141,6 +146,19 @@ class ActionsCheck(LmcacheCheck):
             fix = "set `enable_compression: false`"
             found.append(warning(self.where, "the coordinator has no compression: that strategy does nothing", fix))
         return found or [ok(self.where, "has what the strategies need")]
+
+
+def judge_transfers(where: str, lever: str, *, wanted: bool) -> Finding:
+    """`lever`: how KV can be copied between instances here; "": it cannot."""
+    if lever:
+        return ok(where, f"KV can be transferred: {lever}")
+    if not wanted:
+        return ok(where, "KV cannot be transferred: no store that instances share is known, and none reads another's")
+    fix = (
+        "coordinator: give the servers one --l2-adapter with `shared: true` and --coordinator-l2-event-reporting, or "
+        "--p2p-advertise-url; controller: enable_p2p at the engines; or set `transfers.ahead: false`"
+    )
+    return warning(where, "has nothing that KV could be transferred from: `transfers` does nothing", fix)
 
 
 def judge_strategies(where: str, strategy: CacheStrategySettings, *, evicts: bool) -> Iterator[Finding]:

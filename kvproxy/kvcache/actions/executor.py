@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import random
 from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from kvproxy.config.kvcache_actions_schema import TransferSettings
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import (
     BreakerOpen,
@@ -23,7 +26,7 @@ from kvproxy.kvcache.actions.job_queue import Job, JobQueue
 from kvproxy.kvcache.actions.strategies import Action, Strategy
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.overlap.lookup import LookupClient
-from kvproxy.kvcache.providers import Effect, Prefix
+from kvproxy.kvcache.providers import ActionKind, Effect, Prefix
 from kvproxy.log_lines import log_fields
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.resilience.retry import retry_background
@@ -34,6 +37,11 @@ audit = logging.getLogger("kvproxy.audit")
 
 #: Worth another attempt after a pause; everything else would fail the same way.
 RETRIED = (ClientTimeout, ClientUnavailable, InstanceBusy, TooManyWaiting)
+#: Of a transfer, which is worth something now or not at all.
+RETRIED_AT_ONCE = (InstanceBusy, TooManyWaiting)
+
+#: Told how an action went (a metric label), its amount, and the seconds it took; also of one that was given up.
+OnOver = Callable[[str, int | None, float], None]
 
 
 class Claims(Protocol):
@@ -83,21 +91,30 @@ class ActionExecutor:
         limit = self._settings.cache_strategy.disable_after
         return sorted((kind, instance) for (kind, instance), count in self._without_effect.items() if count >= limit)
 
-    def submit(self, action: Action, strategy: Strategy) -> bool:
+    def submit(self, action: Action, strategy: Strategy, on_over: OnOver | None = None) -> bool:
         """Queue it, unless it is switched off, its breaker is open, or it waits or runs already."""
         if self._lookups.provider is None or self.is_disabled(action) or not self._breakers.admits(action.kind):
             return False
         key = (action.kind, action.instance_id, 0 if action.prefix is None else action.prefix.key)
         about = f"{action.kind} {'*' if action.prefix is None else action.prefix.name}"
-        job = Job(key, lambda: self._run(action, strategy), lane=action.instance_id, about=about)
+        job = Job(key, lambda: self._run(action, strategy, on_over), lane=action.instance_id, about=about)
         return self._jobs.submit(job)
 
-    async def _run(self, action: Action, strategy: Strategy) -> bool:
+    async def _run(self, action: Action, strategy: Strategy, on_over: OnOver | None) -> bool:
+        started, result, amount = self._clock(), "abandoned", None
+        try:
+            result, amount = await self._carry_out(action, strategy)
+        finally:
+            if on_over is not None:
+                on_over(result, amount, self._clock() - started)
+        return result in ("done", "dry_run")
+
+    async def _carry_out(self, action: Action, strategy: Strategy) -> tuple[str, int | None]:
         if self.is_disabled(action):
-            return False
+            return "disabled", None
         if self.claims is not None and not await self._claim(self.claims, action):
             self._results.labels(action.kind, "elsewhere").inc()
-            return False
+            return "elsewhere", None
         started = self._clock()
         result, amount = await self._attempt(action)
         self._results.labels(action.kind, result).inc()
@@ -108,7 +125,7 @@ class ActionExecutor:
                 self.claims.acted(action)
         if result in ("done", "no_effect"):
             self._judge(action, had_effect=result == "done")
-        return result in ("done", "dry_run")
+        return result, amount
 
     async def _claim(self, claims: Claims, action: Action) -> bool:
         prefix = "*" if action.prefix is None else action.prefix.name
@@ -126,7 +143,7 @@ class ActionExecutor:
                 deadline_s=self._settings.background.job_timeout,
                 base_s=retry.base_backoff,
                 max_s=retry.max_backoff,
-                retry_on=RETRIED,
+                retry_on=RETRIED_AT_ONCE if action.kind is ActionKind.TRANSFER else RETRIED,
                 rng=self._rng,
                 clock=self._clock,
             )
@@ -144,7 +161,16 @@ class ActionExecutor:
         assert provider is not None
         known = action.prefix
         prefix = Prefix(array("I"), "") if known is None else Prefix(known.tokens, known.model, known.cache_salt)
-        return lambda: self._breakers.call(action.kind, lambda: provider.act(action.kind, action.instance_id, prefix))
+        limit_s = self._settings.transfers.timeout if action.kind is ActionKind.TRANSFER else None
+
+        async def act() -> Effect:
+            try:
+                async with asyncio.timeout(limit_s):
+                    return await provider.act(action.kind, action.instance_id, prefix, source=action.source)
+            except TimeoutError:
+                raise ClientTimeout(f"not over within {limit_s:g} s") from None
+
+        return lambda: self._breakers.call(action.kind, act)
 
     def _judge(self, action: Action, *, had_effect: bool) -> None:
         where = (action.kind, action.instance_id)
@@ -170,8 +196,54 @@ class ActionExecutor:
             "prefix": "*" if prefix is None else prefix.name,
             "tokens": 0 if prefix is None else len(prefix.tokens),
             "reason": action.reason,
+            **({} if action.score is None else {"score": round(action.score, 3)}),
             "result": result,
             "amount": amount,
             "took_ms": round(took_s * 1000, 1),
+            **({"source": action.source or "shared"} if action.kind is ActionKind.TRANSFER else {}),
         }
         log_fields(audit, "cache", fields)
+
+
+#: How much the speed of a new transfer counts against earlier ones, and how long speeds say something of a link.
+_NEW, SPEED_AGE_S = 0.3, 60.0
+
+
+class Link:
+    """What transfers may take together, and the speed they were seen to have."""
+
+    def __init__(self, settings: TransferSettings, *, clock: Clock) -> None:
+        self._settings = settings
+        self._clock = clock
+        self.running = 0
+        self._speed, self._seen_at = 0.0, -math.inf
+        self._budget = float(settings.tokens_per_second)
+        self._refilled_at = clock()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one transfer; 0: none was seen lately."""
+        return self._speed if self._clock() - self._seen_at <= SPEED_AGE_S else 0.0
+
+    def why_refused(self, tokens: int, compute_s: float) -> str:
+        """Why so many tokens, which take so long to compute, are not transferred now (a metric label); "": they may."""
+        now, most = self._clock(), float(self._settings.tokens_per_second)
+        self._budget = min(most, self._budget + most * (now - self._refilled_at))
+        self._refilled_at = now
+        if self.running >= self._settings.at_once:
+            return "busy"
+        if min(tokens, most) > self._budget:
+            return "budget"
+        return "slow" if tokens / (self.tokens_per_s or math.inf) > compute_s else ""
+
+    def begin(self, tokens: int) -> None:
+        """A transfer of so many begins."""
+        self.running += 1
+        self._budget -= tokens
+
+    def end(self, tokens: int, seconds: float) -> None:
+        """It is over, and brought so many."""
+        self.running -= 1
+        if tokens and seconds > 0.0:
+            seen, speed = tokens / seconds, self.tokens_per_s
+            self._speed, self._seen_at = speed + _NEW * (seen - speed) if speed else seen, self._clock()

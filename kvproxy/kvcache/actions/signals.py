@@ -5,19 +5,23 @@ Counted are message prefixes, not only whole prompts, so that a system prompt ma
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 import psutil
 from xxhash import xxh3_64_intdigest
 
+from kvproxy.bounded import BoundedMapping
 from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.config.kvcache_schema import CacheStrategySettings, SignalSource
+from kvproxy.config.kvcache_actions_schema import CacheStrategySettings, SignalSource
+from kvproxy.kvcache.providers import TierMemory
+from kvproxy.prefix.eviction import Use
 from kvproxy.types import Clock
 
 #: Sequences an engine runs at once unless told otherwise (vLLM's --max-num-seqs).
@@ -63,7 +67,8 @@ class Signals:
         self.max_age_s = max_age_s
         self._engines: dict[Endpoint, tuple[float, EngineMetrics]] = {}
         self._host: HostUse | None = None
-        self._providers: Mapping[str, float] = {}
+        self.memory: Sequence[TierMemory] = ()
+        self._providers: dict[str, float] = {}  # by instance, the fullest of its tiers
 
     def note_scrape(self, endpoint: Endpoint, metrics: EngineMetrics) -> None:
         """A scrape of one engine."""
@@ -73,9 +78,20 @@ class Signals:
         """A sample of this host."""
         self._host = use
 
-    def note_memory(self, memory: Mapping[str, float]) -> None:
-        """LMCache's own memory by instance, as a share."""
-        self._providers = memory
+    def note_memory(self, memory: Sequence[TierMemory]) -> None:
+        """What LMCache says of its own."""
+        self.memory = memory
+        self._providers = {}
+        for one in memory:
+            if one.share is not None and one.instance_id:
+                self._providers[one.instance_id] = max(one.share, self._providers.get(one.instance_id, 0.0))
+
+    def memory_series(self) -> Iterator[tuple[tuple[str, str, str], float]]:
+        """The same by instance and tier, for the gauge."""
+        for one in self.memory:
+            yield (one.instance_id, one.tier.value, "used"), one.used_bytes
+            if one.capacity_bytes:
+                yield (one.instance_id, one.tier.value, "capacity"), one.capacity_bytes
 
     def keep_only(self, endpoints: frozenset[Endpoint]) -> None:
         """Forget the readings of all others."""
@@ -124,6 +140,7 @@ class KnownPrefix:
     instances: set[str] = field(default_factory=set)  # that served it
     head: int = 0  # hash of its first tokens
     session: int = 0  # that alone asked for it; 0: none, or several
+    promised_until: float = 0.0  # to a client
 
     @property
     def actionable(self) -> bool:
@@ -146,7 +163,7 @@ class Hotness:
     def __init__(
         self, *, window_s: float, max_records: int, max_keys: int, max_token_bytes: int = 64 * 1024 * 1024
     ) -> None:
-        self._window_s = window_s
+        self.window_s = window_s
         self._max_records = max_records
         self._max_keys = max_keys
         self._max_tokens = max_token_bytes // 4
@@ -216,10 +233,17 @@ class Hotness:
 
     def count_recent_uses(self, prefix: KnownPrefix, now: float) -> int:
         """Uses within the window."""
-        uses, since = prefix.uses, now - self._window_s
+        uses, since = prefix.uses, now - self.window_s
         while uses and uses[0] < since:
             uses.popleft()
         return len(uses)
+
+    def recall_use(self, prefix: KnownPrefix, now: float) -> Use:
+        """How it was used within the window, which is how long ago an earlier use is taken to be."""
+        count, uses = self.count_recent_uses(prefix, now), prefix.uses
+        idle_s = now - uses[-1] if count else self.window_s
+        gap_s = (uses[-1] - uses[0]) / (count - 1) if count > 1 else self.window_s
+        return Use(count, len(prefix.tokens), idle_s, gap_s)
 
     def walk_coldest(self, instance: str) -> Iterator[KnownPrefix]:
         """Prefixes with tokens that `instance` served, the longest unused first. Not to be changed meanwhile."""
@@ -270,3 +294,28 @@ def common_tokens(a: TokenIds, b: TokenIds) -> int:
         else:
             high = middle - 1
     return low
+
+
+#: Sessions whose pauses are remembered, and how much a new pause counts against the earlier ones.
+_MAX_SESSIONS, _NEW = 10_000, 0.3
+
+
+class Pauses:
+    """How long after the end of one turn the next one comes, by session; of a new one, as long as with all."""
+
+    def __init__(self) -> None:
+        self._ended: BoundedMapping[int, tuple[float, float | None]] = BoundedMapping(_MAX_SESSIONS)
+        self._usual: float | None = None  # logarithm of seconds
+
+    def note_turn(self, session: int, began_at: float, now: float) -> float | None:
+        """A turn that began then is over; the seconds until the next one, if anything is known."""
+        ended_at, pause_s = self._ended.get(session, (None, None))
+        if ended_at is not None and began_at > ended_at:
+            seen_s = began_at - ended_at
+            pause_s = seen_s if pause_s is None else pause_s + _NEW * (seen_s - pause_s)
+            seen = math.log(seen_s)
+            self._usual = seen if self._usual is None else self._usual + _NEW * (seen - self._usual)
+        self._ended[session] = now, pause_s
+        if pause_s is not None:
+            return pause_s
+        return None if self._usual is None else math.exp(self._usual)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
 from kvproxy.bounded import BoundedMapping
-from kvproxy.config.kvcache_schema import CacheStrategySettings
+from kvproxy.config.kvcache_actions_schema import CacheStrategySettings
 from kvproxy.kvcache.actions.signals import EDGE_PREFIXES, Hotness, KnownPrefix, Pressure
 from kvproxy.kvcache.providers import ActionKind
+from kvproxy.prefix.eviction import Priority, Weights, score_use
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -30,12 +31,15 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Something to be done at one instance. `prefix` None: to all it holds in a location."""
+    """Something to be done at one instance. `prefix` None: to all it holds in a location. `source`: of a transfer, the
+    instance that it comes from; "": what the target itself reads."""
 
     kind: ActionKind
     instance_id: str
     prefix: KnownPrefix | None
     reason: str
+    score: float | None = None  # from 0, to be kept, to 1, to go first
+    source: str = ""
 
 
 class Strategy(Protocol):
@@ -51,25 +55,51 @@ class Strategy(Protocol):
         ...
 
 
-#: Prefixes acted on per pass, and looked at to find them.
-PER_PASS = 4
+#: Prefixes looked at to find those that are acted on in a pass.
 LOOKED_AT = 256
+#: A prefix of so many tokens is neither long nor short, for the score.
+TYPICAL_TOKENS = 4096
 
 
-def cold_prefixes(
-    hotness: Hotness, instance: str, *, hot_threshold: int, taken: set[int], now: float, skip: set[int] | None = None
-) -> list[KnownPrefix]:
-    """Candidates at the instance, coldest first. Cache entries are shared by prompts that begin alike, so nothing is
-    touched whose head something hot, pinned or just served has as well."""
-    looked_at = list(islice(hotness.walk_coldest(instance), LOOKED_AT))
-    protected = taken | {one.head for one in looked_at if hotness.count_recent_uses(one, now) >= hot_threshold}
-    chosen: list[KnownPrefix] = []
-    for one in looked_at:
-        if len(chosen) == PER_PASS:
-            break
-        if one.head not in protected and not (skip and one.key in skip):
-            chosen.append(one)
-    return chosen
+class ColdPrefixes:
+    """Chooses, by one score, what is evicted and compressed."""
+
+    def __init__(self, settings: CacheStrategySettings, hotness: Hotness) -> None:
+        self._settings = settings
+        self._hotness = hotness
+        self._weights = Weights(**settings.score_weights.model_dump())
+        self._kept = {int(name, 16) for name in settings.keep_prefixes}
+
+    def choose(self, instance: str, *, taken: set[int], now: float, least_tokens: int = 0,
+               skip: Container[int] = ()) -> list[KnownPrefix]:  # fmt: skip
+        """A batch of prefixes at the instance, the highest score first, and what is promised to a client last. Cache
+        entries are shared by prompts that begin alike, so nothing is touched whose head something hot, pinned, kept or
+        just served has as well."""
+        looked_at = list(islice(self._hotness.walk_coldest(instance), LOOKED_AT))
+        hot = self._settings.hot_content_threshold
+        protected = taken | {
+            one.head
+            for one in looked_at
+            if self.priority(one, now) is Priority.OPERATOR or self._hotness.count_recent_uses(one, now) >= hot
+        }
+        found = [
+            one
+            for one in looked_at
+            if one.head not in protected and one.key not in skip and len(one.tokens) >= least_tokens
+        ]
+        found.sort(key=lambda one: (self.priority(one, now), -self.score(one, now)))
+        return found[: self._settings.evict_batch]
+
+    def score(self, prefix: KnownPrefix, now: float) -> float:
+        """From 0, to be kept, to 1, to go first."""
+        use, span_s = self._hotness.recall_use(prefix, now), self._hotness.window_s
+        return score_use(use, self._weights, span=span_s, size=TYPICAL_TOKENS)
+
+    def priority(self, prefix: KnownPrefix, now: float) -> Priority:
+        """What it is kept for besides its score."""
+        if prefix.key in self._kept:
+            return Priority.OPERATOR
+        return Priority.CONTRACT if prefix.promised_until > now else Priority.NORMAL
 
 
 @dataclass(slots=True)
@@ -92,6 +122,7 @@ class ActionRecord:
         self.leases: dict[tuple[str, int], Lease] = {}  # by instance and prefix key, as the next
         self.compressed: BoundedMapping[tuple[str, int], KnownPrefix] = BoundedMapping(MAX_REMEMBERED)
         self.cleared_at: dict[str, float] = {}
+        self.short: set[str] = set()  # instances whose memory is, until it is well below the threshold
 
 
 class Pin:
@@ -181,7 +212,7 @@ class Compress:
 
     def __init__(self, settings: CacheStrategySettings, hotness: Hotness, record: ActionRecord | None = None) -> None:
         self._settings = settings
-        self._hotness = hotness
+        self._cold = ColdPrefixes(settings, hotness)
         self.compressed = (record or ActionRecord()).compressed
 
     def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:
@@ -189,14 +220,9 @@ class Compress:
         load = pressure(instance).load
         if load is None or load < self._settings.load_threshold:
             return []
-        cold = cold_prefixes(
-            self._hotness,
-            instance,
-            hot_threshold=self._settings.hot_content_threshold,
-            taken=taken,
-            now=now,
-            skip={key for where, key in self.compressed if where == instance},
-        )
+        done = {key for where, key in self.compressed if where == instance}
+        least = self._settings.compress_min_tokens
+        cold = self._cold.choose(instance, taken=taken, now=now, least_tokens=least, skip=done)
         taken.update(one.head for one in cold)
         return [Action(ActionKind.COMPRESS, instance, one, f"load {load:.2f}") for one in cold]
 
@@ -234,20 +260,19 @@ class Evict:
         self._settings = settings
         self._hotness = hotness
         self._supports = supports
-        self._cleared_at = (record or ActionRecord()).cleared_at
+        self._cold = ColdPrefixes(settings, hotness)
+        self._record = record or ActionRecord()
         self._said = False
 
     def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:
         instance = self._settings.evict_instance_id or served.instance_id
         memory = pressure(instance).memory
-        if memory is None or memory < self._settings.memory_threshold:
+        if memory is None or not self._is_short(instance, memory):
             return []
         reason = f"memory {memory:.2f}"
         if ActionKind.EVICT not in self._supports():
             return self._clear(instance, reason, now)
-        cold = cold_prefixes(
-            self._hotness, instance, hot_threshold=self._settings.hot_content_threshold, taken=taken, now=now
-        )
+        cold = self._cold.choose(instance, taken=taken, now=now)
         taken.update(one.head for one in cold)
         return [Action(ActionKind.EVICT, instance, one, reason) for one in cold]
 
@@ -257,13 +282,22 @@ class Evict:
         else:
             self._hotness.note_gone(action.prefix, action.instance_id)
 
+    def _is_short(self, instance: str, memory: float) -> bool:
+        """From the threshold on, until it is so much below that evicting need not begin again at once."""
+        short, limit = self._record.short, self._settings.memory_threshold
+        if memory >= limit:
+            short.add(instance)
+        elif memory < limit - self._settings.memory_hysteresis:
+            short.discard(instance)
+        return instance in short
+
     def _clear(self, instance: str, reason: str, now: float) -> list[Action]:
         allowed = self._settings.allow_clear and ActionKind.CLEAR in self._supports()
         if not self._said:
             self._said = True
             instead = "whole locations are cleared instead" if allowed else "nothing is evicted (see allow_clear)"
             log.warning("[kvcache] this LMCache cannot evict a single prefix: %s", instead)
-        if not allowed or now - self._cleared_at.get(instance, -math.inf) < CLEAR_PAUSE_S:
+        if not allowed or now - self._record.cleared_at.get(instance, -math.inf) < CLEAR_PAUSE_S:
             return []
-        self._cleared_at[instance] = now
+        self._record.cleared_at[instance] = now
         return [Action(ActionKind.CLEAR, instance, None, reason)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Self
 
@@ -13,8 +14,20 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.actions.executor import ActionExecutor
 from kvproxy.kvcache.actions.job_queue import Job, JobQueue
+from kvproxy.kvcache.actions.leasing import Leasing
 from kvproxy.kvcache.actions.signals import Hotness, KnownPrefix
-from kvproxy.kvcache.actions.strategies import Action, ActionRecord, Compress, Evict, Pin, PressureOf, Served, Strategy
+from kvproxy.kvcache.actions.strategies import (
+    Action,
+    ActionRecord,
+    ColdPrefixes,
+    Compress,
+    Evict,
+    Pin,
+    PressureOf,
+    Served,
+    Strategy,
+)
+from kvproxy.kvcache.actions.transfers import Transfers
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.kvcache.overlap.lookup import LookupClient
@@ -45,15 +58,20 @@ class StrategyRunner:
     ) -> None:
         strategy = settings.cache_strategy
         self.hotness = hotness
+        self._cold = ColdPrefixes(strategy, hotness)
         self.pin = Pin(strategy, hotness, record) if strategy.enable_pinning else None
         self.compress = Compress(strategy, hotness, record) if strategy.enable_compression else None
-        self.evict = Evict(strategy, hotness, record, supports=self._supports) if strategy.enable_eviction else None
+        self.evict = (
+            Evict(strategy, hotness, record, supports=lambda: lookups.supported) if strategy.enable_eviction else None
+        )
         self._order: Sequence[Strategy] = [one for one in (self.compress, self.pin, self.evict) if one is not None]
         self.jobs = JobQueue(settings.background, metrics=metrics)
         self.executor = ActionExecutor(
             settings, jobs=self.jobs, lookups=lookups, breakers=breakers, metrics=metrics, clock=clock, rng=rng
         )
-        self._warms = settings.warming.enabled
+        self._counts_uses = settings.warming.enabled or settings.transfers.ahead or settings.leases.enabled
+        self.transfers: Transfers | None = None
+        self.leasing: Leasing | None = None  # told of prompts whose tokens are known
         self._tokens = tokens
         self._lookups = lookups
         self._pressure = pressure
@@ -64,6 +82,8 @@ class StrategyRunner:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self.transfers is not None:
+            self.transfers.close()
         await self.jobs.__aexit__()
 
     @property
@@ -74,10 +94,10 @@ class StrategyRunner:
     def run_strategies(self, facts: RequestFacts, endpoint: Endpoint | None) -> None:
         """The strategies' turn after a response of the endpoint (None: it left), with the prompt's tokens. Where these
         are not known yet they are asked for, which also lets the next turn of this chat know its beginning."""
-        used = self._use(facts, endpoint) if endpoint is not None and (self.enabled or self._warms) else []
+        used = self._use(facts, endpoint) if endpoint is not None and (self.enabled or self._counts_uses) else []
         if facts.tokens is not None and facts.tokens_exact:
             if endpoint is not None and used:
-                self._consider(used, facts.tokens, endpoint)
+                self._consider(facts, used, facts.tokens, endpoint)
         elif self._tokens.may_ask(facts):
             key = ("tokenize", facts.model, facts.hashes[-1] if facts.hashes else 0, facts.prompt_bytes)
             run = partial(self._tokenize, facts, used, endpoint)
@@ -89,17 +109,18 @@ class StrategyRunner:
             return
         self.pin.counted = ActionKind.UNPIN in self._lookups.provider.supports
         for action in self.pin.tick(self._clock()):
-            self.executor.submit(action, self.pin)
+            self._submit(action, self.pin)
 
     def adopt_action(self, action: Action, now: float) -> None:
         """Another proxy did this, at this time."""
-        kinds = {
+        kinds: dict[ActionKind, Strategy | None] = {
             ActionKind.PIN: self.pin,
             ActionKind.UNPIN: self.pin,
             ActionKind.COMPRESS: self.compress,
             ActionKind.DECOMPRESS: self.compress,
             ActionKind.EVICT: self.evict,
             ActionKind.CLEAR: self.evict,
+            ActionKind.TRANSFER: self.transfers,
         }
         strategy = kinds[action.kind]
         if strategy is not None:
@@ -128,12 +149,16 @@ class StrategyRunner:
         task = self._tokens.start_tokenizing(facts)
         tokens = None if task is None else await asyncio.shield(task)
         if tokens is not None and tokens.whole and endpoint is not None and used:
-            self._consider(used, tokens.ids, endpoint)
+            self._consider(facts, used, tokens.ids, endpoint)
         return tokens is not None
 
-    def _consider(self, used: Sequence[KnownPrefix], tokens: TokenIds, endpoint: Endpoint) -> None:
+    def _consider(self, facts: RequestFacts, used: Sequence[KnownPrefix], tokens: TokenIds, endpoint: Endpoint) -> None:
         """The prompt with these prefixes was served there, and its KV exists: decide and queue."""
         self.hotness.learn_tokens(used, tokens)
+        if self.leasing is not None:
+            self.leasing.hold(used[-1], endpoint)
+        if self.transfers is not None:
+            self.transfers.expect_turn(facts, used[-1], tokens)
         now = self._clock()
         served = Served(endpoint.instance_id, used)
         taken = {one.head for one in used if one.tokens}
@@ -141,15 +166,17 @@ class StrategyRunner:
             taken |= self.pin.heads(now)
         for strategy in self._order:
             for action in strategy.plan(served, self._pressure, taken, now):
-                self.executor.submit(action, strategy)
+                self._submit(action, strategy)
 
     def _decompress(self, endpoint: EndpointId, keys: Sequence[int], instances: dict[EndpointId, str]) -> bool:
         assert self.compress is not None
         actions = self.compress.plan_decompressions(keys, instances[endpoint])
         for action in actions:
-            self.executor.submit(action, self.compress)
+            self._submit(action, self.compress)
         return bool(actions)
 
-    def _supports(self) -> frozenset[ActionKind]:
-        provider = self._lookups.provider
-        return frozenset() if provider is None else provider.supports
+    def _submit(self, action: Action, strategy: Strategy) -> None:
+        """With the score that the prefix has now."""
+        if action.prefix is not None:
+            action = replace(action, score=self._cold.score(action.prefix, self._clock()))
+        self.executor.submit(action, strategy)

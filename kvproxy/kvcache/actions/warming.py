@@ -22,7 +22,7 @@ from kvproxy.errors import ClientError
 from kvproxy.kvcache.actions.job_queue import Job, JobQueue
 from kvproxy.kvcache.actions.signals import Hotness, KnownPrefix, common_tokens
 from kvproxy.kvcache.engines import Engines
-from kvproxy.kvcache.feedback.trust import CacheLosses
+from kvproxy.kvcache.feedback.trust import CacheLosses, LossReason
 from kvproxy.log_lines import log_fields
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.types import Clock, EndpointId
@@ -150,7 +150,7 @@ class Warming:
         self._clock = clock
         self._budget = float(self._settings.tokens_per_minute)
         self._refilled_at = clock()
-        self._known: dict[tuple[str, EndpointId], float | None] = {}  # when each lost its cache last
+        self._known: dict[tuple[str, EndpointId], tuple[LossReason, float] | None] = {}  # the last loss of each
         self._empty: dict[str, str] = {}  # instances that lack whatever is hot, and why
         self._tried: dict[str, float] = {}  # when an instance was tried last; but for one that was warmed or busy
         self._first = True
@@ -159,7 +159,7 @@ class Warming:
         """Notes what was lost, and queues what is worth sending."""
         now = self._clock()
         self._refill(now)
-        self._note_losses(now)
+        self._note_losses()
         for cluster in self._clusters.values():
             for planned in self.plan(cluster.endpoints, now):
                 self._submit(planned)
@@ -167,7 +167,7 @@ class Warming:
     def plan(self, endpoints: Sequence[Endpoint], now: float) -> list[WarmingPlan]:
         """At most one prefix an endpoint, the one that saves most: first at those that lost theirs, then at the least
         busy ones."""
-        hot = self._hot_prefixes(now)
+        hot = self.find_hot(now)
         able = [one for one in endpoints if one.condition(now) is Condition.UP and one.rank is None]
         holders = {prefix.key: prefix.instances & {one.instance_id for one in able} for _, prefix in hot}
         planned = []
@@ -195,7 +195,7 @@ class Warming:
         wanted = min(math.ceil(uses / self._settings.uses_per_replica), most)
         return f"{uses} uses, {len(held_by)} of {wanted} holders" if len(held_by) < wanted else ""
 
-    def _hot_prefixes(self, now: float) -> list[tuple[int, KnownPrefix]]:
+    def find_hot(self, now: float) -> list[tuple[int, KnownPrefix]]:
         """Those that several sessions use, by the tokens that they save together."""
         counted = (
             (self._hotness.count_recent_uses(one, now), one)
@@ -205,19 +205,17 @@ class Warming:
         hot = [(uses, one) for uses, one in counted if uses >= self._hot_uses]
         return sorted(hot, key=lambda pair: -pair[0] * len(pair[1].tokens))
 
-    def _note_losses(self, now: float) -> None:
+    def _note_losses(self) -> None:
         """What is new since the last round lacks everything; at the first round nothing is known to be new."""
         seen = {}
         for name, cluster in self._clusters.items():
             for endpoint in cluster.endpoints:
-                loss = self._losses.latest_loss(name, endpoint.id)
-                lost_at = None if loss is None else round(now - loss.age_s, 3)
                 where = (name, endpoint.id)
-                seen[where] = lost_at
+                seen[where] = loss = self._losses.known.get(where)
                 if where not in self._known and not self._first:
                     self._note_empty(endpoint, "new endpoint")
-                elif lost_at is not None and loss is not None and lost_at != self._known.get(where):
-                    self._note_empty(endpoint, loss.reason.value)
+                elif loss is not None and loss != self._known.get(where):
+                    self._note_empty(endpoint, loss[0].value)
         self._known, self._first = seen, False
         present = {one.instance_id for cluster in self._clusters.values() for one in cluster.endpoints}
         self._empty = {instance: why for instance, why in self._empty.items() if instance in present}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 from kvproxy.clients.kv_events.status import StreamState, StreamStatus
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
+from kvproxy.kvcache.providers import EVERY_INSTANCE, TierMemory
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.types import EndpointId
+from kvproxy.types import Clock, EndpointId, Tier
 
 #: Rows of the precise index with their share of its tables, as benchmarks/prefix_index.py measures them.
 PRECISE_ROW_BYTES = 100
@@ -45,6 +48,74 @@ def show_indexes(
     metrics.holdings.index_capacity.set_source(shown.capacity_series)
     metrics.holdings.reuse_step.set_source(shown.step_series)
     metrics.kvcache.trust.set_source(shown.trust_series)
+
+
+#: Pieces counted before other tasks get their turn, and how long a count stands.
+_SLICE_PIECES, _COUNT_EVERY_S = 2048, 30.0
+
+
+class TierCounts:
+    """What each endpoint is known to hold by its KV events, tier by tier. Counted between requests, in slices: an index
+    keeps no sums, since events are followed at every block."""
+
+    def __init__(
+        self, by_cluster: Mapping[str, LocalIndexes], clusters: Mapping[str, Cluster], *, clock: Clock
+    ) -> None:
+        self._by_cluster = by_cluster
+        self._clusters = clusters
+        self._clock = clock
+        self._counted_at = -math.inf
+        self._found: dict[tuple[str, EndpointId], Mapping[Tier, tuple[int, int]]] = {}
+
+    def holdings(self, cluster: str, endpoint: EndpointId) -> Mapping[Tier, tuple[int, int]]:
+        """Blocks and tokens by tier, as last counted."""
+        return self._found.get((cluster, endpoint), {})
+
+    def describe(self, cluster: str, endpoint: Endpoint, memory: Iterable[TierMemory]) -> list[dict[str, object]]:
+        """Where the endpoint's KV lies, the nearest first, for people: what its KV events say, and LMCache of its
+        instance and of the store that all share."""
+        counted = self.holdings(cluster, endpoint.id)
+        said = {one.tier: one for one in memory if one.instance_id in (endpoint.instance_id, EVERY_INSTANCE)}
+        return [
+            {
+                "tier": tier.value,
+                "blocks": counted[tier][0] if tier in counted else None,
+                "tokens": counted[tier][1] if tier in counted else None,
+                "used_bytes": said[tier].used_bytes if tier in said else None,
+                "capacity_bytes": said[tier].capacity_bytes or None if tier in said else None,
+            }
+            for tier in Tier
+            if tier in counted or tier in said
+        ]
+
+    def show(self, metrics: Metrics) -> None:
+        """The gauges read it from now on."""
+        metrics.tiers.blocks.set_source(lambda: self._series(0))
+        metrics.tiers.tokens.set_source(lambda: self._series(1))
+
+    async def refresh(self) -> None:
+        """Count again, if the last count is old."""
+        if self._clock() - self._counted_at < _COUNT_EVERY_S:
+            return
+        self._counted_at = self._clock()
+        found: dict[tuple[str, EndpointId], Mapping[Tier, tuple[int, int]]] = {}
+        for name, cluster in self._clusters.items():
+            for endpoint in list(cluster.endpoints):
+                found[name, endpoint.id] = await self._count(name, endpoint.id)
+        self._found = found
+
+    async def _count(self, cluster: str, endpoint: EndpointId) -> dict[Tier, tuple[int, int]]:
+        sums: dict[Tier, tuple[int, int]] = {}
+        for piece, (tier, blocks, tokens) in enumerate(self._by_cluster[cluster].precise.walk_tiers(endpoint), 1):
+            before = sums.get(tier, (0, 0))
+            sums[tier] = before[0] + blocks, before[1] + tokens
+            if not piece % _SLICE_PIECES:
+                await asyncio.sleep(0)
+        return sums
+
+    def _series(self, which: int) -> Series:
+        for (cluster, endpoint), sums in self._found.items():
+            yield from (((cluster, str(endpoint), tier.value), both[which]) for tier, both in sums.items())
 
 
 class _Shown:

@@ -7,7 +7,9 @@ from array import array
 from collections.abc import Collection, Mapping, Sequence
 
 from cachetools import TTLCache
+from xxhash import xxh3_64_intdigest
 
+from kvproxy.clients.lmcache.controller import CHUNK_TOKENS
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.errors import BreakerOpen, ClientError
@@ -15,6 +17,7 @@ from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.overlap.merge import HolderOverlap
 from kvproxy.kvcache.providers import (
     EVERY_INSTANCE,
+    ActionKind,
     Holder,
     Prefix,
     Provider,
@@ -29,6 +32,9 @@ OPERATION = "lookup"
 _WARNED = 256
 #: How long, and for how many prompts, a hint that the engine contradicted is not believed again.
 _DISTRUST_S, _DISTRUSTED = 60.0, 10_000
+#: How long, and for how many beginnings of prompts, it is remembered where transfers brought them; memory that is full
+#: may have lost them then.
+_TRANSFERRED_S, _TRANSFERRED = 60.0, 10_000
 #: Where a shared store is.
 EVERY_ENDPOINT = EndpointId("")
 
@@ -46,6 +52,11 @@ class LookupClient:
         self._warned: set[str] = set()
         #: A TTLCache: an engine that was wrong about a prompt once may compute it meanwhile.
         self._distrusted: TTLCache[tuple[EndpointId, int], int] = TTLCache(_DISTRUSTED, _DISTRUST_S, timer=clock)
+        #: By a prompt's beginning, for each instance: tokens that were transferred there lately, and their digest.
+        #: LMCache's services hear of it a second later, or (the controller) never.
+        self._transferred: TTLCache[tuple[str, str, int], dict[str, tuple[int, int]]] = TTLCache(
+            _TRANSFERRED, _TRANSFERRED_S, timer=clock
+        )
         #: By the first block that was not there, and where: tokens that were.
         self._denied: TTLCache[tuple[EndpointId, int], int] = TTLCache(_DISTRUSTED, _DISTRUST_S, timer=clock)
 
@@ -53,6 +64,11 @@ class LookupClient:
     def possible(self) -> bool:
         """Whether there is a service and its breaker lets calls through."""
         return self.provider is not None and self._breakers.admits(OPERATION)
+
+    @property
+    def supported(self) -> frozenset[ActionKind]:
+        """What the service can do at present; nothing without one."""
+        return frozenset() if self.provider is None else self.provider.supports
 
     async def find_holders(
         self, tokens: TokenIds, *, model: str, cache_salt: str | None, timeout_s: float
@@ -69,6 +85,8 @@ class LookupClient:
             log.debug("[kvcache] lookup: %s", error)
             raise
         self._seconds.observe(self._clock() - started)
+        if self._transferred:
+            holders = [*holders, *self._find_transferred(prefix)]
         self.hits += any(holder.tokens > 0 for holder in holders)
         return holders
 
@@ -136,6 +154,20 @@ class LookupClient:
         if Tier.DISK in tiers:
             self._denied[endpoint, denied] = cached_tokens
 
+    def note_transfer(self, instance: str, prefix: Prefix, tokens: int) -> None:
+        """So many of its leading tokens are in the memory of `instance` now."""
+        where = _beginning(prefix)
+        known = self._transferred.get(where, {})
+        self._transferred[where] = {**known, instance: (tokens, _digest(prefix.tokens[:tokens]))}
+
+    def _find_transferred(self, prefix: Prefix) -> list[Holder]:
+        tokens, known = prefix.tokens, self._transferred.get(_beginning(prefix), {})
+        return [
+            Holder(instance, count, True, ((Tier.HOST, count),))
+            for instance, (count, digest) in known.items()
+            if len(tokens) >= count and _digest(tokens[:count]) == digest
+        ]
+
     def _undenied(self, endpoint: EndpointId, lower: LowerTokens, hashes: array[int]) -> int:
         """Tokens of these that no engine denied: those nearer than the disk, or before the denied ones."""
         denied, tokens, near = self._denied, count_lower(lower), 0
@@ -167,3 +199,11 @@ class LookupClient:
                 instance_id,
                 ", ".join(sorted(known)) or "none",
             )
+
+
+def _beginning(prefix: Prefix) -> tuple[str, str, int]:
+    return prefix.model, prefix.cache_salt, _digest(prefix.tokens[:CHUNK_TOKENS])
+
+
+def _digest(tokens: TokenIds) -> int:
+    return xxh3_64_intdigest(tokens.tobytes())

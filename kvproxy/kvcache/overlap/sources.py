@@ -13,7 +13,7 @@ from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.overlap.facts import RequestFacts
-from kvproxy.kvcache.overlap.gauges import show_indexes
+from kvproxy.kvcache.overlap.gauges import TierCounts, show_indexes
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, follow_events
 from kvproxy.kvcache.overlap.last_served import NO_BLOCKS, NO_NAMES, Served
@@ -76,7 +76,10 @@ class OverlapSources:
             metrics=metrics,
             clock=clock,
         )
-        self._uses_tokens = bool(settings.lmcache_endpoint) or settings.kv_events
+        self.tier_counts = TierCounts(self.indexes, clusters, clock=clock)
+        # Read once: settings are slow to read.
+        self._min_tokens, self._looks_up = settings.min_matched_tokens, bool(settings.lmcache_endpoint)
+        self._uses_tokens = self._looks_up or settings.kv_events
         self._facts_seconds = metrics.kvcache.facts_seconds.labels()
         self._running = AsyncExitStack()
         self._entered = False
@@ -85,7 +88,7 @@ class OverlapSources:
         async with AsyncExitStack() as starting:
             starting.push_async_callback(self.tokens.close)
             starting.push_async_callback(self._lookup_task.close)
-            if self._settings.lmcache_endpoint:
+            if self._looks_up:
                 self._connect(starting)
             if self._own_streams is not None:
                 await starting.enter_async_context(self._own_streams)
@@ -121,7 +124,7 @@ class OverlapSources:
         if self._uses_tokens:
             self.tokens.recall_tokens(facts)
         self._assess(facts)
-        if self._entered and request.continues is None and self._settings.lmcache_endpoint:
+        if self._entered and request.continues is None and self._looks_up:
             facts.wants_lookup = self._lookup_task.is_wanted(facts)
         self._facts_seconds.observe(self._clock() - began)
         return facts
@@ -195,7 +198,7 @@ class OverlapSources:
         facts.preferred = None
         if found:
             facts.preferred = preferred_endpoint(
-                facts.overlaps, facts.cluster.endpoints, model=facts.model, min_tokens=self._settings.min_matched_tokens
+                facts.overlaps, facts.cluster.endpoints, model=facts.model, min_tokens=self._min_tokens
             )
 
     def _connect(self, starting: AsyncExitStack) -> None:
@@ -210,6 +213,7 @@ class OverlapSources:
         self.tokens.show(metrics)
         self._lookup_task.show(metrics)
         show_indexes(self.indexes, self._clusters, self.trust, metrics)
+        self.tier_counts.show(metrics)
 
 
 def _add_history(found: dict[EndpointId, Overlap], history: Served, step: int | None, prompt_tokens: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
 
-from kvproxy.background_task import BackgroundTask
+from kvproxy.background_task import BackgroundTask, run_in_slices
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.kvcache_schema import SnapshotSettings
 from kvproxy.kvcache.snapshot.contents import Contents, Returned
@@ -160,16 +160,7 @@ class WarmRestart(BackgroundTask):
         )
 
     async def _sliced(self, steps: Generator[None, None, T], pause_s: float) -> T:
-        """All the steps, with others running in between."""
-        while True:
-            until = self._clock() + SLICE_S
-            try:
-                while self._clock() < until:
-                    next(steps)
-            except StopIteration as done:
-                result: T = done.value
-                return result
-            await self._sleep(pause_s)
+        return await run_in_slices(steps, slice_s=SLICE_S, clock=self._clock, pause_s=pause_s, sleep=self._sleep)
 
     def _sizes(self) -> Iterator[tuple[tuple[str, ...], float]]:
         if self._last is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import lcm
@@ -159,6 +159,13 @@ class PreciseIndex:
     def count_rows(self, endpoint: EndpointId) -> int:
         """Blocks kept for the endpoint, over ranks and groups."""
         return sum(len(each.table) for source, each in self._followed.items() if source[0] == endpoint)
+
+    def walk_tiers(self, endpoint: EndpointId) -> Iterator[tuple[Tier, int, int]]:
+        """Tier, blocks and tokens of what the endpoint holds, in pieces."""
+        for table in [each.table for source, each in self._followed.items() if source[0] == endpoint]:
+            for bits, blocks in table.walk_tiers() if len(self._kinds) > 1 else [(1, len(table))]:
+                on = [tier for number, tier in enumerate(self._kinds) if bits >> number & 1]
+                yield from ((tier, blocks, blocks * table.block_size) for tier in on)
 
     def step_tokens(self, endpoint: EndpointId) -> int:
         """What the endpoint reuses ends at multiples of this, by the blocks of all its groups; 1: not known."""

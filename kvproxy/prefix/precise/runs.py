@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from random import SystemRandom
 
 import msgspec
@@ -267,6 +267,15 @@ class Runs:
                 found.update(run.mixed[run.start + skipped : run.start + here])
             depth += here
         return found
+
+    def walk_tiers(self) -> Iterator[tuple[int, int]]:
+        """All there is now, piece by piece: bits of tiers, and how many blocks have these. What changes during the walk
+        may be missed, or counted as it was."""
+        for run in list(self.firsts.values()):
+            if run.mixed is None:
+                yield run.tiers, len(run.blocks) - run.start
+            else:
+                yield from Counter(run.mixed[run.start :]).items()
 
     def leading_keys(self, hashes: array[int], count: int) -> array[int]:
         """Keys of the first `count` of these blocks, which `match` found."""

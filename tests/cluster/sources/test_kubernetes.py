@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from kvproxy.clients.kubernetes import KubernetesAccess
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.sources.kubernetes import KubernetesDiscovery
+from kvproxy.config.cluster_schema import EndpointSettings
 from kvproxy.config.discovery_schema import KubernetesDiscoverySettings
 from kvproxy.config.listener_schema import ListenerTls
 from kvproxy.errors import ClientError, DiscoveryError
@@ -190,6 +191,18 @@ async def test_ready_then_not_then_again_then_ending_then_gone(follow: Follow, a
         held.settle(AttemptOutcome.SUCCESS, one.clock())
         assert not one.cluster.draining
         assert one.series("b") == []
+
+
+async def test_a_pod_that_is_gone_without_a_warning_is_gone(follow: Follow, api: Api) -> None:
+    """Deleted by force, with its node: the last word of it has it ready still."""
+    fake, where = api
+    for name, address in (("a", "10.0.0.1"), ("b", "10.0.0.2")):
+        fake.put(PODS, pod(name, address))
+    async with follow(**pods(where)) as one:
+        assert one.conditions == {"a": "up", "b": "up"}
+        await until(lambda: fake.watching)
+        fake.delete(PODS, "b")
+        await until(lambda: one.conditions == {"a": "up"})
 
 
 async def test_all_of_them_may_go(follow: Follow, api: Api) -> None:
@@ -442,13 +455,36 @@ async def test_a_thousand_pods_hold_nothing_up(api: Api) -> None:
     source = discovery(where)
     assert len(await source.endpoints()) == 1000
     answers: list[int] = []
-    task = asyncio.create_task(source.follow(lambda endpoints, _: answers.append(len(endpoints or ()))))
+
+    async def hear(endpoints: Sequence[EndpointSettings] | None, _: str) -> None:
+        answers.append(len(endpoints or ()))
+
+    task = asyncio.create_task(source.follow(hear))
     await until(lambda: fake.watching)
     for i in range(50):
         fake.put(SLICES, slice_of(f"t{i}", member(f"q{i}", f"10.9.0.{i}")))
     await until(lambda: answers and answers[-1] == 1050)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_change_makes_what_changed(api: Api) -> None:
+    """Of a rewritten slice the endpoints that are as before are the same objects, ready or not, and so is what other
+    slices name."""
+    fake, where = api
+    members = [member(f"p{i}", f"10.0.0.{i}") for i in range(3)]
+    fake.put(SLICES, slice_of("s1", *members))
+    fake.put(SLICES, slice_of("s2", member("q", "10.0.1.1")))
+    fake.put(SLICES, slice_of("s6", member("p1", "fd00::1"), member("q", "fd00::2"), family="IPv6"))
+    source = discovery(where)
+    before = {one.id: one for one in await source.endpoints()}
+    fake.put(SLICES, slice_of("s1", member("p0", "10.0.0.99"), members[1], member("p2", "10.0.0.2", serving=False)))
+    after = {one.id: one for one in await source.endpoints()}
+    assert after["p0"].url == "http://10.0.0.99:8000"
+    assert (after["p1"] is before["p1"], after["q"] is before["q"], after["p2"].ready) == (True, True, False)
+    fake.put(SLICES, slice_of("s3", member("r", "10.0.2.1")))
+    again = {one.id: one for one in await source.endpoints()}
+    assert all(again[name] is after[name] for name in after)
 
 
 async def test_an_api_over_tls(tmp_path: Path) -> None:

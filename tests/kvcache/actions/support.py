@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from kvproxy.config.kvcache_schema import CacheStrategySettings
+from kvproxy.config.kvcache_actions_schema import CacheStrategySettings
 from kvproxy.kvcache.actions.signals import Hotness, KnownPrefix, Pressure
 from kvproxy.kvcache.actions.strategies import PressureOf, Served
 from tests.kvcache.support import tokens
@@ -20,8 +20,8 @@ def hotness() -> Hotness:
 
 
 def strategy(**changes: Any) -> CacheStrategySettings:
-    """Hot from the second use on."""
-    return CacheStrategySettings.model_validate({"hot_content_threshold": 2, **changes})
+    """Hot from the second use on; prompts of any length are compressed."""
+    return CacheStrategySettings.model_validate({"hot_content_threshold": 2, "compress_min_tokens": 0, **changes})
 
 
 def everywhere(pressure: Pressure) -> PressureOf:

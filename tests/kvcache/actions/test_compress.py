@@ -83,3 +83,13 @@ def test_of_a_very_long_chat_the_ends_are_looked_up() -> None:
     assert len(compress.plan_decompressions([1, *many], "a")) == 1
     assert len(compress.plan_decompressions([*many, 1, 7], "a")) == 1
     assert len(compress.plan_decompressions([*many, 1, *many], "a")) == 0
+
+
+def test_short_prefixes_are_not_worth_it() -> None:
+    """512 tokens here."""
+    known = hotness()
+    serve(known, 1)
+    served = serve(known, 2)
+    for least, found in ((513, 0), (512, 1)):
+        compress = Compress(strategy(compress_min_tokens=least), known)
+        assert len(compress.plan(served, everywhere(BUSY), {served.prefixes[0].head}, 0.0)) == found

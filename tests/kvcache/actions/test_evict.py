@@ -10,6 +10,7 @@ from kvproxy.kvcache.actions.signals import Hotness, Pressure
 from kvproxy.kvcache.actions.strategies import CLEAR_PAUSE_S, Evict
 from kvproxy.kvcache.providers import ActionKind
 from tests.kvcache.actions.support import BUSY, CALM, UNKNOWN, everywhere, hotness, serve, strategy
+from tests.kvcache.support import tokens
 
 CAN = frozenset({ActionKind.EVICT})
 CANNOT = frozenset({ActionKind.CLEAR})
@@ -48,13 +49,75 @@ def test_neither_what_is_hot_nor_what_is_taken() -> None:
     assert evict(known).plan(served, everywhere(BUSY), taken, 0.0) == []
 
 
-def test_a_pass_evicts_a_few() -> None:
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_pass_evicts_a_few(batch: int) -> None:
     """Memory is read again before the next ones go."""
     known = hotness()
     for key in range(1, 50):
         serve(known, key)
     served = serve(known, 99)
-    assert len(evict(known).plan(served, everywhere(BUSY), {served.prefixes[0].head}, 0.0)) == 4
+    under_test = evict(known, evict_batch=batch)
+    assert len(under_test.plan(served, everywhere(BUSY), {served.prefixes[0].head}, 0.0)) == batch
+
+
+def test_once_begun_it_goes_on_until_memory_is_well_below() -> None:
+    """At the threshold itself one eviction would end it and the next answer begin it again."""
+    known = hotness()
+    under_test = evict(known, memory_threshold=0.9, memory_hysteresis=0.1)
+    acted = []
+    for key, memory in enumerate((0.89, 0.9, 0.81, 0.79, 0.89), 1):
+        serve(known, key)
+        served = serve(known, 99, now=1.0)
+        plan = under_test.plan(served, everywhere(Pressure(memory=memory)), {served.prefixes[0].head}, 1.0)
+        acted.append(bool(plan))
+    assert acted == [False, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("weights", "first"),
+    [
+        ({"frequency": 1, "size": 0, "recency": 0, "next_use": 0}, 2),  # used once, the other twice
+        ({"frequency": 0, "size": 1, "recency": 0, "next_use": 0}, 1),  # the longer one
+        ({"frequency": 0, "size": 0, "recency": 1, "next_use": 0}, 2),  # used longer ago
+        ({"frequency": 0, "size": 0, "recency": 0, "next_use": 1}, 2),  # used once: its next use is a window away
+        ({}, 2),
+    ],
+)
+def test_the_weights_decide_what_goes_first(weights: dict[str, float], first: int) -> None:
+    """Each term alone, and as they are by default."""
+    known = hotness()
+    for now in (0.0, 100.0):
+        serve(known, 1, now=now, of=tokens(1024))
+    serve(known, 2, now=50.0)
+    served = serve(known, 9, now=200.0)
+    under_test = evict(known, evict_batch=1, hot_content_threshold=9, score_weights=weights)
+    (action,) = under_test.plan(served, everywhere(BUSY), {served.prefixes[0].head}, 200.0)
+    assert action.prefix is not None
+    assert action.prefix.key == first
+
+
+def test_what_was_promised_to_a_client_goes_last() -> None:
+    """Until the promise ends, and whatever its score."""
+    known = hotness()
+    promised = serve(known, 1).prefixes[0]
+    promised.promised_until = 100.0
+    serve(known, 2, now=50.0)
+    served = serve(known, 9, now=60.0)
+    for now, order in ((60.0, [2, 1]), (100.0, [1, 2])):
+        actions = evict(known).plan(served, everywhere(BUSY), {served.prefixes[0].head}, now)
+        assert [one.prefix.key for one in actions if one.prefix] == order
+
+
+def test_what_the_operator_keeps_never_goes() -> None:
+    """Nor what begins alike, since cache entries are shared."""
+    known = hotness()
+    kept = serve(known, 0xAB).prefixes[0]
+    serve(known, 2, of=kept.tokens[:300])
+    serve(known, 3)
+    served = serve(known, 9)
+    under_test = evict(known, keep_prefixes=[kept.name])
+    actions = under_test.plan(served, everywhere(BUSY), {served.prefixes[0].head}, 0.0)
+    assert [one.prefix.key for one in actions if one.prefix] == [3]
 
 
 def test_what_is_gone_is_not_evicted_again() -> None:

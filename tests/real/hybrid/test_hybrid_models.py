@@ -6,24 +6,21 @@ another one in between finds all of its attention layers' blocks, and reuses up 
 
 from __future__ import annotations
 
-import contextlib
 import random
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvproxy.kvcache.service import KvCache
 from kvproxy.types import EndpointId
 from tests.real.conftest import Saw, needs_memory
 from tests.real.engines import vllm
 from tests.real.engines.place import HERE, TINY, VLLM, Model
 from tests.real.engines.vllm import BLOCK_TOKENS, Vllm
-from tests.real.kvcache import predicted_at
+from tests.real.kvcache import ask, following
 from tests.real.pair import warm_up
-from tests.support.proxy import RunningProxy, running_proxy
+from tests.support.proxy import RunningProxy
 from tests.support.until import until
 
 pytestmark = pytest.mark.real
@@ -52,25 +49,10 @@ def _model(folder: Path) -> Model:
     return model
 
 
-@contextlib.asynccontextmanager
-async def proxy_of(server: Vllm, *, events: bool) -> AsyncIterator[tuple[RunningProxy, KvCache]]:
-    kvcache = {"kvcache": {"kv_events": events, "engine_metrics_interval": 0}}
-    filters: list[Any] = ["request_id", "inference_request", kvcache, "router"]
-    async with running_proxy({"a": server.url}, policy="kv_aware", filters=filters) as proxy:
-        service = proxy.proxy.kvcache
-        assert service is not None
-        if events:
-            await until(lambda: set(service.overlap.indexes["default"].exact) == {A}, within_s=20)
-        yield proxy, service
-
-
-async def ask(proxy: RunningProxy, tokens: list[int]) -> tuple[int, str, int]:
+async def send(proxy: RunningProxy, tokens: list[int]) -> tuple[int, str, int]:
     """What was predicted to be reused, by which source, and what was."""
-    body = {"model": TINY.name, "prompt": tokens, "max_tokens": 1}
-    answer = await proxy.client.post("/v1/completions", json=body, headers={"x-kvproxy-debug": "1"}, timeout=60)
-    assert answer.status_code == 200, answer.text
-    predicted, source = predicted_at(answer.headers)
-    return predicted, source, answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    asked = await ask(proxy.client, {"model": TINY.name, "prompt": tokens, "max_tokens": 1})
+    return asked.predicted, asked.source, asked.cached_tokens
 
 
 def tokens_of(count: int, *, seed: object) -> list[int]:
@@ -80,21 +62,21 @@ def tokens_of(count: int, *, seed: object) -> list[int]:
 
 async def test_events_by_group_predict_what_is_reused(server: Vllm, saw: Saw) -> None:
     """To a block: of the same prompt again, of a longer one, and of prompts that leave it where no window is kept."""
-    async with proxy_of(server, events=True) as (proxy, service):
+    async with following(server.url, events=True) as (proxy, service):
         index = service.overlap.indexes["default"].precise
         base, rows = tokens_of(3000, seed="base"), 0
         for length in (200, 700, 1500, 2900):
-            await ask(proxy, base[:length])
+            await send(proxy, base[:length])
             await until(lambda rows=rows: index.count_rows(A) > rows, within_s=20)  # type: ignore[misc]
             rows = index.count_rows(A)
-            predicted, source, cached = await ask(proxy, base[:length])
+            predicted, source, cached = await send(proxy, base[:length])
             saw(f"{length} tokens again: {predicted} predicted ({source}), {cached} reused")
             assert source == "precise"
             assert cached > length - 2 * STEP_TOKENS
             assert abs(predicted - cached) <= BLOCK_TOKENS
         shorter = 0
         for cut in (150, 400, 1000, 1490, 2200):
-            predicted, source, cached = await ask(proxy, base[:cut] + tokens_of(200, seed=cut))
+            predicted, source, cached = await send(proxy, base[:cut] + tokens_of(200, seed=cut))
             saw(f"another after {cut} tokens: {predicted} predicted ({source}), {cached} reused")
             assert abs(predicted - cached) <= BLOCK_TOKENS
             shorter += cached < cut - 2 * STEP_TOKENS
@@ -103,17 +85,17 @@ async def test_events_by_group_predict_what_is_reused(server: Vllm, saw: Saw) ->
 
 async def test_what_is_predicted_without_events(server: Vllm, saw: Saw) -> None:
     """By what was routed there: of the same prompts again it is right, of one that leaves them it is too much, once."""
-    async with proxy_of(server, events=False) as (proxy, _):
+    async with following(server.url, events=False) as (proxy, _):
         base = tokens_of(2000, seed="without events")
-        await ask(proxy, base)
-        predicted, source, cached = await ask(proxy, base)
+        await send(proxy, base)
+        predicted, source, cached = await send(proxy, base)
         saw(f"2000 tokens again: {predicted} predicted ({source}), {cached} reused")
         assert source == "approximate"
         assert abs(predicted - cached) <= STEP_TOKENS
         other = base[:1200] + tokens_of(200, seed="other")
-        predicted, _, cached = await ask(proxy, other)
+        predicted, _, cached = await send(proxy, other)
         saw(f"another after 1200 tokens: {predicted} predicted, {cached} reused")
         assert cached < predicted - STEP_TOKENS
-        predicted, _, cached = await ask(proxy, other)
+        predicted, _, cached = await send(proxy, other)
         saw(f"the same again: {predicted} predicted, {cached} reused")
         assert abs(predicted - cached) <= STEP_TOKENS

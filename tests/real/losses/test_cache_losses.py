@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -17,10 +15,9 @@ from tests.real.conftest import Saw, needs_memory
 from tests.real.engines import vllm
 from tests.real.engines.place import TINY
 from tests.real.engines.vllm import Vllm
-from tests.real.kvcache import ask
+from tests.real.kvcache import ask, following
 from tests.real.pair import warm_up
 from tests.real.prompts import chat, text
-from tests.support.proxy import RunningProxy, running_proxy
 from tests.support.until import until
 
 pytestmark = pytest.mark.real
@@ -37,19 +34,6 @@ def server(saw: Saw) -> Iterator[Vllm]:
         yield one
 
 
-@contextlib.asynccontextmanager
-async def proxy_of(server: Vllm, *, events: bool) -> AsyncIterator[tuple[RunningProxy, KvCache]]:
-    """Engines' metrics are read when a test says so."""
-    kvcache = {"kvcache": {"kv_events": events, "engine_metrics_interval": 0}}
-    filters: list[Any] = ["request_id", "inference_request", kvcache, "router"]
-    async with running_proxy({"a": server.url}, policy="kv_aware", filters=filters) as proxy:
-        service = proxy.proxy.kvcache
-        assert service is not None
-        if events:
-            await until(lambda: set(service.overlap.indexes["default"].exact) == {A}, within_s=20)
-        yield proxy, service
-
-
 async def tell(server: Vllm, path: str) -> None:
     """One of its developers' commands."""
     async with httpx.AsyncClient() as http:
@@ -64,7 +48,7 @@ def loss(service: KvCache) -> LossReason | None:
 @pytest.mark.parametrize("events", [True, False])
 async def test_a_cache_that_is_cleared(server: Vllm, saw: Saw, events: bool) -> None:
     """An idle engine's event comes with its next request, so that one prediction is wrong either way."""
-    async with proxy_of(server, events=events) as (proxy, service):
+    async with following(server.url, events=events) as (proxy, service):
         body = chat(TINY.name, text(600, seed=f"cleared {events}"), max_tokens=4)
         first, second = await ask(proxy.client, body), await ask(proxy.client, body)
         assert first.cached_tokens < 64 < second.cached_tokens
@@ -79,7 +63,7 @@ async def test_a_cache_that_is_cleared(server: Vllm, saw: Saw, events: bool) -> 
 
 async def test_a_cache_that_is_cleared_without_events(server: Vllm, saw: Saw) -> None:
     """Eight chats that find nothing of what was there just now are a lost cache; of the others nothing is predicted."""
-    async with proxy_of(server, events=False) as (proxy, service):
+    async with following(server.url, events=False) as (proxy, service):
         bodies = [chat(TINY.name, text(300, seed=f"forgot {number}"), max_tokens=1) for number in range(12)]
         for body in bodies * 2:
             await ask(proxy.client, body)
@@ -96,7 +80,7 @@ async def test_a_cache_that_is_cleared_without_events(server: Vllm, saw: Saw) ->
 
 async def test_a_pause(server: Vllm) -> None:
     """Level 0, the one there is without a GPU: left out while it lasts, and nothing is forgotten."""
-    async with proxy_of(server, events=True) as (proxy, service):
+    async with following(server.url, events=True) as (proxy, service):
         body = chat(TINY.name, text(600, seed="paused"), max_tokens=4)
         held = [await ask(proxy.client, body) for _ in range(2)][1].cached_tokens
         [endpoint] = proxy.proxy.clusters["default"].endpoints

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvproxy.simulator.block_cache import PooledCache
+from kvproxy.replay.pooled import PooledCache
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import EngineSettings, FirstToken, SimRequest
 

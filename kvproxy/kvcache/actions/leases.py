@@ -1,0 +1,246 @@
+"""Which prompts are kept for conversations that are expected back, for how long and within which budgets, and what came
+of it. Decisions and books, no I/O; the time is an argument."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeVar
+
+from kvproxy.config.kvcache_actions_schema import LeaseSettings
+from kvproxy.kvcache.actions.gaps import HORIZON_S, Gaps, PauseKind
+from kvproxy.kvcache.actions.signals import KnownPrefix
+from kvproxy.types import EndpointId
+
+K = TypeVar("K")
+
+#: Answers whose next turns are looked out for; the longest waiting go first.
+MAX_WAITING = 16_384
+#: The first and last turns of a conversation differ by so many message prefixes at most.
+_LOOKED_AT = 17
+#: A conversation that comes back less often is not worth a lease, nor a touch.
+LEAST_CHANCE = 0.2
+#: For a call of a tool of which nothing is known yet.
+FIRST_S = 60.0
+#: An engine reuses whole blocks, LMCache whole chunks of 256 tokens, and some templates write a prompt's end anew.
+_SPARED_TOKENS, _SPARED_SHARE = 256, 0.1
+#: A lease that no engine confirms is none.
+_CONFIRM_S = 60.0
+
+
+class Lever(StrEnum):
+    """What keeps a prompt; a metric label."""
+
+    PIN = "pin"  # of LMCache
+    TOUCH = "touch"  # asked for again before the engine would evict it
+
+
+class Why(StrEnum):
+    """Why a prompt is kept; a metric label."""
+
+    TOOL_CALL = "tool_call"  # its answer calls a tool, whose result comes with the next turn
+    CLIENT = "client"  # asked for it
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A conversation between an answer and its next turn, known by the key of its last prompt."""
+
+    key: int
+    kind: PauseKind
+    ended_at: float
+    endpoint: EndpointId
+    cluster: str
+    tenant: str = ""
+    session: int = 0  # 0: it names none
+    asked_s: float | None = None  # that its client wants the prompt to be kept
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A prompt that is kept at an endpoint. `prefix` is as `known` was then: what is learned of it later changes
+    neither what was promised nor what is to be taken back."""
+
+    of: Waiting
+    known: KnownPrefix
+    instance: str
+    lever: Lever
+    why: Why
+    made_at: float
+    until: float
+    used_at: float  # when the engine used it last, or was told to keep it
+    held: bool = False  # the engine did as it was told
+    returned_at: float | None = None  # its conversation goes on
+    prefix: KnownPrefix = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prefix = copy(self.known)
+
+    @property
+    def tokens(self) -> int:
+        """What is promised."""
+        return len(self.prefix.tokens)
+
+    @property
+    def reusable_tokens(self) -> int:
+        """What an engine reuses of it at least, if it is there."""
+        return self.tokens - max(_SPARED_TOKENS, int(_SPARED_SHARE * self.tokens))
+
+    def describe(self, now: float) -> dict[str, object]:
+        """For people."""
+        of, prefix = self.of, self.prefix.name
+        return {
+            "cluster": of.cluster, "endpoint": str(of.endpoint), "tenant": of.tenant, "prefix": prefix,
+            "tokens": self.tokens, "lever": self.lever.value, "why": self.why.value, "confirmed": self.held,
+            "ends_in_s": self.until - now,
+        }  # fmt: skip
+
+
+def choose_duration(of: Waiting, gaps: Gaps, settings: LeaseSettings) -> float | None:
+    """How long the prompt is worth keeping: until most pauses of its kind were over, and never longer than its client
+    asked for. None: it is not, since no return is expected, or hardly any comes."""
+    pending, known = bool(of.kind[1]), gaps.find(of.kind)
+    if not pending and of.asked_s is None:
+        return None
+    most = settings.max_duration if of.asked_s is None else min(of.asked_s, settings.max_duration)
+    if known is None:
+        return most if of.asked_s is not None else min(most, FIRST_S)
+    usual = known.quantile(settings.share)
+    if usual is None or known.share_over(most) < LEAST_CHANCE:
+        return None
+    return min(most, usual)
+
+
+def tenant_budget(tenant: str, settings: LeaseSettings) -> int:
+    """Tokens that may be under lease for it at once."""
+    return next((one.tokens for one in settings.tenants if one.tenant == tenant), settings.tenant_tokens)
+
+
+class LeaseBook:
+    """Every lease there is and every conversation that is waited for: what outlives a reload. Budgets are never passed:
+    `grant` refuses."""
+
+    def __init__(self) -> None:
+        self.gaps = Gaps()
+        self.leases: dict[int, Lease] = {}  # by key of the prompt; bounded by `max_leases`
+        self.released: dict[tuple[str, int], KnownPrefix] = {}  # counted pins to be taken back, by instance
+        self.results: Counter[str] = Counter()  # of leases whose conversation came back
+        self.owner: object = None  # the service that acts on it by now
+        self.waiting: dict[int, Waiting] = {}  # by key, the longest waiting first
+        self.tenant_tokens: Counter[str] = Counter()  # tokens held for each
+        self._endpoints: Counter[tuple[str, EndpointId]] = Counter()
+
+    @property
+    def kept_ratio(self) -> float | None:
+        """Of the promises that could be verified, the share that was kept."""
+        kept, broken = self.results["kept"], self.results["broken"]
+        return kept / (kept + broken) if kept + broken else None
+
+    def describe(self, settings: LeaseSettings, now: float) -> dict[str, object]:
+        """For people, as plain data: hashes, never prompts."""
+        return {
+            "held": [lease.describe(now) for lease in self.leases.values()],
+            "waiting": len(self.waiting),
+            "kept_ratio": self.kept_ratio,
+            "results": dict(self.results),
+            "tenants": [
+                {"tenant": tenant, "tokens": tokens, "limit": tenant_budget(tenant, settings)}
+                for tenant, tokens in sorted(self.tenant_tokens.items())
+            ],
+            "pauses": self.gaps.describe(),
+        }
+
+    def note_answer(self, waiting: Waiting) -> None:
+        """An answer is over, and its conversation may go on."""
+        self.waiting.pop(waiting.key, None)
+        self.waiting[waiting.key] = waiting
+        if len(self.waiting) > MAX_WAITING:
+            del self.waiting[next(iter(self.waiting))]
+
+    def note_return(self, keys: Sequence[int], now: float) -> None:
+        """A prompt with these message prefixes is on its way: a conversation may go on, and its pause is counted."""
+        for key in reversed(keys[-_LOOKED_AT:]):
+            if (waiting := self.waiting.pop(key, None)) is not None:
+                self.gaps.count(waiting.kind, now - waiting.ended_at)
+                lease = self.leases.get(key)
+                if lease is not None and now <= lease.until:
+                    lease.returned_at = now
+                return
+
+    def take_returned(self, keys: Sequence[int]) -> Lease | None:
+        """The lease on what this prompt goes on from, which ends by that."""
+        for key in reversed(keys[-_LOOKED_AT:]):
+            lease = self.leases.get(key)
+            if lease is not None and lease.returned_at is not None:
+                self.release(lease)
+                return lease
+        return None
+
+    def grant(self, lease: Lease, settings: LeaseSettings, *, capacity_tokens: int | None = None) -> str:
+        """Enter it, or say which bound it would pass. An engine's own memory, of `capacity_tokens`, is never held by
+        more than half."""
+        tenant, place = lease.of.tenant, (lease.of.cluster, lease.of.endpoint)
+        most = settings.endpoint_tokens if capacity_tokens is None else capacity_tokens // 2
+        if lease.of.key in self.leases:
+            return "duplicate"
+        if lease.tokens < settings.min_tokens:
+            return "short"
+        if len(self.leases) >= settings.max_leases:
+            return "max_leases"
+        if self.tenant_tokens[tenant] + lease.tokens > tenant_budget(tenant, settings):
+            return "tenant_budget"
+        if self._endpoints[place] + lease.tokens > min(most, settings.endpoint_tokens):
+            return "endpoint_budget"
+        self.leases[lease.of.key] = lease
+        lease.known.promised_until = lease.until
+        self.tenant_tokens[tenant] += lease.tokens
+        self._endpoints[place] += lease.tokens
+        return ""
+
+    def release(self, lease: Lease) -> None:
+        """It ends. A pin of a service that counts is to be taken back."""
+        del self.leases[lease.of.key]
+        lease.known.promised_until = 0.0
+        _subtract(self.tenant_tokens, lease.of.tenant, lease.tokens)
+        _subtract(self._endpoints, (lease.of.cluster, lease.of.endpoint), lease.tokens)
+        if lease.lever is Lever.PIN and lease.held:
+            self.released[lease.instance, lease.of.key] = lease.prefix
+
+    def end_session(self, session: int) -> list[Lease]:
+        """Nothing more comes of the session: what was kept for it, released."""
+        for key in [key for key, one in self.waiting.items() if session and one.session == session]:
+            del self.waiting[key]
+        ended = [one for one in self.leases.values() if session and one.of.session == session]
+        for lease in ended:
+            self.release(lease)
+        return ended
+
+    def take_expired(self, now: float) -> list[tuple[Lease, str]]:
+        """Leases that end now without a return, and why. Conversations that did not go on count among the pauses."""
+        while self.waiting:
+            waiting = next(iter(self.waiting.values()))
+            if now - waiting.ended_at <= HORIZON_S:
+                break
+            del self.waiting[waiting.key]
+            self.gaps.count(waiting.kind, None)
+        ended = [(lease, why) for lease in self.leases.values() if (why := _why_ended(lease, now))]
+        for lease, _ in ended:
+            self.release(lease)
+        return ended
+
+
+def _why_ended(lease: Lease, now: float) -> str:
+    if lease.returned_at is not None:
+        return ""
+    if not lease.held and now - lease.made_at > _CONFIRM_S:
+        return "no_effect"
+    return "expired" if now >= lease.until else ""
+
+
+def _subtract(held: Counter[K], name: K, tokens: int) -> None:
+    held[name] -= tokens
+    if not held[name]:
+        del held[name]

@@ -1,0 +1,236 @@
+"""Transfers: KV is copied into an instance's memory before a request needs it there.
+
+Ahead of a session's next turn, at the endpoint where the router would send it, from a store that its instance reads or
+from another instance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from kvproxy.clients.tokens import TokenIds
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.screening import Refusal
+from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.errors import BreakerOpen, ClientError
+from kvproxy.kvcache.actions.executor import ActionExecutor, Link
+from kvproxy.kvcache.actions.job_queue import Job, JobQueue
+from kvproxy.kvcache.actions.signals import KnownPrefix, Pauses
+from kvproxy.kvcache.actions.strategies import Action, PressureOf, Served
+from kvproxy.kvcache.overlap.facts import RequestFacts
+from kvproxy.kvcache.overlap.merge import HolderOverlap
+from kvproxy.kvcache.overlap.sources import OverlapSources
+from kvproxy.kvcache.providers import ActionKind, Prefix
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.routing.policy import Overlap, PickRequest
+from kvproxy.routing.work import prefill_s
+from kvproxy.types import Clock, EndpointId, Prompt, Tier
+
+#: Sessions whose next turn is expected, and tokens of their prompts; further turns are not prepared.
+MAX_EXPECTED, MAX_EXPECTED_TOKENS = 1024, 8_000_000
+#: What of the usual pause passes before a turn is prepared: late enough that memory still has it when the turn comes,
+#: early enough for most turns. Shorter pauses leave no time, and after longer ones another prompt has pushed it out.
+LEAD, MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 0.2, 600.0
+#: Sources that hold as much as the longest, but for so many tokens, are equally good.
+STEP_TOKENS = 256
+#: Tiers from which nothing has to be transferred.
+NEAR = frozenset({Tier.DEVICE, Tier.PINNED, Tier.HOST})
+
+
+@dataclass(slots=True, eq=False)
+class _Expected:
+    """A turn that will begin with this prompt."""
+
+    facts: RequestFacts
+    prefix: KnownPrefix
+    timer: asyncio.TimerHandle
+
+
+class Transfers:
+    """Made by the executor, under its rules. `plan` has nothing to do after a response: a turn is prepared when it is
+    due. Leaving it forgets what is expected."""
+
+    def __init__(
+        self,
+        settings: KvCacheSettings,
+        *,
+        overlap: OverlapSources,
+        executor: ActionExecutor,
+        jobs: JobQueue,
+        metrics: Metrics,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self._settings = settings.transfers
+        self._timeout_s = settings.request_timeout
+        self._overlap = overlap
+        self._executor = executor
+        self._jobs = jobs
+        self._metrics = metrics.transfers
+        self._clock = clock
+        self._rng = rng
+        self.link = Link(settings.transfers, clock=clock)
+        self._pauses = Pauses()
+        self._expected: dict[int, _Expected] = {}
+        self._expected_tokens = 0
+
+    def show(self) -> None:
+        """The gauge reads it from now on."""
+        self._metrics.expected.set_function(lambda: len(self._expected))
+
+    def close(self) -> None:
+        """Prepare no turn any more."""
+        for session in list(self._expected):
+            self._forget(session)
+
+    def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:
+        return []
+
+    def done(self, action: Action, now: float) -> None:
+        if action.prefix is not None:
+            action.prefix.instances.add(action.instance_id)
+
+    # ahead
+
+    def expect_turn(self, facts: RequestFacts, prefix: KnownPrefix, tokens: TokenIds) -> None:
+        """A turn of a session is over, whose prompt has these tokens: its next one begins with them."""
+        session, now = facts.names.session, self._clock()
+        if not session or facts.request.session_ends:
+            return
+        pause_s = self._pauses.note_turn(session, facts.started_at, now)
+        self._forget(session)
+        if pause_s is None or not MIN_PAUSE_S <= pause_s <= MAX_PAUSE_S or len(tokens) < self._settings.min_tokens:
+            return
+        if self._expected_tokens + len(tokens) > MAX_EXPECTED_TOKENS or len(self._expected) >= MAX_EXPECTED:
+            return
+        timer = asyncio.get_running_loop().call_later(LEAD * pause_s, self.prepare_turn, session)
+        self._expected[session] = _Expected(_without_text(facts, tokens), prefix, timer)
+        self._expected_tokens += len(tokens)
+
+    def prepare_turn(self, session: int) -> bool:
+        """It is due: whether it is looked at."""
+        expected = self._forget(session)
+        if expected is None:
+            return False
+        run = partial(self._prepare, expected.facts, expected.prefix)
+        return self._jobs.submit(Job(("prepare", session), run, about=f"prepare {expected.prefix.name}"))
+
+    def _forget(self, session: int) -> _Expected | None:
+        expected = self._expected.pop(session, None)
+        if expected is not None:
+            expected.timer.cancel()
+            self._expected_tokens -= len(expected.facts.tokens or ())
+        return expected
+
+    async def _prepare(self, facts: RequestFacts, prefix: KnownPrefix) -> bool:
+        facts.cursor = facts.indexes.approximate.locate(facts.hashes)
+        if not await self._look_up(facts):
+            return False
+        target = self._find_target(facts)
+        if target is None:
+            return False
+        found = self._find_source(facts, target)
+        if found is None:
+            self._metrics.refused.labels("held").inc()
+            return False
+        source, tokens = found
+        speeds = facts.cluster.speeds
+        compute_s = math.inf if speeds is None else prefill_s(tokens, 0, 0.0, speeds.seconds)
+        if refused := self.link.why_refused(tokens, compute_s):
+            self._metrics.refused.labels(refused).inc()
+            return False
+        return self._begin(target, prefix, tokens, source)
+
+    async def _look_up(self, facts: RequestFacts) -> bool:
+        """What holds it now, into the facts; False where nothing says so."""
+        lookups, tokens = self._overlap.lookups, facts.tokens
+        if tokens is None or not lookups.possible:
+            return False
+        salt = facts.request.cache_salt
+        try:
+            holders = await lookups.find_holders(tokens, model=facts.model, cache_salt=salt, timeout_s=self._timeout_s)
+        except (ClientError, BreakerOpen):
+            return False
+        known, local = self._overlap.instance_ids(), facts.overlaps.by_endpoint
+        looked_up = lookups.count_overlaps(
+            holders, endpoints=facts.endpoints, known=known, local=local, hashes=facts.hashes
+        )
+        self._overlap.add_lookup(facts, looked_up)
+        return True
+
+    def _find_target(self, facts: RequestFacts) -> Endpoint | None:
+        """Where the router would send it now."""
+        cluster = facts.cluster
+        preferred = None if cluster.policy.uses_overlap else facts.preferred
+        asked = PickRequest(facts.model, facts.request.session_key, facts.overlaps, preferred)
+        verdict = cluster.decide(asked, self._clock())
+        return None if isinstance(verdict, Refusal) else verdict.endpoint
+
+    def _find_source(self, facts: RequestFacts, target: Endpoint) -> tuple[str, int] | None:
+        """The instance that the target lacks most from ("": what its own instance reads), and how much that is."""
+        held, by_endpoint = facts.overlaps.by_endpoint.get(target.id, Overlap(0)), facts.overlaps.by_endpoint
+        far = _far_tokens([one for one in facts.lookup_overlaps if one.endpoint == target.id], held.device_tokens)
+        if far >= self._settings.min_tokens:
+            return "", far
+        provider = self._overlap.lookups.provider
+        if provider is None or not provider.copies:
+            return None
+        others = [one for one in facts.endpoints if one.instance_id != target.instance_id]
+        source = choose_source(others, by_endpoint, self._rng)
+        if source is None:
+            return None
+        missing = by_endpoint[source.id].tokens - held.tokens
+        return (source.instance_id, missing) if missing >= self._settings.min_tokens else None
+
+    def _begin(self, target: Endpoint, prefix: KnownPrefix, tokens: int, source: str) -> bool:
+        action = Action(ActionKind.TRANSFER, target.instance_id, prefix, "next turn", source=source)
+        over = partial(self._over, target.id, prefix, action)
+        if not self._executor.submit(action, self, over):
+            return False
+        self.link.begin(tokens)
+        return True
+
+    def _over(
+        self, endpoint: EndpointId, prefix: KnownPrefix, action: Action, result: str, amount: int | None, took_s: float
+    ) -> None:
+        tokens = (amount or 0) if result == "done" else 0
+        self.link.end(tokens, took_s)
+        self._metrics.seconds.labels(result).observe(took_s)
+        self._metrics.tokens.labels(endpoint).inc(tokens)
+        if tokens:
+            held = Prefix(prefix.tokens, prefix.model, prefix.cache_salt)
+            self._overlap.lookups.note_transfer(action.instance_id, held, tokens)
+
+
+def _far_tokens(told: Sequence[HolderOverlap], device_tokens: int) -> int:
+    """What a lookup service, asked just now, knows of an endpoint beyond its engine's and its host's memory."""
+    near = [sum(tokens for tier, tokens in one.lower if tier in NEAR) if one.lower else one.tokens for one in told]
+    return max((one.tokens for one in told), default=0) - max([device_tokens, *near])
+
+
+def choose_source(
+    endpoints: Sequence[Endpoint], held: Mapping[EndpointId, Overlap], rng: random.Random
+) -> Endpoint | None:
+    """One of those that hold most, but for a step; the fewer requests wait there, the likelier."""
+    longest = max((held[one.id].tokens for one in endpoints if one.id in held), default=0)
+    if not longest:
+        return None
+    able = [one for one in endpoints if one.id in held and held[one.id].tokens > longest - STEP_TOKENS]
+    weights = [1.0 / (1 + one.load.pending_requests) for one in able]
+    return rng.choices(able, weights)[0]
+
+
+def _without_text(facts: RequestFacts, tokens: TokenIds) -> RequestFacts:
+    """What has to be known of a prompt to say where it would go."""
+    request = msgspec.structs.replace(facts.request, prompt=Prompt(b"", ()))
+    return msgspec.structs.replace(
+        facts, request=request, body=b"", text=None, entry=None, tokens=tokens, hashed_tokens=None,
+        tokens_exact=True, tokens_bytes=facts.prompt_bytes, lookup_overlaps=(),
+    )  # fmt: skip

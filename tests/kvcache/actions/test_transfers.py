@@ -1,0 +1,314 @@
+"""Transfers: bounded, ahead of a turn, to where it will go, and believed by what was found."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from kvproxy.config.kvcache_actions_schema import TransferSettings
+from kvproxy.config.load import check_config
+from kvproxy.kvcache.actions.executor import SPEED_AGE_S, Link
+from kvproxy.kvcache.actions.signals import Pauses
+from kvproxy.kvcache.actions.transfers import MAX_PAUSE_S, MIN_PAUSE_S, Transfers, _far_tokens, choose_source
+from kvproxy.kvcache.overlap.merge import HolderOverlap
+from kvproxy.routing.policy import FactSource, Overlap
+from kvproxy.simulator.lmcache_chunks import WorkerSettings
+from kvproxy.simulator.lmcache_controller import ControllerApp, ControllerSettings, create_controller_app
+from kvproxy.simulator.lmcache_coordinator import CoordinatorApp, CoordinatorSettings, create_coordinator_app
+from kvproxy.types import EndpointId, InferenceRequest, LowerTokens, Tier
+from tests.kvcache.support import NOWHERE, A, B, Fake, Service, chat, cluster_of, engine, long_text, tokenize, world
+from tests.support.clock import FakeClock
+from tests.support.loopback import serve
+
+TEXT = long_text("t", 1300)
+CHUNKS = 5
+
+
+def turn(*more: str) -> tuple[InferenceRequest, bytes]:
+    return chat(TEXT, *more, user="one session")
+
+
+def tokens_of(*contents: str) -> list[int]:
+    """As the fake engines make them."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
+    found: list[int] = tokenize({"messages": messages})["tokens"]
+    return found
+
+
+@contextlib.asynccontextmanager
+async def prepared(
+    app: CoordinatorApp | ControllerApp | Fake, clock: FakeClock, **changes: Any
+) -> AsyncIterator[tuple[Service, Transfers]]:
+    """A service whose one session has a pause of 10 s, and whose next turn is expected."""
+    given = {"ahead": True, **changes.pop("transfers", {})}
+    async with serve(app) as url:
+        more = {
+            "lmcache_endpoint": url,
+            "provider": "controller" if isinstance(app, ControllerApp) else "coordinator",
+            "transfers": given,
+            "retry": {"base_backoff": 0, "max_backoff": 0},
+            **changes,
+        }
+        async with world({"a": engine(), "b": engine()}, clock=clock, **more) as service:
+            transfers = service.kv.actions.transfers
+            assert transfers is not None
+            for _ in range(2):
+                await service.serve(turn(), A)
+                await service.settled()
+                clock.advance(10.0)
+            service.kv.overlap.indexes["default"].reset_endpoint(A)  # the engine has other things to do meanwhile
+            yield service, transfers
+
+
+async def prepare(service: Service, transfers: Transfers) -> bool:
+    """The next turn is due, and all that comes of it."""
+    (session,) = list(transfers._expected)
+    looked_at = transfers.prepare_turn(session)
+    await service.settled()
+    return looked_at
+
+
+def coordinator(clock: FakeClock, **changes: Any) -> CoordinatorApp:
+    """With the prompt in the store that both instances read, and in no memory."""
+    settings = CoordinatorSettings(**{"instances": ("a", "b"), "shared_chunks": 64, **changes})
+    app = create_coordinator_app(settings, clock=clock)
+    app.admit("a", tokens_of(TEXT), model_name="m")
+    server = app.directory.get("a")
+    assert server is not None
+    server.remove(list(server.known.values()))
+    return app
+
+
+def in_memory(app: CoordinatorApp) -> dict[str, int]:
+    """Chunks by instance."""
+    return {server.instance_id: len(server.store) for server in app.directory.servers()}
+
+
+def refused(service: Service, reason: str) -> float:
+    return service.metric("kvproxy_kvcache_transfers_refused_total", reason=reason)
+
+
+def done(service: Service, result: str = "done") -> float:
+    return service.metric("kvproxy_kvcache_actions_total", action="transfer", result=result)
+
+
+async def test_a_turn_is_prepared_from_the_shared_store(clock: FakeClock, caplog: pytest.LogCaptureFixture) -> None:
+    """Into the memory of one instance, once; counted, written down with what was found, and known to the next turn."""
+    caplog.set_level(logging.INFO, "kvproxy.audit")
+    app = coordinator(clock)
+    async with prepared(app, clock) as (service, transfers):
+        assert await prepare(service, transfers)
+        assert sorted(in_memory(app).values()) == [0, CHUNKS]
+        target = next(name for name, chunks in in_memory(app).items() if chunks)
+        assert done(service) == 1
+        assert service.metric("kvproxy_kvcache_transferred_tokens_total", endpoint=target) == CHUNKS * 256
+        facts = await service.ask(turn("yes", "more"))
+        assert facts.overlaps.by_endpoint[EndpointId(target)].tokens == CHUNKS * 256
+        assert transfers.link.running == 0
+        assert transfers._expected == {}
+    line = next(one for one in caplog.messages if "action=transfer" in one)
+    assert f"instance={target}" in line
+    assert "result=done amount=1280" in line
+    assert "source=shared" in line
+    assert "t0" not in line
+
+
+async def test_what_is_in_memory_already_is_left_alone(clock: FakeClock) -> None:
+    app = coordinator(clock)
+    for name in ("a", "b"):
+        app.admit(name, tokens_of(TEXT), model_name="m")
+    async with prepared(app, clock) as (service, transfers):
+        await prepare(service, transfers)
+        assert refused(service, "held") == 1
+    assert app.calls["POST /cache/prefetches"] == 0
+
+
+async def test_what_no_instance_holds_is_not_asked_for(clock: FakeClock) -> None:
+    app = create_coordinator_app(CoordinatorSettings(instances=("a", "b"), shared_chunks=64), clock=clock)
+    async with prepared(app, clock) as (service, transfers):
+        await prepare(service, transfers)
+        assert refused(service, "held") == 1
+
+
+async def test_a_stale_placement_is_no_success(clock: FakeClock) -> None:
+    """The directory has it in the store, and a prefetch finds nothing: nothing is believed, and it counts as such."""
+    app = coordinator(clock)
+    app.directory.readable = lambda *_: False  # type: ignore[method-assign] # the files are gone
+    async with prepared(app, clock) as (service, transfers):
+        await prepare(service, transfers)
+        assert (done(service, "no_effect"), done(service)) == (1, 0)
+        assert transfers.link.tokens_per_s == 0.0
+        assert service.metric("kvproxy_kvcache_transferred_tokens_total", endpoint="a") == 0
+        assert transfers.link.running == 0
+
+
+async def test_half_of_it_counts_for_half(clock: FakeClock) -> None:
+    """What was found is what is believed."""
+    app = coordinator(clock)
+    known = iter(range(3))
+    readable = app.directory.readable
+    app.directory.readable = lambda *of: readable(*of) and next(known, None) is not None  # type: ignore[method-assign]
+    async with prepared(app, clock) as (service, transfers):
+        await prepare(service, transfers)
+        assert done(service) == 1
+        moved = sum(service.metric("kvproxy_kvcache_transferred_tokens_total", endpoint=name) for name in "ab")
+        assert moved == 3 * 256
+
+
+async def test_a_coordinator_that_is_lost_meanwhile(clock: FakeClock) -> None:
+    """The prefetch was taken, and its end is never told: one attempt, no success, and the link is free again."""
+    app = Fake({})
+    placement = {"instance_id": "a", "tier": "l2", "backend": "fs_native", "shared": True}
+    results = [{"key": {"chunk_hash_hex": f"{number:064x}"}, "placements": [placement]} for number in range(CHUNKS)]
+    app.routes |= {
+        "/directory/stats": lambda _: {"num_keys": 5, "num_placements": 5, "l1_keys_by_instance": {}},
+        "/instances": lambda _: {"instances": []},
+        "/directory/lookup": lambda _: {"chunks": CHUNKS, "results": results},
+        "/cache/prefetches": lambda _: {"instance_id": "a", "request_id": "r", "chunks": CHUNKS, "status": "submitted"},
+        **{f"/cache/prefetches/{name}/r": lambda _: (502, {"detail": "gone"}) for name in "ab"},
+    }
+    async with prepared(app, clock) as (service, transfers):
+        await prepare(service, transfers)
+        assert app.calls["/cache/prefetches"] == 1
+        assert done(service) == 0
+        assert transfers.link.running == 0
+        assert service.metric("kvproxy_kvcache_transfer_seconds_count", result="refused") == 1
+
+
+async def test_a_prefetch_that_does_not_end_is_given_up(clock: FakeClock) -> None:
+    """After `timeout`, with one attempt."""
+    app = coordinator(clock, prefetch_s=3600.0)
+    async with prepared(app, clock, transfers={"timeout": "10ms"}) as (service, transfers):
+        await prepare(service, transfers)
+        assert done(service, "timeout") == 1
+        assert transfers.link.running == 0
+    assert app.calls["POST /cache/prefetches"] == 1
+
+
+async def test_a_dry_run_moves_nothing(clock: FakeClock) -> None:
+    app = coordinator(clock)
+    async with prepared(app, clock, cache_strategy={"dry_run": True}) as (service, transfers):
+        await prepare(service, transfers)
+        assert done(service, "dry_run") == 1
+    assert app.calls["POST /cache/prefetches"] == 0
+
+
+@pytest.mark.parametrize("p2p", [True, False])
+async def test_a_controller_copies_from_the_instance_that_holds_it(p2p: bool, clock: FakeClock) -> None:
+    """Its lookup goes on naming the source alone, so what was copied is remembered here."""
+    workers = tuple(WorkerSettings(name, p2p=p2p) for name in "ab")
+    app = create_controller_app(ControllerSettings(workers), clock=clock)
+    app.controller.workers["a"].admit(tokens_of(TEXT))
+    async with prepared(app, clock) as (service, transfers):
+        service.cluster.drain_endpoint(A)  # so that the turn goes to the other one
+        await prepare(service, transfers)
+        assert done(service) == (1 if p2p else 0)
+        assert done(service, "not_supported") == (0 if p2p else 1)
+        facts = await service.ask(turn("yes", "more"))
+        assert facts.overlaps.matched_tokens(B) == (CHUNKS * 256 if p2p else 0)
+    assert app.controller.workers["a"].keys == CHUNKS
+
+
+async def test_a_session_that_ends_or_goes_on_is_not_prepared(clock: FakeClock) -> None:
+    """The turn that came takes the place of the one expected."""
+    async with prepared(coordinator(clock), clock) as (service, transfers):
+        (before,) = transfers._expected.values()
+        await service.serve(turn(), A)
+        await service.settled()
+        (after,) = transfers._expected.values()
+        assert before is not after
+        assert before.timer.cancelled()
+        transfers.close()
+        assert after.timer.cancelled()
+        assert transfers._expected_tokens == 0
+
+
+async def test_no_text_is_kept_of_what_is_expected(clock: FakeClock) -> None:
+    async with prepared(coordinator(clock), clock) as (_, transfers):
+        (expected,) = transfers._expected.values()
+        assert expected.facts.body == b""
+        assert expected.facts.request.prompt.parts == ()
+
+
+async def test_off_by_default(clock: FakeClock) -> None:
+    async with world({"a": engine()}, clock=clock) as service:
+        assert service.kv.actions.transfers is None
+
+
+def test_it_needs_a_service_that_moves_kv() -> None:
+    filters = ["inference_request", {"kvcache": {"transfers": {"ahead": True}}}, "router"]
+    config, problems = check_config({"endpoints": [NOWHERE], "filters": filters})
+    assert config is None
+    assert any("needs lmcache_endpoint" in problem.message for problem in problems)
+
+
+def test_a_link_is_bounded(clock: FakeClock) -> None:
+    """At once, in tokens a second, and by what it is worth; a speed that is old is tried again."""
+    link = Link(TransferSettings(at_once=2, tokens_per_second=1000), clock=clock)
+    assert link.why_refused(600, 1.0) == ""
+    link.begin(600)
+    assert link.why_refused(600, 1.0) == "budget"
+    clock.advance(0.5)
+    assert link.why_refused(600, 1.0) == ""
+    link.begin(600)
+    clock.advance(10.0)
+    assert link.why_refused(1, 1.0) == "busy"
+    link.end(600, 1.0)
+    assert link.why_refused(700, 1.0) == "slow"
+    assert link.why_refused(500, 1.0) == ""
+    clock.advance(SPEED_AGE_S + 1.0)
+    assert link.why_refused(700, 1.0) == ""
+    link.end(0, 1.0)
+    assert link.why_refused(50_000, 1.0) == ""  # more than the budget ever is: once it is full
+
+
+def test_pauses_are_learned_by_session_and_of_all() -> None:
+    """A session's own once it had one; before that what is usual; a turn beside another is no pause."""
+    pauses = Pauses()
+    assert pauses.note_turn(1, 0.0, 1.0) is None
+    assert pauses.note_turn(1, 11.0, 12.0) == pytest.approx(10.0)
+    assert pauses.note_turn(2, 12.0, 13.0) == pytest.approx(10.0)
+    assert pauses.note_turn(1, 11.5, 14.0) == pytest.approx(10.0)
+    assert pauses.note_turn(1, 34.0, 35.0) == pytest.approx(13.0)
+    assert MIN_PAUSE_S < 10.0 < MAX_PAUSE_S
+
+
+SHARED, HOST = (Tier.SHARED, 1024), (Tier.HOST, 512)
+
+
+@pytest.mark.parametrize(
+    ("told", "device", "far"),
+    [
+        ([(1024, (SHARED,))], 0, 1024),
+        ([(1024, (SHARED,))], 512, 512),
+        ([(1024, (SHARED,)), (1024, (HOST, (Tier.SHARED, 512)))], 0, 512),
+        ([(1024, (SHARED,)), (1024, ((Tier.HOST, 1024),))], 0, 0),
+        ([(1024, ())], 0, 0),  # of a service that does not tell tiers apart
+        ([(512, (HOST,))], 2048, -1536),
+        ([], 0, 0),
+    ],
+)
+def test_what_is_far(told: list[tuple[int, LowerTokens]], device: int, far: int) -> None:
+    """What the service says an endpoint can load, beyond its engine's and its host's memory."""
+    holders = [HolderOverlap(A, tokens, True, FactSource.LMCACHE_COORDINATOR, lower) for tokens, lower in told]
+    assert _far_tokens(holders, device) == far
+
+
+def test_a_source_is_one_of_the_longest_and_rather_an_idle_one() -> None:
+    """Within a step of the longest; weight 1 / (1 + waiting)."""
+    cluster = cluster_of(dict.fromkeys("abc", NOWHERE))
+    a, b, c = cluster.endpoints
+    for _ in range(3):
+        b.load.reserve(100, 0, 0.0)
+    held = {a.id: Overlap(1024), b.id: Overlap(1100), c.id: Overlap(512)}
+    rng = random.Random(1)
+    chosen = [choose_source((a, b, c), held, rng) for _ in range(2000)]
+    assert c not in chosen
+    assert 0.75 < chosen.count(a) / 2000 < 0.85
+    assert choose_source((a, b, c), {}, rng) is None

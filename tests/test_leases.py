@@ -1,0 +1,297 @@
+"""Prompts kept for conversations that are expected back, through a whole proxy."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from array import array
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvproxy.app import Proxy
+from kvproxy.config.load import load_config
+from kvproxy.kvcache.actions.signals import common_tokens
+from kvproxy.kvcache.service import KvCache
+from kvproxy.listener.server import serve
+from kvproxy.receipts.receipt import Receipt, decode_receipt
+from kvproxy.routing.work import features_of
+from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
+from kvproxy.types import EndpointId
+from tests.admin.support import NOON, admin_of, audited
+from tests.kvcache.fleet import Place, simulated
+from tests.kvcache.support import Fake, controller, engine, long_text, words
+from tests.support.clock import FakeClock
+from tests.support.until import until
+
+SYSTEM = long_text("s", 1200)
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "bash", "arguments": ""}}],
+}
+RESULT = {"role": "tool", "tool_call_id": "c", "content": "done"}
+
+
+class Engine:
+    """Answers every chat with a call of a tool, and reuses what it was sent until it forgets."""
+
+    def __init__(self, capacity_blocks: int = 100) -> None:
+        self.known: list[list[int]] = []
+        self.touched: list[int] = []
+        self.ends = "tool_calls"
+        self.app: Fake = engine()
+        self._capacity_blocks = capacity_blocks
+        self.app.routes |= {
+            "/v1/chat/completions": self._chat, "/v1/completions": self._touch, "/metrics": self._metrics
+        }  # fmt: skip
+
+    def _reuse(self, tokens: list[int]) -> dict[str, Any]:
+        cached = max((common_tokens(array("I", tokens), array("I", one)) for one in self.known), default=0) // 16 * 16
+        self.known.append(tokens)
+        details = {"cached_tokens": cached}
+        return {"prompt_tokens": len(tokens), "completion_tokens": 5, "prompt_tokens_details": details}
+
+    def _chat(self, asked: dict[str, Any]) -> dict[str, Any]:
+        tokens = words(" ".join(f"<{one['role']}> {one.get('content')}" for one in asked["messages"]))
+        choice = {"index": 0, "message": CALL, "finish_reason": self.ends}
+        return {"choices": [choice], "usage": self._reuse(tokens)}
+
+    def _touch(self, asked: dict[str, Any]) -> dict[str, Any]:
+        assert asked["max_tokens"] == 1
+        self.touched.append(len(asked["prompt"]))
+        return {"usage": self._reuse(asked["prompt"])}
+
+    def _metrics(self, _: dict[str, Any]) -> bytes:
+        sizes = f'block_size="16",num_gpu_blocks="{self._capacity_blocks}"'
+        return f"vllm:cache_config_info{{{sizes}}} 1\nvllm:num_requests_running 0\n".encode()
+
+
+@dataclass
+class World:
+    """A proxy on a clock that stands still, with what a test asks of it."""
+
+    proxy: Proxy
+    client: httpx.AsyncClient
+    clock: FakeClock
+    model: str = "m"
+
+    @property
+    def kv(self) -> KvCache:
+        assert self.proxy.kvcache is not None
+        return self.proxy.kvcache
+
+    async def ask(self, *turns: dict[str, Any], ends: bool = False, **fields: Any) -> None:
+        """One request of a session, and all that comes of it."""
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "go"}, *turns]
+        headers = {"x-dynamo-session-id": "one", **({"x-dynamo-session-final": "true"} if ends else {})}
+        answer = await self.client.post(
+            "/v1/chat/completions", json={"model": self.model, "messages": messages, **fields}, headers=headers
+        )
+        assert answer.status_code == 200, answer.text
+        await self.settled()
+
+    async def ask_others(self, one: Engine, count: int = 20) -> None:
+        """As many requests of others, who are not expected back."""
+        ends, one.ends = one.ends, "stop"
+        for number in range(count):
+            body = {"model": "m", "messages": [{"role": "user", "content": long_text(f"other{number}-", 1200)}]}
+            assert (await self.client.post("/v1/chat/completions", json=body)).status_code == 200
+        one.ends = ends
+        await self.settled()
+
+    async def settled(self) -> None:
+        """Everything that a request or a round brought about is done."""
+        await until(lambda: not self.proxy.running)
+        await self.kv.actions.jobs.settled()
+
+    async def tick(self, seconds: float) -> None:
+        """So much later, between requests."""
+        self.clock.advance(seconds)
+        assert self.kv.leasing is not None
+        self.kv.leasing.tick()
+        await self.settled()
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.proxy.metrics.registry.get_sample_value(f"kvproxy_{name}", labels) or 0.0
+
+    def results(self) -> dict[str, int]:
+        return dict(self.kv.state.leases.results)
+
+
+@contextlib.asynccontextmanager
+async def world(
+    engine_url: str, *, lmcache: str = "", leases: dict[str, Any] | None = None, kvcache: dict[str, Any] | None = None,
+    **config: Any,
+) -> AsyncIterator[World]:  # fmt: skip
+    clock = FakeClock()
+    given = {"enabled": True, "min_tokens": 256, **(leases or {})}
+    cache = {"lmcache_endpoint": lmcache, "engine_metrics_interval": 0, "leases": given,
+             "lookup_routing_timeout": 60, "request_timeout": 60, **(kvcache or {})}  # fmt: skip
+    raw = {"endpoints": {"a": engine_url}, "health": {"active": False},
+           "filters": ["inference_request", {"kvcache": cache}, "router"], **config}  # fmt: skip
+    proxy = Proxy(load_config(raw), clock=clock, wall_clock=lambda: NOON)
+    async with proxy, serve(proxy, drain_s=0.01, cut_grace_s=0.01) as url, httpx.AsyncClient(base_url=url) as client:
+        yield World(proxy, client, clock)
+
+
+async def test_a_tool_call_pins_the_prompt_until_the_conversation_goes_on(tmp_path: Path) -> None:
+    """The promise is verified by the engine's own count: in metrics, receipt, page and status."""
+    one, lmcache, path = Engine(), controller(lambda _: {}), tmp_path / "receipts.jsonl"
+    async with (
+        serve(one.app) as url,
+        serve(lmcache) as controller_url,
+        world(url, lmcache=controller_url, receipts={"path": str(path)}) as proxy,
+    ):
+        with audited() as lines:
+            await proxy.ask()
+        assert lmcache.calls["/pin"] == 1
+        assert [line["reason"] for line in lines if line["action"] == "pin"] == ["lease tool_call"]
+        proxy.clock.advance(4.0)
+        await proxy.ask(CALL, RESULT)
+        assert proxy.results() == {"kept": 1}
+        assert proxy.count("lease_grants_total", why="tool_call", lever="pin") == 2
+        assert proxy.count("lease_results_total", result="kept") == 1
+        assert proxy.count("lease_promised_tokens_total") >= proxy.count("lease_reused_tokens_total") > 1100
+        assert proxy.count("lease_kept_ratio") == 1
+        assert proxy.count("lease_entries", what="waiting") == 1
+        async with admin_of(proxy.proxy) as admin:
+            shown = (await admin.get("/cache/leases")).json()["promises"]
+            live = (await admin.get("/live")).json()["cache"]["promises"]
+        [held] = shown["held"]
+        assert (held["lever"], held["why"], held["confirmed"]) == ("pin", "tool_call", True)
+        assert shown["pauses"][0] | {"seen": 1} == shown["pauses"][0]
+        assert (live["prompts"], live["kept"], live["broken"]) == (1, 1, 0)
+        assert SYSTEM[:20] not in json.dumps(shown)
+    receipts: list[Receipt] = [decode_receipt(line) for line in path.read_bytes().splitlines()]
+    assert receipts[0].lease is None
+    assert receipts[1].lease is not None
+    assert (receipts[1].lease.result, receipts[1].lease.lever) == ("kept", "pin")
+
+
+async def test_a_broken_promise_is_said_to_be_broken() -> None:
+    """The engine reused next to nothing of what was pinned."""
+    one, lmcache = Engine(), controller(lambda _: {})
+    async with serve(one.app) as url, serve(lmcache) as at, world(url, lmcache=at) as proxy:
+        await proxy.ask()
+        one.known.clear()
+        await proxy.ask(CALL, RESULT)
+        assert proxy.results() == {"broken": 1}
+        assert proxy.count("lease_kept_ratio") == 0
+
+
+async def test_an_answer_that_waits_for_nobody_is_not_kept() -> None:
+    """Unless its client asks for it; the lease then ends with what it asked for."""
+    one, lmcache = Engine(), controller(lambda _: {})
+    one.ends = "stop"
+    async with serve(one.app) as url, serve(lmcache) as at, world(url, lmcache=at) as proxy:
+        await proxy.ask()
+        assert lmcache.calls["/pin"] == 0
+        await proxy.ask({"role": "user", "content": "and"}, prompt_cache_retention="in_memory")
+        assert lmcache.calls["/pin"] == 1
+        await proxy.tick(241)
+        assert lmcache.calls["/pin"] == 2  # the controller's pins lapse
+        await proxy.tick(60)
+        assert proxy.results() == {"expired": 1}
+
+
+async def test_the_coordinators_pins_are_taken_back() -> None:
+    """They have no end of their own: at a return, at the end of the session, and when the proxy ends."""
+    async with simulated(names=("a",), controller=None, coordinator=CoordinatorSettings()) as place:
+        async with world(place.engines["a"], lmcache=place.lmcache) as proxy:
+            proxy.model = "tiny"
+            await until(lambda: proxy.kv.overlap.lookups.provider is not None)
+            await proxy.ask(prompt_cache_retention="1h")
+            assert (pins(place, "POST"), pins(place, "DELETE")) == (1, 0)
+            await proxy.ask(
+                {"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}, prompt_cache_retention="1h"
+            )
+            assert proxy.results() == {"kept": 1}
+            await proxy.tick(5)
+            assert (pins(place, "POST"), pins(place, "DELETE")) == (2, 1)
+            await proxy.ask({"role": "user", "content": "bye"}, ends=True)
+            assert proxy.results() == {"kept": 1, "session_ended": 1}
+            assert pins(place, "DELETE") == 2
+            await proxy.ask(prompt_cache_retention="1h")
+        assert (pins(place, "POST"), pins(place, "DELETE")) == (3, 3)
+
+
+def pins(place: Place, method: str) -> int:
+    """How often the coordinator was asked to pin, or to take one back."""
+    return int(place.calls[f"{method} /cache/pins"])
+
+
+def learned(proxy: World, *, token_s: float = 0.001) -> None:
+    """The cluster knows how fast its engine is, which takes 0.1 s for any request besides."""
+    speeds = proxy.proxy.clusters["default"].speeds
+    assert speeds is not None
+    for tokens in (100, 1000, 4000) * 20:
+        work = features_of(tokens, 0)
+        speeds.observe(EndpointId("a"), work, 0.1 + tokens * token_s, proxy.clock())
+
+
+async def test_without_a_pin_the_prompt_is_touched_before_it_would_be_evicted() -> None:
+    """Not before half of that time is over, by its tokens alone, and no longer once its conversation goes on."""
+    one = Engine(capacity_blocks=400)
+    async with serve(one.app) as url, world(url) as proxy:
+        learned(proxy)
+        await proxy.kv.scraper.scrape_all()
+        await proxy.ask()
+        await proxy.ask_others(one)
+        assert proxy.count("lease_grants_total", why="tool_call", lever="touch") == 1
+        await proxy.tick(10)
+        assert one.touched == []
+        with audited() as lines:
+            await proxy.tick(10)
+        assert len(one.touched) == 1
+        assert (lines[0]["action"], lines[0]["result"], lines[0]["tokens"]) == ("touch", "done", one.touched[0])
+        assert proxy.count("kvcache_actions_total", action="touch", result="done") == 1
+        await proxy.ask(CALL, RESULT)
+        assert proxy.results() == {"kept": 1}
+
+
+@pytest.mark.parametrize(("token_s", "result"), [(0.0, {"not_worth": 1}), (0.001, {})])
+async def test_a_touch_has_to_save_more_than_it_costs(token_s: float, result: dict[str, int]) -> None:
+    """An engine that computes the prompt in no time keeps nothing for it."""
+    one = Engine(capacity_blocks=400)
+    async with serve(one.app) as url, world(url) as proxy:
+        learned(proxy, token_s=token_s)
+        await proxy.kv.scraper.scrape_all()
+        await proxy.ask()
+        await proxy.ask_others(one)
+        await proxy.tick(20)
+        assert proxy.results() == result
+        assert len(one.touched) == (0 if result else 1)
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_what_cannot_be_priced_is_not_touched(known: bool) -> None:
+    """No lease without the engine's speed and the size of its cache."""
+    one = Engine(capacity_blocks=400)
+    async with serve(one.app) as url, world(url) as proxy:
+        if known:
+            learned(proxy)
+        else:
+            await proxy.kv.scraper.scrape_all()
+        await proxy.ask()
+        assert proxy.count("lease_refusals_total", reason="unpriced") == 1
+        assert not proxy.kv.state.leases.leases
+
+
+async def test_switched_off_by_a_reload_nothing_stays_pinned() -> None:
+    """What the coordinator was told to keep is taken back by the service that ends."""
+    async with (
+        simulated(names=("a",), controller=None, coordinator=CoordinatorSettings()) as place,
+        world(place.engines["a"], lmcache=place.lmcache) as proxy,
+    ):
+        proxy.model = "tiny"
+        await until(lambda: proxy.kv.overlap.lookups.provider is not None)
+        await proxy.ask(prompt_cache_retention="1h")
+        raw = {"endpoints": {"a": place.engines["a"]}, "health": {"active": False}}
+        await proxy.proxy.reload(load_config(raw))
+        await until(lambda: proxy.proxy.replaced)
+        assert pins(place, "DELETE") == 1
