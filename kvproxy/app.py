@@ -20,6 +20,7 @@ from kvproxy.filters.chain import FilterType, WallClock
 from kvproxy.kvcache.service import KvCache
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.present import LoopLag
+from kvproxy.receipts.ledger import make_ledger
 from kvproxy.receipts.recorder import make_recorder
 from kvproxy.request.body import HeldBodies
 from kvproxy.request.observer import RecentDecisions, RequestObserver
@@ -64,15 +65,12 @@ class Proxy:
         self.adviser: AdviceRuns | None = None  # likewise
         pool = config.pool
         self._pool = UpstreamPool(
-            max_connections=pool.max_connections,
-            max_idle=pool.max_idle,
-            idle_timeout_s=pool.idle_timeout,
-            max_waiting=pool.max_waiting,
-            clock=clock,
-            metrics=self.metrics,
-        )
+            max_connections=pool.max_connections, max_idle=pool.max_idle, idle_timeout_s=pool.idle_timeout,
+            max_waiting=pool.max_waiting, clock=clock, metrics=self.metrics,
+        )  # fmt: skip
         self._probes = UpstreamPool(max_connections=4, max_idle=0, clock=clock)  # a full pool must not starve probes
-        self._recorder = make_recorder(self, config.receipts, key=receipts_key)
+        written = make_recorder(self, config.receipts, key=receipts_key), make_ledger(self, config.ledger)
+        self._written = [one for one in written if one is not None]
         self._shared = Shared(
             self.metrics,
             clock,
@@ -105,8 +103,7 @@ class Proxy:
     def _observers(self, config: Config) -> Iterator[RequestObserver]:
         if config.admin.enabled:
             yield self.recent
-        if self._recorder is not None:
-            yield self._recorder
+        yield from self._written
 
     @property
     def config(self) -> Config:
@@ -179,8 +176,8 @@ class Proxy:
         await self._running.enter_async_context(LoopLag(self.metrics.process.loop_lag, clock=self.clock))
         await self._running.enter_async_context(self._pool)
         await self._running.enter_async_context(self._probes)
-        if self._recorder is not None:
-            await self._running.enter_async_context(self._recorder)
+        for record in self._written:
+            await self._running.enter_async_context(record)
         await self._running.enter_async_context(self._reloader)
         await self._reloader.begin_generation(self._generation)
         self._generation.begin_serving()
@@ -226,5 +223,5 @@ def build(config: Config) -> Proxy:
 
 def _needs_restart(old: Config, new: Config) -> list[str]:
     """Settings whose change takes effect only at the next start of the process, by path."""
-    names = ("listen", "admin", "picker", "workers", "limits", "pool", "shutdown", "log", "receipts", "sync")
+    names = ("listen", "admin", "picker", "workers", "limits", "pool", "shutdown", "log", "receipts", "ledger", "sync")
     return [name for name in names if getattr(old, name) != getattr(new, name)]

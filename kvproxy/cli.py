@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -74,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_status(commands)
     _add_explain(commands)
+    _add_ledger(commands)
     _add_drain(commands)
     _add_reload(commands)
     _add_worker(commands)
@@ -156,6 +158,14 @@ def _workers(text: str) -> int | str:
     return int(text)
 
 
+def _day(text: str) -> datetime:
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a day such as 2026-11-01, or a time of one, not {text!r}") from None
+    return at if at.tzinfo else at.replace(tzinfo=UTC)
+
+
 def _add_check(commands: _Commands[argparse.ArgumentParser]) -> None:
     check = commands.add_parser(
         "check",
@@ -217,6 +227,15 @@ def _add_explain(commands: _Commands[argparse.ArgumentParser]) -> None:
     _admin_options(explain)
     explain.add_argument("--json", action="store_true", help="the receipt itself")
     explain.set_defaults(run="commands.explain:main")
+
+
+def _add_ledger(commands: _Commands[argparse.ArgumentParser]) -> None:
+    ledger = commands.add_parser("ledger", help="tokens and prices by tenant and model, from the ledger's files")
+    ledger.add_argument("file", type=Path, metavar="FILE", help="`ledger.path`; rotated files and other workers' too")
+    ledger.add_argument("--since", type=_day, metavar="DAY", help="what ended from then on, e.g. 2026-11-01 (UTC)")
+    ledger.add_argument("--until", type=_day, metavar="DAY", help="and before then")
+    ledger.add_argument("--json", action="store_true", help="one JSON object")
+    ledger.set_defaults(run="commands.ledger:main")
 
 
 def _add_drain(commands: _Commands[argparse.ArgumentParser]) -> None:

@@ -103,6 +103,49 @@ async def test_an_error_answer_that_stalls_is_given_as_far_as_it_came() -> None:
     assert (answer.status_code, answer.content) == (500, b'{"error":{}}')
 
 
+async def test_the_engines_answer_stands_when_no_other_is_left_to_ask() -> None:
+    """The one endpoint was drained while it failed: what it said is of more use than that there is none."""
+    drain: list[Any] = []
+
+    async def fail_at_the_end(engine: FakeEngine, call: Call, send: Send) -> None:
+        drain[0]()
+        await answer_500(engine, call, send)
+
+    retry = {"attempts": 2, "backoff": "1ms"}
+    async with (
+        serve(FakeEngine("a", fail_at_the_end)) as url,
+        running_proxy({"a": url}, retry=retry) as proxy,
+    ):
+        cluster = proxy.proxy.clusters["default"]
+        drain.append(lambda: cluster.drain_endpoint(cluster.endpoints[0].id))
+        answer = await proxy.client.post("/v1/chat/completions", json=chat())
+        assert (answer.status_code, answer.json()["error"]["message"]) == (500, "boom")
+        answer = await proxy.client.post("/v1/chat/completions", json=chat())
+        assert answer.status_code == 503
+
+
+async def test_an_error_answer_that_is_too_long_to_hold_goes_down() -> None:
+    """An engine that reports at length takes no more of our memory than one that does not; it is not asked again."""
+    go_on = asyncio.Event()
+
+    async def answer_at_length(engine: FakeEngine, call: Call, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 500, "headers": [(b"content-length", b"200000")]})
+        await send({"type": "http.response.body", "body": b"x" * 100_000, "more_body": True})
+        await go_on.wait()
+        await send({"type": "http.response.body", "body": b"x" * 100_000})
+
+    bad = [FakeEngine(name, answer_at_length) for name in "ab"]
+    async with (
+        serve(bad[0]) as a,
+        serve(bad[1]) as b,
+        running_proxy({"a": a, "b": b}) as proxy,
+        proxy.client.stream("POST", "/v1/chat/completions", json=chat()) as answer,
+    ):
+        go_on.set()
+        assert (answer.status_code, len(await answer.aread())) == (500, 200_000)
+    assert sum(len(engine.calls) for engine in bad) == 1
+
+
 async def test_client_errors_are_never_retried() -> None:
     """A 400 is the client's to fix, and no engine's health suffers."""
     engines = [FakeEngine(name, answer_400) for name in "ab"]

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.types import Send
 
 from kvproxy.listener.server import serve
-from tests.support.fake_engine import Call, FakeEngine, answer_ok
+from tests.support.fake_engine import Call, FakeEngine, answer_ok, reply
 from tests.support.proxy import RunningProxy, chat, running_proxy
 from tests.support.until import until
 
@@ -103,6 +103,39 @@ async def test_a_prompt_follows_one_that_went_while_it_waited() -> None:
             one.let_go(9)
         answers = await asyncio.gather(*fillers, waits, overtakes)
     assert [answer.headers["x-kvproxy-endpoint"] for answer in answers[2:]] == ["b", "b"]
+
+
+async def test_a_retry_does_not_queue_again() -> None:
+    """What was let in once and failed goes on at the other engine at once, before what came later and waits."""
+    fail, go_on, asked = asyncio.Event(), asyncio.Event(), list[str]()
+
+    async def behave(engine: FakeEngine, call: Call, send: Send) -> None:
+        asked.append(engine.name)
+        if len(asked) == 1:
+            await fail.wait()
+            await reply(send, 500, b'{"error":{"message":"boom"}}')
+            return
+        await go_on.wait()
+        await answer_ok(engine, call, send)
+
+    async with (
+        serve(FakeEngine("a", behave)) as a,
+        serve(FakeEngine("b", behave)) as b,
+        running_proxy({"a": a, "b": b}, policy="kv_aware", queue={"max_wait": "100s"}) as proxy,
+    ):
+        room = proxy.proxy.clusters["default"].queue
+        assert room is not None
+        fails = ask(proxy, LONG)
+        await until(lambda: len(asked) == 1)
+        other = ask(proxy, "other " * 40_000)
+        await until(lambda: len(asked) == 2)
+        fail.set()
+        await until(lambda: len(asked) == 3 or len(room) == 1)
+        assert len(room) == 0
+        go_on.set()
+        answers = await asyncio.gather(fails, other)
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert asked[2] == asked[1] != asked[0]
 
 
 class Gated:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
+from kvproxy.config.ledger_schema import LedgerSettings
 from kvproxy.config.listener_schema import AdminSettings, ListenerSettings, PickerSettings
 from kvproxy.config.model import Duration, Fraction, Model, Name, Size
 from kvproxy.config.sync_schema import SyncSettings
@@ -214,6 +215,8 @@ class Config(Model):
     """Other replicas that decide as one with this one."""
     receipts: ReceiptSettings = ReceiptSettings()
     """Decision receipts, for `kvproxy explain` and `kvproxy replay --receipts`; off unless they have a path."""
+    ledger: LedgerSettings = LedgerSettings()
+    """Tokens by tenant and model, to be billed; off unless it has a path."""
 
 
 if not TYPE_CHECKING:  # or every misspelt name of this module would pass

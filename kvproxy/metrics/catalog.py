@@ -247,6 +247,7 @@ class BoundMetrics:
         self.receipts = Counter(
             "kvproxy_receipts", "Decision receipts", ["result"], registry=r
         )  # written, dropped, failed
+        self.ledger = Counter("kvproxy_ledger_entries", "Entries of the ledger", ["result"], registry=r)
         self.normalized = Counter(
             "kvproxy_normalized_requests", "Requests with a prompt that rules of `normalize` change",
             ["cluster", "rules", "result"], registry=r,

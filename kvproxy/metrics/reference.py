@@ -62,8 +62,8 @@ LABELS: Mapping[str, str] = {
     "peer": "another process: host and worker (at most 256, silent ones for ten minutes)",
     "policy": "name of the balancing policy",
     "queue": "which bounded place: `upstream` connections, `rate_limit` buckets, `kvcache_...` jobs, `receipts`, "
-    "reservations (`picks`; Envoy's: `picker`), `picker_streams`, `picker_connections`, requests in a `router/CLUSTER` "
-    "queue, client `connections`",
+    "`ledger`, reservations (`picks`; Envoy's: `picker`), `picker_streams`, `picker_connections`, requests in a "
+    "`router/CLUSTER` queue, client `connections`",
     "quantile": "`0.5` or `0.99`",
     "rank": "data-parallel rank of the engine",
     "reason": "why; a closed set of each metric",

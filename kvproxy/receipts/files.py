@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import chain
@@ -22,14 +22,26 @@ _MAX_SHOWN = 4
 
 
 class RotatingFile:
-    """At most `max_files` files of about `max_bytes` each (a line is never cut). Appends to what is there already.
+    """At most `max_files` files of about `max_bytes` each (a line is never cut). Appends to what is there already. With
+    `period_s` a file also holds no more than one period of the wall clock, such as one day of UTC.
 
     Not safe for two writers: each proxy, and each of its workers, has a path of its own. Any method may raise OSError;
     the next call tries again.
     """
 
-    def __init__(self, path: Path, *, max_bytes: int, max_files: int) -> None:
-        self._path = path
+    def __init__(
+        self,
+        path: Path,
+        *,
+        max_bytes: int,
+        max_files: int,
+        period_s: float = 0.0,
+        wall_clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.path = path
+        self._period_s = period_s if wall_clock is not None else 0.0
+        self._wall_clock = wall_clock
+        self._period = 0  # that the last line was written in
         self._max_bytes = max_bytes
         self._max_files = max_files
         self._file: int | None = None
@@ -39,14 +51,18 @@ class RotatingFile:
     def open(self) -> None:
         """Open it now, so that a path that cannot be written is noticed at once. Readable by its owner alone."""
         if self._file is None:
-            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            self._size = os.fstat(self._file).st_size
+            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            found = os.fstat(self._file)
+            self._size = found.st_size
+            self._period = int(found.st_mtime // self._period_s) if self._period_s else 0
             self._prune()
 
     def write_lines(self, lines: Sequence[bytes]) -> None:
         """Append all of these whole lines, in as few writes as the bound of a file allows."""
         batch: list[bytes] = []
         held = 0
+        if self._wall_clock is not None and self._period_s:
+            self._begin_period(int(self._wall_clock() // self._period_s))
         for line in lines:
             self.open()
             if self._size + held and self._size + held + len(line) > self._max_bytes:
@@ -74,6 +90,12 @@ class RotatingFile:
             view = view[written:]
         self._torn = False
 
+    def _begin_period(self, period: int) -> None:
+        self.open()
+        if self._size and period != self._period:
+            self._rotate()
+        self._period = period
+
     def _rotate(self) -> None:
         self.close()
         for number in range(self._max_files - 1, 0, -1):
@@ -81,7 +103,7 @@ class RotatingFile:
             if older.exists():
                 older.replace(self._numbered(number))
         if self._max_files == 1:
-            self._path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
         self.open()
 
     def _prune(self) -> None:
@@ -92,7 +114,7 @@ class RotatingFile:
             number += 1
 
     def _numbered(self, number: int) -> Path:
-        return rotated_path(self._path, number)
+        return rotated_path(self.path, number)
 
 
 def rotated_path(path: Path, number: int) -> Path:

@@ -57,7 +57,7 @@ class Writer(Generic[T]):
     def start(self) -> None:
         """Open the file (OSError when that cannot be) and begin."""
         self._file.open()
-        self._thread = threading.Thread(target=self._run, name="kvproxy receipts", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"kvproxy {self._file.path.name}", daemon=True)
         self._thread.start()
 
     def put_item(self, item: T) -> None:
@@ -91,7 +91,7 @@ class Writer(Generic[T]):
             except OSError as error:
                 self._failed.inc(len(lines))
                 if not self._broken:
-                    log.error("receipts are not written: %s", error)
+                    log.error("%s is not written: %s", self._file.path, error)
                 self._broken = True
             else:
                 self._written.inc(len(lines))
@@ -108,5 +108,5 @@ class Writer(Generic[T]):
                 lines.append(self._encode(item))
             except Exception:
                 self._failed.inc()
-                log.exception("a receipt cannot be written")
+                log.exception("a line of %s cannot be written", self._file.path)
         return lines

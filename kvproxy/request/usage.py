@@ -53,7 +53,8 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """OpenAI's chat and completions names, the responses API's, Anthropic's, and those of SGLang's `meta_info`."""
+    """OpenAI's chat and completions names, the responses API's, Anthropic's, DeepSeek's, and those of SGLang's
+    `meta_info`."""
 
     prompt_tokens: _Count = None
     completion_tokens: _Count = None
@@ -64,6 +65,7 @@ class _Usage(msgspec.Struct):
     cache_read_input_tokens: _Count = None
     cache_creation_input_tokens: _Count = None
     cached_tokens: _Count = None
+    prompt_cache_hit_tokens: _Count = None
 
     def prompt(self) -> int | None:
         """The whole prompt. Anthropic's `input_tokens` leaves out what was read from or written to the cache."""
@@ -77,13 +79,14 @@ class _Usage(msgspec.Struct):
         details = self.prompt_tokens_details or self.input_tokens_details
         if details is not None and details.cached_tokens is not None:
             return details.cached_tokens
-        return _either(self.cache_read_input_tokens, self.cached_tokens)
+        return _either(_either(self.cache_read_input_tokens, self.cached_tokens), self.prompt_cache_hit_tokens)
 
 
 class _Answer(msgspec.Struct):
     """A whole answer, an event of a stream, or what is left of either from its counts on."""
 
     usage: _Usage | None = None
+    timings: Any = None  # llama.cpp's, behind its usage
     meta_info: _Usage | None = None
     index: int | None = None  # of one of several prompts
 
@@ -92,6 +95,9 @@ class _Answer(msgspec.Struct):
         said = self.usage or self.meta_info
         if said is None or self.index is not None:
             return None
+        if isinstance(self.timings, dict) and said.cached() is None:
+            reused = self.timings.get("cache_n")
+            said.cached_tokens = reused if type(reused) is int and 0 <= reused <= MAX_COUNT else None
         if said.prompt_tokens is None and said.completion_tokens is None:
             return None if said.input_tokens is None and said.output_tokens is None else said
         return said

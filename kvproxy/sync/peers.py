@@ -204,7 +204,7 @@ class Peers:
 
     def _take_late(self, message: Batch | wire.Standing, size_bytes: int, now: float) -> None:
         peer = self.known.get(message.origin.place)
-        if peer is not None and peer.origin == message.origin:  # else it ended meanwhile
+        if peer is not None and peer.origin == message.origin and peer.alive:  # else its load is gone
             peer.take(message, size_bytes, now)
 
     def _heard_beat(self, peer: Peer, beat: wire.Beat, now: float) -> None:

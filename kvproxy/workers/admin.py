@@ -107,8 +107,6 @@ class WorkersAdmin:
         if self._workers.supervisor.ending.is_set():
             return PlainTextResponse("draining\n", 503)
         answers = await self._ask_all("/readyz")
-        if not answers:
-            return PlainTextResponse("no worker serves\n", 503)
         best = next((one for one in answers if one.is_success), answers[0])
         return PlainTextResponse(best.text, best.status_code)
 

@@ -207,7 +207,8 @@ class Supervisor:
 
     async def _pause(self, slot: Slot) -> None:
         """Before the next start; the end cuts it short."""
-        longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**slot.failures)
+        doublings = min(slot.failures, 16)  # of thousands of them the power is no float any more
+        longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**doublings)
         pause_s = longest * random.uniform(0.5, 1.0)
         log.info("worker %d is started again in %.1f s", slot.index, pause_s)
         with contextlib.suppress(TimeoutError):

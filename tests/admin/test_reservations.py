@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.picker.reservations import PickReservation, Reservations
+from kvproxy.picker.reservations import Ended, PickReservation, Reservations
 from kvproxy.routing.policy import PickRequest
 from tests.admin.support import proxy_of
 
@@ -50,6 +50,7 @@ def test_a_lease_that_runs_out_frees_the_place_and_blames_nobody() -> None:
     assert timers.started[0].delay_s == 60.0
     timers.started[0].callback()
     endpoint = cluster.endpoints[0]
+    assert not timers.started[1].cancelled
     assert (len(reservations), endpoint.load.in_flight, endpoint.health.failures) == (1, 1, 0)
     assert not reservations.first_token(first.id)
     assert reservations.first_token(second.id)
@@ -57,6 +58,8 @@ def test_a_lease_that_runs_out_frees_the_place_and_blames_nobody() -> None:
     assert len(reservations) == 1
     value = proxy.metrics.registry.get_sample_value("kvproxy_pick_reservations_total", {"result": "expired"})
     assert value == 1.0
+    assert reservations.end_pick(second.id, Ended()) is second
+    assert timers.started[1].cancelled  # nothing of it is kept for the rest of its lease
 
 
 def test_a_lease_that_runs_out_speaks_for_nobody_either() -> None:

@@ -95,6 +95,16 @@ def test_every_planted_error_is_named_at_once(tmp_path: Path) -> None:
     assert len(caught.value.problems) == sum(problem.severity == "error" for problem in problems)
 
 
+def test_a_long_value_is_cut_short() -> None:
+    """A page pasted at the wrong place does not push the other problems off the screen."""
+    config, (problem, *rest) = check_config({"endpoints": {"a": "http://h:1"}, "log": {"level": "x" * 5000}})
+    assert config is None
+    assert not rest
+    assert str(problem).startswith("log.level: ")
+    assert "x" * 30 in str(problem)
+    assert "x" * 50 not in str(problem)
+
+
 def test_no_message_contains_a_secret() -> None:
     """Neither credentials in a url, nor values from the environment, nor misplaced keys."""
     _, problems = check_config(PLANTED, env={"SECRET": "topsecret"})

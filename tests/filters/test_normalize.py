@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.types import Send
+from starlette.types import Message, Send
 
 from kvproxy.config.filter_schema import NormalizeRule
 from kvproxy.config.load import check_config
-from kvproxy.filters.normalize import session_of
+from kvproxy.filters.normalize import put_all, session_of
 from kvproxy.filters.normalize_rules import Piece, pieces_of, put_into, rewrite
 from kvproxy.filters.normalize_trial import MAX_SESSIONS, Trial, TrialState
-from kvproxy.request.parse import parse_body
+from kvproxy.request.downstream import Downstream
+from kvproxy.request.exchange import Exchange
+from kvproxy.request.parse import decode_body, parse_body
+from kvproxy.request.session import NO_CALLER
 from kvproxy.types import RequestKind
+from tests.support.asgi import http_scope
 from tests.support.fake_engine import Call, FakeEngine, reply
 from tests.support.loopback import serve
 from tests.support.proxy import RunningProxy, running_proxy
@@ -151,6 +155,31 @@ async def test_every_other_byte_is_the_clients() -> None:
         "kvproxy_normalized_requests_total",
         cluster="default", rules="billing_header+sort_tools+token_counters", result="rewritten",
     ) == 1.0  # fmt: skip
+
+
+def test_filters_behind_it_see_the_length_of_what_is_there() -> None:
+    """One that counts what it reads by the header would wait for the rest, or leave some for the next request."""
+    body = json.dumps({"model": "m", "system": f"{HEADER}\nYou are", "messages": []}).encode()
+    exchange = Exchange(received_at=0.0)
+    inference = exchange.inference = decode_body(RequestKind.MESSAGES, body, NO_CALLER)
+    exchange.body = body
+    assert inference is not None
+    scope = http_scope(headers=[(b"host", b"x"), (b"content-length", b"%d" % len(body))])
+    downstream = Downstream.begin(exchange, scope, nothing, ignore)
+    changes = [(piece, rewrite(BILLING, piece)) for piece in pieces_of(inference.prompt)]
+    assert put_all(exchange, downstream, inference, [(old, new) for old, new in changes if old != new])
+    assert exchange.body == downstream.replayed
+    assert len(exchange.body) < len(body)
+    assert downstream.scope["headers"] == [(b"host", b"x"), (b"content-length", b"%d" % len(exchange.body))]
+
+
+async def nothing() -> Message:
+    """A client that says nothing more."""
+    raise AssertionError
+
+
+async def ignore(message: Message) -> None:
+    """A client that takes everything."""
 
 
 async def send(proxy: RunningProxy, body: bytes, path: str = "/v1/messages", session: str = "s") -> None:

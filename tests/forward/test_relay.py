@@ -15,6 +15,7 @@ from kvproxy.request.exchange import Exchange
 from kvproxy.types import CONNECTION, Headers
 from kvproxy.upstream.response import UpstreamResponse
 from tests.support.asgi import http_scope
+from tests.support.until import until
 
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":1000,"completion_tokens":500}}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -195,3 +196,23 @@ async def test_an_engine_that_dies_behind_passed_pieces_is_told_to_the_client(fl
     assert client.pieces[:2] == [b"first", b"data: x\n\n"]
     assert b'"error"' in client.pieces[2]
     assert exchange.outcome.end == "upstream_died"
+
+
+@pytest.mark.parametrize("length", [(), ((b"content-length", b"1000"),)])
+async def test_a_broken_stream_says_so_unless_its_length_was_stated(length: tuple[tuple[bytes, bytes], ...]) -> None:
+    """Within a stated length an event of ours would pass for the engine's; there the missing rest says it."""
+    sent: list[Message] = []
+
+    async def keep(message: Message) -> None:
+        sent.append(message)
+
+    exchange, flowing = Exchange(received_at=0.0), Flowing()
+    downstream = Downstream.begin(exchange, http_scope(), nothing, keep)
+    relay = Relay(exchange, flowing.response, downstream, True)
+    running = asyncio.create_task(relay.run([(b"content-type", b"text/event-stream"), *length], b"data: 1\n\n"))
+    await until(lambda: bool(sent))
+    flowing.response.fail(UpstreamDisconnected("it is gone"), rest=b"")
+    assert isinstance(await running, UpstreamDisconnected)
+    bodies = [message["body"] for message in sent if message["type"] == "http.response.body"]
+    assert bodies[0] == b"data: 1\n\n"
+    assert [b'"error"' in body for body in bodies[1:]] == ([] if length else [True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from kvproxy.forward.models import AGAIN_S, MAX_LISTED, MAX_NAME, ServedModels
@@ -38,6 +39,21 @@ async def test_a_model_is_known_once_the_engines_said_so(clock: FakeClock) -> No
         assert not served.serves("lora")
         await until(lambda: served.serves("lora"))
         assert engines.asked == 2
+
+
+async def test_one_unknown_model_more_asks_nobody(clock: FakeClock) -> None:
+    """Nor do many, each in its own time, until it is time to ask again: whatever clients make up."""
+    engines = Engines(["qwen"])
+    async with ServedModels(engines.ask, clock=clock, delay_s=0.0) as served:
+        for number in range(20):
+            assert not served.serves(f"made-up-{number}")
+            await until(lambda: served.serves("qwen"))
+            await asyncio.sleep(0.001)
+        assert engines.asked == 1
+        clock.advance(AGAIN_S - 0.1)
+        assert not served.serves("made-up")
+        await asyncio.sleep(0.001)
+        assert engines.asked == 1
 
 
 async def test_lists_are_bounded(clock: FakeClock) -> None:

@@ -70,6 +70,17 @@ def test_counters_that_fell_are_a_new_process(queries: int, anew: bool) -> None:
     assert scraped(accounts, queries, 0) is anew
 
 
+def test_no_share_is_taken_over_a_restart() -> None:
+    """Counters of two processes have no difference: what was read of the first counts no more."""
+    accounts = HitRatioStats()
+    scraped(accounts, 90_000, 80_000)
+    scraped(accounts, 99_000, 88_000)
+    assert scraped(accounts, 100, 0)
+    assert accounts.read_shares(AT).engine is None
+    scraped(accounts, 95_100, 9_500)
+    assert accounts.read_shares(AT).engine == 0.1
+
+
 def test_engines_that_count_nothing() -> None:
     assert not HitRatioStats().read_counters(AT, EngineMetrics(prefix_queries_tokens=5))
 

@@ -65,6 +65,12 @@ def loss_of(service: Service, endpoint: EndpointId) -> LossReason | None:
     return None if loss is None else loss.reason
 
 
+def losses(service: Service) -> float:
+    """Of the first endpoint, as counted."""
+    name, labels = "kvproxy_engine_cache_losses_total", {"cluster": "default", "endpoint": "a", "reason": "asleep"}
+    return service.metric(name, **labels)
+
+
 async def test_an_engine_that_sleeps_is_left_out_and_holds_nothing() -> None:
     """Until its metrics say that it is awake; it begins with an empty cache then."""
     one, other = Engine(), Engine()
@@ -107,6 +113,12 @@ async def test_a_pause_loses_nothing() -> None:
             await scrape(service)
             assert service.kv.overlap.indexes["default"].precise.count_rows(A) == 0
         assert loss_of(service, A) is LossReason.ASLEEP
+        assert losses(service) == 1  # however often it says so
+        one.awake = 1
+        await scrape(service)
+        one.awake = 0
+        await scrape(service)
+        assert losses(service) == 2
 
 
 async def test_a_word_that_is_too_old_keeps_no_engine_out() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvproxy.kvcache.overlap.lookup_task import MAX_HELD_BYTES, MAX_LOOKUPS
+from kvproxy.kvcache.providers import Holder
 from kvproxy.listener.server import serve
 from kvproxy.routing.policy import FactSource
 from kvproxy.types import RequestKind
@@ -58,6 +59,19 @@ async def test_both_layout_shapes_lead_to_the_holder_of_most(layout: Any) -> Non
         assert facts.overlaps.prompt_tokens == 601  # exact: the engine counted
         assert facts.overlaps.by_endpoint[B].source is FactSource.LMCACHE_CONTROLLER
         assert service.metric("kvproxy_kvcache_lookups_total", outcome="hit") == 1
+
+
+@pytest.mark.parametrize(("reused", "believed"), [(0, 0), (601, 4000)])
+async def test_a_hint_is_distrusted_where_an_engine_denied_one(reused: int, believed: int) -> None:
+    """What goes the same way is believed only as far as the engine had it; a hint that was right costs nothing."""
+    async with world({"a": engine(), "b": engine()}, controller(whole_at_a)) as service:
+        assert (await service.ask(PROMPT)).preferred == A
+        facts = await service.serve(PROMPT, A, cached=reused)
+        endpoints, known = service.cluster.endpoints, frozenset({"a", "b"})
+        [claim] = service.kv.overlap.lookups.count_overlaps(
+            [Holder("a", 4000, False)], endpoints=endpoints, known=known, local={}, hashes=facts.hashes
+        )
+        assert claim.tokens == believed
 
 
 @pytest.mark.parametrize(

@@ -251,6 +251,20 @@ def test_an_endpoint_is_exact_only_while_every_rank_is() -> None:
     assert set(local.exact) == {A}
 
 
+def test_a_stream_that_tells_of_no_prefixes_is_not_exact() -> None:
+    """Whatever comes complete from a rank that announces only blocks that make none, it may hold any prompt."""
+    followed = FollowedEvents()
+    local = LocalIndexes(IndexState(), followed)
+    consumer = _Consumer(followed)
+    consumer.state_changed(A, 0, StreamStatus(StreamState.EXACT, StreamReason.FOLLOWING))
+    window = BlockStored((1,), None, tokens(16), 16, group=0, spec_kind="sliding_window", window=32)
+    consumer.apply(A, 0, [window])
+    assert followed.precise.lacks_prefixes(A, 0)
+    assert set(local.exact) == set()
+    consumer.apply(A, 0, [BlockStored((2,), None, tokens(16), 16)])
+    assert set(local.exact) == {A}
+
+
 async def test_an_index_of_streams_that_ended_is_given_back_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rather than at once, when the last holder lets go: a million runs take a tenth of a second."""
     steps: list[int] = []

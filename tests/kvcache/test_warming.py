@@ -196,6 +196,17 @@ async def test_the_budget_bounds_what_is_sent() -> None:
         assert b.prompts == []  # 400 tokens never fit into 300
 
 
+async def test_the_budget_fills_in_a_minute() -> None:
+    """What was sent is missing until then: an engine that loses its cache again and again has its share of it."""
+    clock, a, b = FakeClock(), Engine(), Engine()
+    async with warming(a, b, clock, warming={"uses_per_replica": 100, "tokens_per_minute": 600}) as service:
+        for after_s, sent in ((0.0, 2), (20.0, 2), (60.0, 4)):
+            clock.advance(after_s)
+            service.kv.state.losses.note_loss("default", A, LossReason.RESTARTED)
+            await rounds(service)
+            assert len(a.prompts) == sent
+
+
 async def test_what_fails_or_cannot_be_verified_is_counted_so() -> None:
     """An error by its reason; an engine that reports no reuse is believed."""
     for b, result in ((Engine(status=500), "refused"), (Engine(says_cached=False), "unverified")):

@@ -15,7 +15,7 @@ from kvproxy.metrics.collectors import CallbackGauge, Counter, Histogram
 from kvproxy.metrics.exposition import Registry, render_exposition
 from tests.support.clock import FakeClock
 
-AWKWARD = ("plain", 'quote"', "back\\slash", "new\nline", "100%", "{brace}", "ünïcode", "")
+AWKWARD = ("plain", 'quote"', "back\\slash", "c:\\new", "new\nline", "100%", "{brace}", "ünïcode", "")
 
 
 def families(page: bytes) -> list[Metric]:

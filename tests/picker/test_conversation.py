@@ -153,6 +153,30 @@ async def test_a_rank_is_named_and_falls_back_to_none_of_another_number() -> Non
         assert headers["x-data-parallel-rank"] in ("0", "1")
 
 
+async def test_what_leads_to_one_engines_rank_leads_to_no_other_engine() -> None:
+    """Envoy goes on to the next address with the headers it was told: of all, only those that they fit are named."""
+    ranked = {"id": "a", "url": f"http://{A}", "data_parallel": {"ranks": [0, 1]}}
+    endpoints: Any = [ranked, {"id": "b", "url": f"http://{B}"}, {"id": "c", "url": f"http://{C}"}]
+    async with running_picker(endpoints=endpoints, picker={"fallbacks": 4}) as picker:
+        found = [destination(await picker.ask().pick(chat(f"{number} " * 2000))) for number in range(4)]
+        assert sorted(map(len, found)) == [1, 1, 2, 2]
+        assert all(one == [A] or set(one) == {B, C} for one in found)
+
+
+async def test_more_than_may_be_held_is_refused() -> None:
+    """A place that Envoy never settles is held until its lease runs out; the next one is told to come back."""
+    async with running_picker() as picker:
+        held = picker.server._conversations.placer.held
+        held._limit = 2
+        first, second = picker.ask(), picker.ask()
+        await first.pick()
+        await second.pick()
+        assert refusal(await picker.ask().pick())[:2] == (429, "too_many_requests")
+        assert sum(picker.in_flight().values()) == 2
+        await first.finish()
+        assert destination(await picker.ask().pick())
+
+
 async def test_engines_with_all_they_take_shed() -> None:
     """429 with a time to come back; nothing is reserved, and nothing is left over."""
     async with running_picker(endpoints={"a": f"http://{A}"}, max_in_flight=1) as picker:

@@ -11,13 +11,17 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
+from hpack import Encoder
 
 from kvproxy.app import Proxy
 from kvproxy.config.load import load_config
+from kvproxy.picker import server as server_module
+from kvproxy.picker.http2_frames import PREFACE
 from kvproxy.picker.protocol import EXT_PROC as SERVICE
 from kvproxy.picker.protocol import PROCESS
 from kvproxy.picker.server import PickerServer
 from tests.picker.support import A, Envoy, begin_stream, chat, destination, fields_of, running_picker
+from tests.picker.test_http2 import DATA, END_HEADERS, HEADERS, RESET, SETTINGS, frame
 from tests.support.certificates import make_certificate
 from tests.support.until import until
 
@@ -47,11 +51,35 @@ async def test_it_is_not_ready_without_an_endpoint() -> None:
         assert await health(picker.channel, "readiness") == "NOT_SERVING"
 
 
-@pytest.mark.parametrize("path", ["/grpc.health.v1.Health/Watch", "/else.Service/Method"])
-async def test_what_is_not_served_is_said(path: str) -> None:
+async def test_a_watch_says_what_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How it is at once, then each change; an unknown service may come yet. It counts as no request, and ends with the
+    drain, which does not wait for it."""
+    monkeypatch.setattr(server_module, "_LOOK_S", 0.01)
+    async with running_picker(endpoints={"a": f"http://{A}"}, shutdown={"drain": "60s"}) as picker:
+        watch = HealthStub(picker.channel).Watch
+        ready = watch(HealthCheckRequest(service="readiness"), timeout=60)
+        unknown = watch(HealthCheckRequest(service="else"), timeout=60)
+        cluster = picker.proxy.clusters["default"]
+        said = [(await unknown.read()).status]
+        for draining in (False, True, False):
+            cluster.drain_endpoint(cluster.endpoints[0].id, draining=draining)
+            said.append((await ready.read()).status)
+        said_by_name = [HealthCheckResponse.ServingStatus.Name(status) for status in said]
+        assert said_by_name == ["SERVICE_UNKNOWN", "SERVING", "NOT_SERVING", "SERVING"]
+        assert picker.server.streams == 0
+        unknown.cancel()
+        await until(lambda: len(picker.server._watches) == 1)
+        picker.proxy.draining = True
+        assert HealthCheckResponse.ServingStatus.Name((await ready.read()).status) == "NOT_SERVING"
+        assert await ready.code() is grpc.StatusCode.OK
+        await until(lambda: not picker.server._server.streams)
+        assert not picker.server._watches
+
+
+async def test_what_is_not_served_is_said() -> None:
     """As gRPC says it."""
     async with running_picker() as picker:
-        call = picker.channel.unary_unary(path)(b"", timeout=30)
+        call = picker.channel.unary_unary("/else.Service/Method")(b"", timeout=30)
         assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -90,6 +118,21 @@ async def test_compressed_messages_are_refused() -> None:
         assert (await envoy.status())[0] == "UNIMPLEMENTED"
 
 
+async def test_half_a_message_of_a_stream_that_is_gone_is_not_held() -> None:
+    """What Envoy sent of it counts among all bodies until then."""
+    named = {":scheme": "http", ":authority": "x", "content-type": "application/grpc", "te": "trailers"}
+    head: bytes = Encoder().encode({":method": "POST", ":path": PROCESS, **named})
+    async with running_picker() as picker:
+        _, writer = await asyncio.open_connection("127.0.0.1", picker.server.port)
+        writer.write(PREFACE + frame(SETTINGS, 0, 0) + frame(HEADERS, END_HEADERS, 1, head))
+        writer.write(frame(DATA, 0, 1, b"\0" + (1000).to_bytes(4, "big") + b"x" * 100))
+        await until(lambda: picker.proxy.bodies.held_bytes == 105)
+        writer.write(frame(RESET, 0, 1, b"\0\0\0\x08"))
+        await until(lambda: picker.proxy.bodies.held_bytes == 0)
+        writer.close()
+        await writer.wait_closed()
+
+
 async def test_it_serves_over_tls(tmp_path: Path) -> None:
     """With the certificate of its configuration."""
     made = make_certificate(tmp_path, "localhost")
@@ -99,6 +142,40 @@ async def test_it_serves_over_tls(tmp_path: Path) -> None:
         async with grpc.aio.secure_channel(f"localhost:{picker.server.port}", trusted) as channel:
             assert await health(channel, "liveness") == "SERVING"
             assert destination(await Envoy(begin_stream(channel)).pick())
+
+
+async def test_who_may_connect_is_said_by_a_certificate(tmp_path: Path) -> None:
+    """With `client_ca` other peers are not heard: each that is speaks for clients."""
+    made = make_certificate(tmp_path, "localhost")
+    certificate, key = made.certificate.read_bytes(), made.private_key.read_bytes()
+    tls = {"certificate": str(made.certificate), "private_key": str(made.private_key)}
+    async with running_picker(picker={"tls": {**tls, "client_ca": str(made.certificate)}}) as picker:
+        where = f"localhost:{picker.server.port}"
+        known = grpc.ssl_channel_credentials(certificate, private_key=key, certificate_chain=certificate)
+        async with grpc.aio.secure_channel(where, known) as channel:
+            assert await health(channel, "liveness") == "SERVING"
+        async with grpc.aio.secure_channel(where, grpc.ssl_channel_credentials(certificate)) as channel:
+            with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+                await health(channel, "liveness")
+
+
+async def test_handshakes_that_fail_take_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there were, a client that speaks TLS is served; one that never ends does not hold the end up."""
+    monkeypatch.setattr(server_module, "_MAX_CONNECTIONS", 2)
+    made = make_certificate(tmp_path, "localhost")
+    tls = {"certificate": str(made.certificate), "private_key": str(made.private_key)}
+    async with running_picker(picker={"tls": tls}) as picker:
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection("127.0.0.1", picker.server.port)
+            writer.write(b"PRI * HTTP/2.0 in the clear\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                await reader.read()
+            writer.close()
+        silent = await asyncio.open_connection("127.0.0.1", picker.server.port)
+        trusted = grpc.ssl_channel_credentials(made.certificate.read_bytes())
+        async with grpc.aio.secure_channel(f"localhost:{picker.server.port}", trusted) as channel:
+            assert await health(channel, "liveness") == "SERVING"
+    silent[1].close()
 
 
 async def test_its_end_waits_for_what_envoy_carries() -> None:

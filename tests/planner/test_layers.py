@@ -44,6 +44,8 @@ def test_heads_are_divided_among_gpus_and_then_repeated() -> None:
     llama, deepseek = read_layers(LLAMA), read_layers(known_models()["deepseek-ai/DeepSeek-V3"].config)
     whole = llama.bytes_per_token("bf16")
     assert [llama.bytes_per_token("bf16", gpus) for gpus in (2, 8, 16)] == [whole / 2, whole / 8, whole / 8]
+    six = read_layers({**LLAMA, "hidden_size": 3072, "num_attention_heads": 24, "num_key_value_heads": 6})
+    assert six.bytes_per_token("bf16", 4) == six.bytes_per_token("bf16") / 3  # two of the four have two heads
     assert deepseek.bytes_per_token("bf16", 8) == deepseek.bytes_per_token("bf16")
     assert deepseek.stored_bytes_of_sequence(100, "bf16", 8) == deepseek.bytes_of_sequence(100, "bf16")
     assert llama.stored_bytes_of_sequence(100, "bf16", 16) == 2 * llama.bytes_of_sequence(100, "bf16")

@@ -181,3 +181,13 @@ def test_outcomes_fade_for_ever() -> None:
     assert reuses.count_between(8, 9) == pytest.approx(1 / (1 - 1 / 1.003), rel=0.01)
     assert reuses.find_best(0, 20, near=3)[0] == 9
     assert capacity_of(16) == 4
+
+
+def test_losses_long_ago_are_no_restart() -> None:
+    """Some of prefixes asked for just before, among many that had aged: each has a cause of its own."""
+    under_test = LearnedCapacity(4000)
+    young, old = under_test.least - 1, 30_000
+    for _ in range(4):
+        assert gone(under_test, young) == [False]
+        assert gone(under_test, old, 15) == [False] * 15
+    assert gone(under_test, young, 3) == [False, False, True]

@@ -128,6 +128,17 @@ def test_parking_is_bounded() -> None:
     assert device(index, (8, 1, 2)) == {A: 6}
 
 
+def test_a_long_run_is_parked_in_place_of_several() -> None:
+    """As many go as it takes, and no more."""
+    index = PreciseIndex(max_pending_blocks=4)
+    index.apply_events(A, 0, [stored((first, 1), 1) for first in (9, 8, 7, 6)])
+    assert (index.pending_blocks, index.counts.buffer_dropped) == (4, 0)
+    index.apply_events(A, 0, [stored((5, 1, 2, 3), 1)])
+    assert (index.pending_blocks, index.counts.buffer_dropped) == (4, 3)
+    index.apply_events(A, 0, [stored((7,)), stored((6,))])
+    assert (device(index, (7, 1)), device(index, (6, 1))) == ({A: 2}, {A: 4})
+
+
 def test_lora_and_salt_are_part_of_the_key() -> None:
     """Blocks match only under the same LoRA and cache salt."""
     index = PreciseIndex()

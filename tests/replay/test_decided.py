@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from random import Random
 
 import pytest
 from msgspec.structs import replace
@@ -11,7 +12,7 @@ from msgspec.structs import replace
 from kvproxy.receipts.files import ReceiptReader
 from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate, encode_receipt
 from kvproxy.replay.compare import PolicySpec
-from kvproxy.replay.decided import decide_again
+from kvproxy.replay.decided import FeedbackSample, _DelayedFeedback, decide_again
 from kvproxy.replay.reports import Review
 from kvproxy.routing.policy import Overlap
 from kvproxy.types import EndpointId
@@ -120,6 +121,22 @@ def test_hidden_first_tokens_are_no_times(tmp_path: Path) -> None:
     found = review(tmp_path, receipts, "kv_aware", "least_ttft")
     assert found.recorded.real_ttft_mean_s is None
     assert "really it was" not in found.render_table()
+
+
+def test_nothing_is_learned_before_it_was_seen() -> None:
+    """A policy decides by what the proxy knew at that moment."""
+    policy = PolicySpec.parse("kv_aware").make(rng=Random(1))
+    learned: list[float] = []
+    policy.observe_reuse = lambda endpoint, predicted, cached, now: learned.append(now)  # type: ignore[method-assign]
+    feedback = _DelayedFeedback(policy)
+    for at in (30.0, 10.0, 20.0):
+        feedback.schedule(FeedbackSample(at, A, None, 0.1, 10, 5))
+    feedback.apply_until(9.9)
+    assert learned == []
+    feedback.apply_until(20.0)
+    assert learned == [10.0, 20.0]
+    feedback.apply_until(40.0)
+    assert learned == [10.0, 20.0, 30.0]
 
 
 def test_the_first_so_many_requests(tmp_path: Path) -> None:

@@ -46,6 +46,20 @@ def test_a_closed_loop_is_cloned_and_paced_until_its_arrivals_are_right() -> Non
     assert rate == pytest.approx(0.5 * bound.capacity_per_s, rel=0.25)
 
 
+def test_slow_sessions_are_paced_until_their_arrivals_are_right() -> None:
+    """Those with long pauses come late at the first try: a load that was asked for is the one that is measured."""
+    rows = [
+        {**({"timestamp": 1000 * session} if not turn else {"delay": 20_000}), "session_id": session,
+         "input_length": 512 * (2 + 2 * turn) + 100, "output_length": 30,
+         "hash_runs": [0, 1, 1000 * (session + 1), 1 + 2 * turn]}
+        for session in range(10)
+        for turn in range(4)
+    ]  # fmt: skip
+    bound = measure_bound(parse_trace(lines(*rows), name="slow"), FLEET, 0.3)
+    rate = measure_offered_rate(play_on_pool(bound.trace, bound.pace, FLEET))
+    assert rate == pytest.approx(0.3 * bound.capacity_per_s, rel=0.05)
+
+
 def test_no_router_beats_the_pool() -> None:
     """What every engine holds for every other cannot be matched by any placement."""
     bound = measure_bound(shared_prefix_trace(requests=400), FLEET, 0.8)

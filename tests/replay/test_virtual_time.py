@@ -10,6 +10,7 @@ import pytest
 
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.replay.compare import PolicySpec, UnknownPolicy, play_policy
+from kvproxy.replay.pooled import PooledFleet
 from kvproxy.replay.results import ReplayOutcome, Summary, compute_rate, percentile, summarize_outcomes
 from kvproxy.replay.router import LiveRequest, SimEndpoint, VirtualRouter
 from kvproxy.replay.settings import IndexMode, Pace, ReplayFleet
@@ -157,6 +158,35 @@ def test_an_engine_that_joins_is_cold_and_is_used() -> None:
     assert came_back
     assert (came_back[0].predicted_tokens, came_back[0].cached_tokens) == (0, 0)
     assert summarize_outcomes(outcomes, 3).wrong_share < 0.05
+
+
+def test_late_events_of_a_lost_engine_are_not_believed_of_the_next() -> None:
+    """They tell of a cache that is gone: whoever believes them is wrong about the engine that came in its place."""
+    trace = shared_prefix_trace(requests=300, gap_ms=60)
+    for delay_s in (0.0, 5.0):
+        fleet = replace(FLEET, leaves=((0, 0.3),), joins=((0, 0.31),), index_delay_s=delay_s)
+        outcomes = outcomes_of(trace, Pace(), fleet, KV_AWARE)
+        joined_at = 0.31 * Pace().duration_s(trace)
+        after = [each for each in outcomes if each.endpoint == 0 and (each.placed_at or 0.0) >= joined_at]
+        assert after
+        assert summarize_outcomes(after, 3).wrong_share < 0.02
+
+
+def test_who_leaves_takes_its_load_along() -> None:
+    """An engine that comes in its place begins with nothing under way."""
+    trace = shared_prefix_trace(requests=4)
+    blocks = FLEET.blocks_of(trace)
+    pool = PooledFleet(FLEET, blocks.size)
+    router = VirtualRouter(pool.endpoints, KV_AWARE.make(rng=Random(1)), pool)
+    turns = [blocks.split(turn) for _, turn in trace.turns_in_nominal_order(service_s=1.0)]
+    outcome = ReplayOutcome(0.0, turns[0].prompt_tokens)
+    placed = [router.arrive(LiveRequest(number, 0, turn, outcome), 1.0) for number, turn in enumerate(turns)]
+    gone = pool.endpoints[0]
+    lost = [one for one in placed if one is not None and one.endpoint is gone]
+    assert gone.load.in_flight == len(lost) > 0
+    router.leave(gone, lost, 2.0)
+    assert (gone.load.in_flight, gone.load.pending_tokens, gone.load.resident_tokens) == (0, 0, 0)
+    assert gone not in router.endpoints
 
 
 @pytest.mark.parametrize("index", IndexMode)

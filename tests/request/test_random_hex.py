@@ -14,6 +14,16 @@ def test_nothing_is_handed_out_twice() -> None:
     assert digits.take(32) == "01" * 16
 
 
+def test_what_is_left_of_a_stock_is_not_made_up_for_by_less() -> None:
+    """A name that is shorter could be guessed, or be another's: a draw that does not suffice is left for a new one."""
+    draws = iter(range(256))
+    digits = RandomHex(lambda size: bytes([next(draws)]) * size)
+    assert digits.take(4000) == "00" * 2000
+    assert digits.take(200) == "01" * 100
+    assert digits.take(3896) == "01" * 1948
+    assert digits.take(32) == "02" * 16
+
+
 def test_digits_are_the_systems() -> None:
     """As many as asked for, hexadecimal, and different."""
     digits = RandomHex()

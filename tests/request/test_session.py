@@ -201,6 +201,22 @@ def test_a_cache_group_is_no_session() -> None:
     assert scanned.continues == "resp_1"
 
 
+@pytest.mark.parametrize(
+    ("kind", "said", "continuable"),
+    [
+        (RESPONSES, {}, True),  # the API's own default is to store
+        (RESPONSES, {"store": True}, True),
+        (RESPONSES, {"store": None}, True),
+        (RESPONSES, {"store": False}, False),
+        (CHAT, {"store": True}, False),  # kept, but nothing goes on from it
+    ],
+)
+def test_what_may_be_gone_on_from(kind: RequestKind, said: dict[str, Any], continuable: bool) -> None:
+    """The same of a body that is decoded and of one that is scanned."""
+    for body in (said, {**said, "padding": "x" * MAX_DECODED_BYTES}):
+        assert parsed(kind, body).continuable is continuable
+
+
 def test_what_clients_choose_is_bounded() -> None:
     """Long keys become digests, each another one; long metadata is not looked into; a client is one of a few."""
     long = "k" * (MAX_SESSION_KEY + 1)

@@ -63,6 +63,7 @@ def test_anthropic_and_responses_have_events_of_their_own() -> None:
         (b'data: {"error": ' + b"[" * 60_000 + b"\n\n", None),
         (b'data: ["error"]\n\n', None),
         (b'{"error": {"code": 400}}', None),
+        (b'event: error\ndata: [DONE]\n\ndata: {"finish_reason":"error"}\n\n', None),  # the name is of one event alone
         (b"", None),
     ],
 )

@@ -31,10 +31,20 @@ CHAT = (
             Usage(152, 128, 4),
         ),
         (b'{"usage":{"input_tokens":24,"output_tokens":4,"cache_creation_input_tokens":128}}', Usage(152, None, 4)),
+        (b'{"usage":{"prompt_tokens":9,"completion_tokens":1,"prompt_cache_hit_tokens":4}}', Usage(9, 4, 1)),
+        (b'{"usage":{"prompt_tokens":9,"completion_tokens":1},"timings":{"cache_n":5,"prompt_n":4}}', Usage(9, 5, 1)),
+        (b'{"usage":{"prompt_tokens":9,"completion_tokens":1},"timings":{"cache_n":-5}}', Usage(9, None, 1)),
+        (b'{"usage":{"prompt_tokens":9,"completion_tokens":1},"timings":[1.5]}', Usage(9, None, 1)),
+        (
+            b'data: {"usage":{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":2}},'
+            b'"timings":{"cache_n":5}}\n\n',
+            Usage(9, 2, 1),
+        ),
     ],
 )
 def test_usage_of_each_api(tail: bytes, expected: Usage) -> None:
-    """Chat, its stream, null details, responses; Anthropic, whose `input_tokens` counts neither hits nor writes."""
+    """Chat, its stream, null details, responses; Anthropic, whose `input_tokens` counts neither hits nor writes; what
+    DeepSeek and llama.cpp say in words of their own, unless an engine says it in OpenAI's."""
     assert read_usage(tail) == expected
 
 

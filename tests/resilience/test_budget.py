@@ -68,6 +68,19 @@ def test_time_that_steps_back_is_the_latest_time() -> None:
     assert budget.balance(40.0) == 2
 
 
+def test_what_other_proxies_did_counts_like_our_own() -> None:
+    """Workers share one budget: requests of others earn retries, and their retries are spent."""
+    budget = RetryBudget(share=0.2, min_per_second=0)
+    budget.count_others(100, 15, 100.0)
+    assert budget.balance(100.0) == 5
+    assert spend(budget, 100.0) == 5
+    budget.count_others(0, 5, 105.0)
+    assert budget.balance(105.0) == 0
+    budget.count_others(100, 0, 111.0)
+    assert budget.balance(111.0) == 15  # those of others leave the window too, each with what it spent
+    assert budget.made == 5
+
+
 @given(
     st.lists(
         st.tuples(st.booleans(), st.floats(min_value=0, max_value=3)),

@@ -100,6 +100,22 @@ def test_who_waits_for_a_slot_waits_until_enough_requests_end() -> None:
     assert load.wait_s(SECONDS, 1.0, 100.0 + 1.1 * MAX_AGE_S) == pytest.approx(0.11)
 
 
+def test_the_last_slot_is_waited_for_as_well() -> None:
+    """With all of them taken, one of those that have them has to end first."""
+    load = EndpointLoad()
+    run_for(load, 8.0)
+    load.room = Room(math.inf, 4, 100.0)
+    for _ in range(2):
+        load.first_token(load.reserve(100, 0, 99.0), 99.5)
+    load.reserve(100, 0, 100.0)
+    assert load.wait_s(SECONDS, 1.0, 100.0) == pytest.approx(0.11)
+    load.first_token(load.reserve(100, 0, 100.0), 100.0)
+    assert load.in_flight == 4
+    waits = load.wait_s(SECONDS, 1.0, 100.0)
+    assert waits == load.backlog(SECONDS, 1.0, 100.0).wait_s(SECONDS, 1.0)
+    assert waits == pytest.approx(0.11 + 8.0 / 4)
+
+
 def test_without_a_scrape_only_prefill_is_waited_for() -> None:
     """The same requests at an engine that is not read."""
     load = EndpointLoad()

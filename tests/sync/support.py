@@ -18,6 +18,7 @@ from kvproxy.routing.kv_aware import KvAware
 from kvproxy.routing.load import EndpointLoad, Reservation
 from kvproxy.routing.work import Features
 from kvproxy.sync import wire
+from kvproxy.sync.claims import PeerClaims
 from kvproxy.sync.datagrams import Siblings
 from kvproxy.sync.joining import RunSteps, run_at_once
 from kvproxy.sync.journal import Journal
@@ -100,8 +101,10 @@ class Node:
             send=self._send,
             beat_s=BEAT_S,
             serve=self.served.append,
+            other=lambda message: self.claims.receive(message),
             run=lambda steps: self.run(steps),
         )
+        self.claims = PeerClaims(self.peers, clock=lambda: self.now)
         self.journal.follow(self.world)
         bus.nodes.append(self)
 

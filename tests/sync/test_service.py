@@ -157,6 +157,17 @@ async def test_what_is_to_be_done_once_is_granted_to_one_worker(tmp_path: Path) 
             assert await two.sync.claim(f"pin b {number}", 60.0)
 
 
+async def test_what_was_learned_last_is_told_before_the_end(tmp_path: Path) -> None:
+    """A worker that ends waits for no batch: what it served in its last moment stays known."""
+    slow = {"sync": {"heartbeat": "50ms", "interval": "1s"}}
+    async with serve(FakeEngine("a")) as engine, worker(tmp_path, 0, engine) as one:
+        async with deciding(engine, siblings=Siblings(tmp_path, 1, 3), **slow) as two:
+            await until_synced(one, two)
+            assert (await two.ask()).status_code == 200
+        await until(lambda: one.status is SyncStatus.ALONE)
+        assert one.entries() == two.entries() > 0
+
+
 async def test_another_process_of_the_same_name_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Once in the log, and in status as long as it lives: neither one's own words nor a last word make one."""
     async with serve(FakeEngine("a")) as engine, worker(tmp_path, 0, engine) as one:

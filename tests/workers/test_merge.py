@@ -99,6 +99,12 @@ def test_hot_prefixes_are_one_by_hash() -> None:
     }
 
 
+def test_of_what_workers_know_of_others_the_worst_is_said() -> None:
+    """One that misses something decides otherwise for its clients."""
+    answers = [{"status": "synced", "consistency_ratio": ratio, "peers": []} for ratio in (1.0, 0.5, 0.9)]
+    assert merge_answers("/sync", answers)["consistency_ratio"] == 0.5
+
+
 def test_a_path_without_a_rule_has_one_answer() -> None:
     """As `/log`: it is the same in all."""
     assert "/log" not in RULES

@@ -18,7 +18,7 @@ from kvproxy.listener.server import bind_sockets
 from kvproxy.workers import process as process_module
 from kvproxy.workers import supervisor as module
 from kvproxy.workers.assignment import remove_left_folder, shared_folder
-from kvproxy.workers.supervisor import Served, Supervisor, WorkersFailed, describe_exit
+from kvproxy.workers.supervisor import Served, Slot, Supervisor, WorkersFailed, describe_exit
 from tests.support.until import until
 
 pytestmark = pytest.mark.anyio
@@ -50,6 +50,11 @@ async def supervised(
 def pids(supervisor: Supervisor) -> list[int]:
     """Of the workers that serve."""
     return [slot.process.pid for slot in supervisor.slots if slot.process is not None and slot.ready]
+
+
+def told(slot: Slot) -> int:
+    """Up to which of the news its worker knows all, where it serves."""
+    return slot.process.told if slot.process is not None and slot.ready else 0
 
 
 def runs(pid: int) -> bool:
@@ -140,6 +145,43 @@ async def test_the_supervisor_gives_up_when_nothing_serves_any_more(
         await asyncio.wait_for(running, 60)
 
 
+@pytest.mark.parametrize("failures", [5, 5000])
+async def test_one_worker_that_fails_for_hours_ends_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    """It is tried again as long as another serves, however often it failed."""
+    monkeypatch.setattr(module, "LONGEST_PAUSE_S", 0.01)
+    async with supervised(tmp_path) as supervisor:
+        first, second = pids(supervisor)
+        supervisor.slots[0].failures = failures
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: len(pids(supervisor)) == 2 and pids(supervisor)[0] != first)
+        assert pids(supervisor)[1] == second
+        assert supervisor.slots[0].failures == failures + 1
+
+
+async def test_a_worker_that_served_for_long_has_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its death is the first, whatever was before it: it is started again after the shortest pause."""
+    monkeypatch.setattr(module, "STEADY_S", 0.0)
+    async with supervised(tmp_path) as supervisor:
+        first, _ = pids(supervisor)
+        supervisor.slots[0].failures = 3
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: len(pids(supervisor)) == 2 and pids(supervisor)[0] != first)
+        assert supervisor.slots[0].failures == 0
+
+
+async def test_a_worker_that_ended_serves_no_more(tmp_path: Path) -> None:
+    """Nor is it asked anything between its end and the end of what was kept for it."""
+    async with supervised(tmp_path, count=1) as supervisor:
+        (process,) = (slot.process for slot in supervisor.slots if slot.process is not None)
+        assert process.ready
+        os.kill(process.pid, signal.SIGKILL)
+        assert await process.until_ended() == -signal.SIGKILL
+        assert not process.ready
+        await until(lambda: bool(pids(supervisor)))
+
+
 async def test_a_drain_closes_the_listening_sockets_and_ends_all(tmp_path: Path) -> None:
     """New connections are refused at once, and go nowhere."""
     async with supervised(tmp_path) as supervisor:
@@ -188,6 +230,7 @@ async def test_news_that_come_while_workers_start_do_not_end_the_start(tmp_path:
     await until(lambda: supervisor.slots[0].process is not None)
     supervisor.note_news(told=[])
     await until(lambda: supervisor.all_ready.is_set() or running.done())
+    await until(lambda: running.done() or all(told(slot) == 1 for slot in supervisor.slots))
     supervisor.drain()
     await asyncio.wait_for(running, 60)
     assert supervisor.all_ready.is_set()

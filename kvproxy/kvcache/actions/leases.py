@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeVar
 
@@ -60,10 +61,11 @@ class Waiting:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A prompt that is kept at an endpoint."""
+    """A prompt that is kept at an endpoint. `prefix` is as `known` was then: what is learned of it later changes
+    neither what was promised nor what is to be taken back."""
 
     of: Waiting
-    prefix: KnownPrefix
+    known: KnownPrefix
     instance: str
     lever: Lever
     why: Why
@@ -72,6 +74,10 @@ class Lease:
     used_at: float  # when the engine used it last, or was told to keep it
     held: bool = False  # the engine did as it was told
     returned_at: float | None = None  # its conversation goes on
+    prefix: KnownPrefix = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prefix = copy(self.known)
 
     @property
     def tokens(self) -> int:
@@ -123,14 +129,9 @@ class LeaseBook:
         self.released: dict[tuple[str, int], KnownPrefix] = {}  # counted pins to be taken back, by instance
         self.results: Counter[str] = Counter()  # of leases whose conversation came back
         self.owner: object = None  # the service that acts on it by now
-        self._waiting: dict[int, Waiting] = {}  # by key, the longest waiting first
+        self.waiting: dict[int, Waiting] = {}  # by key, the longest waiting first
         self.tenant_tokens: Counter[str] = Counter()  # tokens held for each
         self._endpoints: Counter[tuple[str, EndpointId]] = Counter()
-
-    @property
-    def waiting(self) -> int:
-        """Conversations that are waited for."""
-        return len(self._waiting)
 
     @property
     def kept_ratio(self) -> float | None:
@@ -142,7 +143,7 @@ class LeaseBook:
         """For people, as plain data: hashes, never prompts."""
         return {
             "held": [lease.describe(now) for lease in self.leases.values()],
-            "waiting": self.waiting,
+            "waiting": len(self.waiting),
             "kept_ratio": self.kept_ratio,
             "results": dict(self.results),
             "tenants": [
@@ -154,19 +155,15 @@ class LeaseBook:
 
     def note_answer(self, waiting: Waiting) -> None:
         """An answer is over, and its conversation may go on."""
-        self._waiting.pop(waiting.key, None)
-        self._waiting[waiting.key] = waiting
-        if len(self._waiting) > MAX_WAITING:
-            del self._waiting[next(iter(self._waiting))]
-
-    def find_waiting(self, key: int) -> Waiting | None:
-        """The conversation whose last prompt has this key, while it pauses."""
-        return self._waiting.get(key)
+        self.waiting.pop(waiting.key, None)
+        self.waiting[waiting.key] = waiting
+        if len(self.waiting) > MAX_WAITING:
+            del self.waiting[next(iter(self.waiting))]
 
     def note_return(self, keys: Sequence[int], now: float) -> None:
         """A prompt with these message prefixes is on its way: a conversation may go on, and its pause is counted."""
         for key in reversed(keys[-_LOOKED_AT:]):
-            if (waiting := self._waiting.pop(key, None)) is not None:
+            if (waiting := self.waiting.pop(key, None)) is not None:
                 self.gaps.count(waiting.kind, now - waiting.ended_at)
                 lease = self.leases.get(key)
                 if lease is not None and now <= lease.until:
@@ -198,7 +195,7 @@ class LeaseBook:
         if self._endpoints[place] + lease.tokens > min(most, settings.endpoint_tokens):
             return "endpoint_budget"
         self.leases[lease.of.key] = lease
-        lease.prefix.promised_until = lease.until
+        lease.known.promised_until = lease.until
         self.tenant_tokens[tenant] += lease.tokens
         self._endpoints[place] += lease.tokens
         return ""
@@ -206,7 +203,7 @@ class LeaseBook:
     def release(self, lease: Lease) -> None:
         """It ends. A pin of a service that counts is to be taken back."""
         del self.leases[lease.of.key]
-        lease.prefix.promised_until = 0.0
+        lease.known.promised_until = 0.0
         _subtract(self.tenant_tokens, lease.of.tenant, lease.tokens)
         _subtract(self._endpoints, (lease.of.cluster, lease.of.endpoint), lease.tokens)
         if lease.lever is Lever.PIN and lease.held:
@@ -214,8 +211,8 @@ class LeaseBook:
 
     def end_session(self, session: int) -> list[Lease]:
         """Nothing more comes of the session: what was kept for it, released."""
-        for key in [key for key, one in self._waiting.items() if session and one.session == session]:
-            del self._waiting[key]
+        for key in [key for key, one in self.waiting.items() if session and one.session == session]:
+            del self.waiting[key]
         ended = [one for one in self.leases.values() if session and one.of.session == session]
         for lease in ended:
             self.release(lease)
@@ -223,11 +220,11 @@ class LeaseBook:
 
     def take_expired(self, now: float) -> list[tuple[Lease, str]]:
         """Leases that end now without a return, and why. Conversations that did not go on count among the pauses."""
-        while self._waiting:
-            waiting = next(iter(self._waiting.values()))
+        while self.waiting:
+            waiting = next(iter(self.waiting.values()))
             if now - waiting.ended_at <= HORIZON_S:
                 break
-            del self._waiting[waiting.key]
+            del self.waiting[waiting.key]
             self.gaps.count(waiting.kind, None)
         ended = [(lease, why) for lease in self.leases.values() if (why := _why_ended(lease, now))]
         for lease, _ in ended:

@@ -77,7 +77,7 @@ class Leasing:
         group.entries.set_source(
             lambda: [
                 (("leases",), float(len(book.leases))),
-                (("waiting",), float(book.waiting)),
+                (("waiting",), float(len(book.waiting))),
                 (("pauses",), float(len(book.gaps))),
             ]
         )
@@ -118,7 +118,7 @@ class Leasing:
 
     def hold(self, prefix: KnownPrefix, endpoint: Endpoint) -> None:
         """The tokens of a prompt that was answered there are known: a lease on it, if it is worth one."""
-        waiting, now = self.book.find_waiting(prefix.key), self._clock()
+        waiting, now = self.book.waiting.get(prefix.key), self._clock()
         if waiting is None:
             return
         duration_s = choose_duration(waiting, self.book.gaps, self._settings)

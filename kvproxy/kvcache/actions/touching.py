@@ -31,7 +31,7 @@ TOUCHED_AT = 0.5
 #: A touch that found its prompt gone: prompts stay for a shorter time than was thought; one that found it, for longer.
 _SHORTER, _LONGER = 0.5, 1.1
 #: What an engine computes of a prompt that it holds: the end of its last block.
-_LAST_TOKENS = 32
+LAST_TOKENS = 32
 #: Longer prompts would hold the event loop while they are written as JSON.
 MAX_TOKENS = 200_000
 #: Of pauses of which nothing is known yet.
@@ -69,6 +69,21 @@ class Insertions:
     def _sum(self, place: Place, now: float) -> float:
         tokens, at = self._sums.get(place, (0.0, now))
         return tokens * math.exp(-(now - at) * math.log(2) / _HALF_LIFE_S)
+
+
+def chance_of_return(lease: Lease, gaps: Gaps, now: float) -> float:
+    """That the conversation goes on before the lease ends, now that it has not yet."""
+    pauses = gaps.find(lease.of.kind)
+    if pauses is None:
+        return _ASSUMED_CHANCE
+    over = pauses.share_over(now - lease.of.ended_at)
+    return (pauses.share_over(lease.until - lease.of.ended_at) - over) / max(1.0 - over, 1e-9)
+
+
+def is_worth(chance: float, saved_s: float, cost_s: float, *, stays_s: float, left_s: float) -> bool:
+    """Whether a return saves more than all touches until the end cost, where a prompt stays for so long after each."""
+    touches = math.ceil(left_s / max(TOUCHED_AT * stays_s, 1.0))
+    return chance >= LEAST_CHANCE and chance * saved_s > touches * cost_s
 
 
 class Toucher:
@@ -143,21 +158,12 @@ class Toucher:
         return True
 
     def _is_worth(self, lease: Lease, endpoint: Endpoint, stays_s: float, now: float) -> bool:
-        chance, tokens = self._chance(lease, now), lease.tokens
-        saved_s = self.seconds(endpoint, tokens, 0)
-        cost_s = self.seconds(endpoint, _LAST_TOKENS, tokens)
-        if saved_s is None or cost_s is None or chance < LEAST_CHANCE:
+        saved_s = self.seconds(endpoint, lease.tokens, 0)
+        cost_s = self.seconds(endpoint, LAST_TOKENS, lease.tokens)
+        if saved_s is None or cost_s is None:
             return False
-        touches = math.ceil((lease.until - now) / max(TOUCHED_AT * stays_s, 1.0))
-        return chance * saved_s > touches * cost_s
-
-    def _chance(self, lease: Lease, now: float) -> float:
-        """That the conversation goes on before the lease ends, now that it has not yet."""
-        pauses = self._gaps.find(lease.of.kind)
-        if pauses is None:
-            return _ASSUMED_CHANCE
-        over = pauses.share_over(now - lease.of.ended_at)
-        return (pauses.share_over(lease.until - lease.of.ended_at) - over) / max(1.0 - over, 1e-9)
+        chance = chance_of_return(lease, self._gaps, now)
+        return is_worth(chance, saved_s, cost_s, stays_s=stays_s, left_s=lease.until - now)
 
     async def _touch(self, lease: Lease, endpoint: Endpoint) -> bool:
         began, found = self._clock(), 0

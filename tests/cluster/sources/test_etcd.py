@@ -21,6 +21,9 @@ def text(raw: str) -> str:
     return base64.b64encode(raw.encode()).decode()
 
 
+TOKEN = (b"authorization", b"the-token.7")
+
+
 class FakeEtcd:
     """ASGI app: one key, and a watch that brings the lines it is told, each once; then it is silent."""
 
@@ -31,12 +34,21 @@ class FakeEtcd:
             "kvs": [{"key": text("/e/a"), "value": text("http://127.0.0.1:1")}],
         }
         self.watched: list[dict[str, str]] = []
+        self.password = ""  # of its only user, where it wants one
         self.lines: asyncio.Queue[bytes] = asyncio.Queue()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         body = json.loads((await receive())["body"])
+        if self.password:
+            asks = scope["path"] == "/v3/auth/authenticate"
+            good = body == {"name": "kvproxy", "password": self.password} if asks else TOKEN in scope["headers"]
+            if asks or not good:
+                said = {"token": TOKEN[1].decode()} if good else {"error": "invalid user ID or password", "code": 3}
+                await send({"type": "http.response.start", "status": 200 if good else 400, "headers": []})
+                await send({"type": "http.response.body", "body": json.dumps(said).encode()})
+                return
         await send({"type": "http.response.start", "status": 200, "headers": []})
         if scope["path"] == "/v3/kv/range":
             self.lists += 1
@@ -61,16 +73,17 @@ async def etcd() -> AsyncIterator[tuple[FakeEtcd, dict[str, object]]]:
 
 
 @pytest.mark.parametrize(
-    ("line", "complaint"),
+    ("line", "complaint", "lists"),
     [
-        (b"{", "something that is no event"),
-        (b'{"error":{"grpc_code":14,"message":"etcdserver: no leader"}}', "ended: etcdserver: no leader"),
+        (b"{", "something that is no event", 2),  # what it said is not known: all is read again
+        (b'{"error":{"grpc_code":14,"message":"etcdserver: no leader"}}', "ended: etcdserver: no leader", 1),
         (
             b'{"result":{"canceled":true,"cancel_reason":"permission denied"}}',
             "etcd ended the watch: permission denied",
+            1,
         ),
-        (b'{"result":{"compact_revision":"nine"}}', "a revision that is no number"),
-        (b'{"result":{"events":[{"kv":{"key":"*"}}]}}', "not base64"),
+        (b'{"result":{"compact_revision":"nine"}}', "a revision that is no number", 2),
+        (b'{"result":{"events":[{"kv":{"key":"*"}}]}}', "not base64", 2),
     ],
 )
 async def test_what_is_wrong_with_a_watch_is_said(
@@ -78,6 +91,7 @@ async def test_what_is_wrong_with_a_watch_is_said(
     etcd: tuple[FakeEtcd, dict[str, object]],
     line: bytes,
     complaint: str,
+    lists: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And it is begun again; what is known stays."""
@@ -87,6 +101,31 @@ async def test_what_is_wrong_with_a_watch_is_said(
         await until(lambda: len(fake.watched) == 2)
         assert complaint in caplog.text
         assert one.urls == {"a": "http://127.0.0.1:1"}
+        assert fake.lists == lists
+
+
+async def test_all_serve_the_models_of_their_source_but_for_those_that_say_theirs(
+    follow: Follow, etcd: tuple[FakeEtcd, dict[str, object]]
+) -> None:
+    """Else a model of another source's would be sent to them."""
+    fake, settings = etcd
+    own = json.dumps({"url": "http://127.0.0.1:2", "models": ["m2"]})
+    fake.range["kvs"] = [
+        {"key": text("/e/a"), "value": text("http://127.0.0.1:1")},
+        {"key": text("/e/b"), "value": text(own)},
+    ]
+    async with follow(etcd=settings["etcd"] | {"models": ["m1"]}) as one:
+        serves = {str(each.id): [each.serves(model) for model in ("m1", "m2")] for each in one.cluster.endpoints}
+        assert serves == {"a": [True, False], "b": [False, True]}
+
+
+async def test_who_is_asked_no_more_is_not_failing(follow: Follow, etcd: tuple[FakeEtcd, dict[str, object]]) -> None:
+    """Its series ends with the asking, or an alert would go on for a source that a reload took away."""
+    fake, settings = etcd
+    async with follow(**settings) as one:
+        fake.lines.put_nowait(b"{")
+        await until(lambda: one.failing == 1.0)
+    assert one.failing is None
 
 
 async def test_a_compacted_revision_is_no_trouble(
@@ -136,3 +175,22 @@ def test_values_that_are_endpoints() -> None:
     """A URL alone, as text or as JSON, or an object."""
     for value in (b"http://127.0.0.1:1", b'"http://127.0.0.1:1"', b'{"url":"http://127.0.0.1:1"}'):
         assert endpoint_of("a", value) == EndpointSettings(id="a", url="http://127.0.0.1:1")
+
+
+async def test_an_etcd_that_wants_a_password(
+    follow: Follow, etcd: tuple[FakeEtcd, dict[str, object]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The list and the watch carry the token; a wrong password is said, and shown nowhere."""
+    fake, settings = etcd
+    fake.password = "s3cret"
+    where = {**settings["etcd"], "user": "kvproxy", "password": "s3cret"}  # type: ignore[dict-item]
+    async with follow(etcd=where) as one:
+        assert one.urls == {"a": "http://127.0.0.1:1"}
+        await until(lambda: fake.watched)
+    async with follow(etcd={**where, "password": "wr0ng"}) as other:
+        assert not other.urls
+        said = other.cluster.discovery_complaints["etcd"]
+        assert said.startswith("etcd does not let user 'kvproxy' in")
+        assert "invalid user ID or password" in said
+    assert "s3cret" not in caplog.text
+    assert "wr0ng" not in caplog.text + said

@@ -193,6 +193,18 @@ async def test_ready_then_not_then_again_then_ending_then_gone(follow: Follow, a
         assert one.series("b") == []
 
 
+async def test_a_pod_that_is_gone_without_a_warning_is_gone(follow: Follow, api: Api) -> None:
+    """Deleted by force, with its node: the last word of it has it ready still."""
+    fake, where = api
+    for name, address in (("a", "10.0.0.1"), ("b", "10.0.0.2")):
+        fake.put(PODS, pod(name, address))
+    async with follow(**pods(where)) as one:
+        assert one.conditions == {"a": "up", "b": "up"}
+        await until(lambda: fake.watching)
+        fake.delete(PODS, "b")
+        await until(lambda: one.conditions == {"a": "up"})
+
+
 async def test_all_of_them_may_go(follow: Follow, api: Api) -> None:
     """A service scaled to zero has no endpoint; that is an answer like another."""
     fake, where = api

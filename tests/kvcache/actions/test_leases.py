@@ -81,15 +81,24 @@ def test_a_return_ends_the_pause_and_takes_the_lease() -> None:
     book = LeaseBook()
     book.note_answer(waiting(7))
     assert book.grant(granted := lease(waiting(7)), settings()) == ""
-    assert granted.prefix.promised_until == granted.until
+    assert granted.known.promised_until == granted.until
     book.note_return([1, 2, 3], 5.0)
     assert book.take_returned([1, 2, 3]) is None
     book.note_return([5, 7, 8, 9], 5.0)
-    assert book.waiting == 0
+    assert not book.waiting
     assert book.take_returned([5, 7, 8, 9]) is granted
-    assert (book.leases, dict(book.tenant_tokens), granted.prefix.promised_until) == ({}, {}, 0)
+    assert (book.leases, dict(book.tenant_tokens), granted.known.promised_until) == ({}, {}, 0)
     assert list(book.released) == [("a", 7)]
     assert len(book.gaps) == 3
+
+
+def test_what_is_learned_of_a_prompt_later_changes_no_lease() -> None:
+    """It was seen to be the beginning of prompts that part before its end: budgets and pins go by what they were."""
+    book, granted = LeaseBook(), lease(waiting(7))
+    book.grant(granted, settings())
+    granted.known.tokens = granted.known.tokens[:10]
+    book.release(granted)
+    assert (dict(book.tenant_tokens), len(book.released["a", 7].tokens)) == ({}, 1000)
 
 
 def test_who_comes_back_late_finds_no_promise() -> None:
@@ -119,7 +128,7 @@ def test_conversations_that_do_not_go_on_are_learned_once() -> None:
     book.take_expired(2 * HORIZON_S)
     pauses = book.gaps.find(CALLS)
     assert pauses is not None
-    assert (pauses.seen, pauses.never, book.waiting) == (10, 10, 0)
+    assert (pauses.seen, pauses.never, len(book.waiting)) == (10, 10, 0)
 
 
 def test_those_waited_for_are_bounded() -> None:
@@ -127,8 +136,8 @@ def test_those_waited_for_are_bounded() -> None:
     book = LeaseBook()
     for key in range(MAX_WAITING + 10):
         book.note_answer(waiting(key))
-    assert book.waiting == MAX_WAITING
-    assert book.find_waiting(9) is None
+    assert len(book.waiting) == MAX_WAITING
+    assert 9 not in book.waiting
     assert len(book.gaps) == 0
 
 
@@ -140,7 +149,7 @@ def test_the_end_of_a_session_releases_what_was_kept_for_it() -> None:
         book.grant(lease(waiting(key, session=session)), settings())
     assert [one.of.key for one in book.end_session(5)] == [1]
     assert book.end_session(0) == []
-    assert (sorted(book.leases), book.waiting) == ([2, 3], 2)
+    assert (sorted(book.leases), len(book.waiting)) == ([2, 3], 2)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,17 @@ def test_a_lease_that_is_not_hot_any_more_lapses_and_is_forgotten() -> None:
     assert not pin.heads(301.0)
 
 
+def test_lapsed_leases_do_not_pile_up() -> None:
+    """Prefixes come and go for months."""
+    known, record = hotness(), ActionRecord()
+    pin = Pin(strategy(pin_lease=300, pin_renewal=240), known, record)
+    pinned(pin, pin.plan(serve(known, 1, times=2), PRESSURE, set(), 0.0), 0.0)
+    pin.tick(299.0)
+    assert list(record.leases) == [("a", 1)]
+    pin.tick(300.0)
+    assert not record.leases
+
+
 def test_the_budget_of_an_instance_is_kept() -> None:
     """Each prompt has 512 tokens: two fit in 1 200, at every instance again."""
     known = hotness()

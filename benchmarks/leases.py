@@ -1,0 +1,322 @@
+"""Leases on request traces, in virtual time: hit rate and time of sessions with and without.
+
+    python -m benchmarks.leases [--requests N] [--jobs N] [--seeds N]
+
+What the proxy decides is decided by its own code: how long pauses are learned to be, how long a lease lasts, whether a
+touch is worth it. A trace does not say which turns wait for a tool: every answer counts as one that does, save a
+session's last, after which the session ends. Two levers: touches of prompts in the engines' own memory, which is cut
+to the share that is named; and pins in a store that all engines share, of twice an engine's memory, read at 2.5 GB/s.
+Writes leases.md and leases.json of benchmarks/reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from benchmarks.routing_cells import CAPACITY_TOKENS, ROOT, trace_of
+from kvproxy.config.kvcache_actions_schema import LeaseSettings
+from kvproxy.kvcache.actions.leases import Lease, LeaseBook, Lever, Waiting, Why, choose_duration
+from kvproxy.kvcache.actions.signals import KnownPrefix
+from kvproxy.kvcache.actions.touching import LAST_TOKENS, TOUCHED_AT, Insertions, chance_of_return, is_worth
+from kvproxy.replay.compare import PolicySpec
+from kvproxy.replay.pooled import measure_bound
+from kvproxy.replay.results import summarize_outcomes
+from kvproxy.replay.router import LiveRequest, SimEndpoint, VirtualRouter
+from kvproxy.replay.settings import Pace, ReplayFleet
+from kvproxy.replay.tier_plan import TierPlan
+from kvproxy.replay.trace import Trace
+from kvproxy.replay.view import IndexView, endpoint_id
+from kvproxy.replay.virtual_time import VirtualTime
+from kvproxy.routing.policy import Policy
+from kvproxy.routing.work import prefill_s
+from kvproxy.simulator.engine import Engine
+from kvproxy.simulator.engine_io import EngineOutput, FirstToken, KvEvent, SimRequest
+from kvproxy.simulator.lower_tiers import LowerTier
+from kvproxy.simulator.retention import TierSettings
+
+#: Shares of an engine's memory that are left: enough for what runs, and too little for all that pauses.
+MEMORY = {"cc_dev": (0.25, 0.125), "agent_dev": (0.06, 0.03)}
+LOAD, INSTANCES = 0.9, 8
+STORE = 2.0  # of an engine's memory that is left
+KIND = ("trace", "tool")
+TOUCH = "touch:"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run on a trace."""
+
+    memory: float  # share of an engine's memory that is left
+    store: float  # of that, in all engines together; 0: none
+    leases: bool
+
+
+def cells_of(trace: str) -> tuple[Cell, ...]:
+    """Both amounts of memory with touches, the smaller one with pins, each without leases first."""
+    most, least = MEMORY[trace]
+    plans = ((most, 0.0), (least, 0.0), (least, STORE))
+    return tuple(Cell(memory, store, leases) for memory, store in plans for leases in (False, True))
+
+
+class PinnedStore(LowerTier):
+    """LMCache's L2 with the coordinator's counted pins: eviction passes over what has one."""
+
+    def __init__(self, settings: TierSettings) -> None:
+        super().__init__(settings)
+        self._pins: Counter[int] = Counter()
+
+    def pin(self, blocks: Sequence[int], by: int) -> None:
+        """Once more, or once less."""
+        for block in blocks:
+            self._pins[block] += by
+
+    def _give_up(self) -> Iterator[KvEvent]:
+        for _ in range(len(self._held)):
+            block = next(iter(self._held))
+            if self._pins[block] <= 0:
+                break
+            self._held.move_to_end(block)
+        yield from super()._give_up()
+
+
+class TouchedEngine(Engine):
+    """Keeps the answers to touches to itself: tokens found, of the latest ones."""
+
+    def advance(self, now: float) -> list[EngineOutput]:
+        outputs: list[EngineOutput] = []
+        for one in super().advance(now):
+            name = getattr(one, "request_id", "")
+            if not name.startswith(TOUCH):
+                outputs.append(one)
+            elif isinstance(one, FirstToken):
+                self.found = (*getattr(self, "found", ()), (name, one.cached_tokens))
+        return outputs
+
+    def take_found(self) -> tuple[tuple[str, int], ...]:
+        """Touches answered since the last call, with what was found."""
+        found: tuple[tuple[str, int], ...] = getattr(self, "found", ())
+        self.found = ()
+        return found
+
+
+class LeasedTime(VirtualTime):
+    """A run in which answers are followed by leases."""
+
+    def __init__(self, *args: Any, policy: Policy, store: PinnedStore | None, leases: bool, **others: Any) -> None:
+        super().__init__(*args, **others)
+        self._policy = policy
+        self._store = store
+        self._leased = leases
+        self._settings = LeaseSettings(enabled=True, tenant_tokens=10**9, endpoint_tokens=10**9, max_leases=100_000)
+        self.book = LeaseBook()
+        self._insertions = Insertions()
+        self._blocks_of: dict[int, array[int]] = {}
+        self._touches: dict[str, Lease] = {}
+        self.counts: Counter[str] = Counter()
+
+    def _arrive(self, turn_of_session: tuple[int, int], now: float) -> None:
+        session, number = turn_of_session
+        if self._goes_on(session, number):
+            self.book.note_return([session], now)
+        super()._arrive(turn_of_session, now)
+
+    def _goes_on(self, session: int, number: int) -> bool:
+        """Whether the turn's prompt begins with the one before it, but for its last block."""
+        turns = self._trace.sessions[session].turns
+        before = turns[number - 1].blocks[:-1] if number else turns[number].blocks
+        return bool(number) and turns[number].blocks[: len(before)] == before
+
+    def _end(self, request: LiveRequest, now: float) -> None:
+        super()._end(request, now)
+        outcome, session = request.outcome, request.session
+        if not self._leased or outcome.first_token_at is None:
+            return
+        endpoint = self._router.endpoints[outcome.endpoint]
+        lease = self.book.take_returned([session])
+        if lease is not None:
+            there = "broken" if str(outcome.endpoint) == lease.instance else "elsewhere"
+            self.counts["kept" if outcome.cached_tokens >= lease.reusable_tokens else there] += 1
+            self._unpin(lease)
+        computed = outcome.prompt_tokens - outcome.cached_tokens + outcome.output_tokens
+        self._insertions.note(("", endpoint.id), computed, now)
+        if request.number + 1 < len(self._trace.sessions[session].turns):
+            self._hold(request, endpoint, now)
+
+    def _hold(self, request: LiveRequest, endpoint: SimEndpoint, now: float) -> None:
+        session, blocks = request.session, request.turn.blocks
+        waiting = Waiting(session, KIND, now, endpoint.id, "")
+        self.book.note_answer(waiting)
+        duration_s = choose_duration(waiting, self.book.gaps, self._settings)
+        if duration_s is None:
+            return
+        tokens = array("I", bytes(4 * request.turn.prompt_tokens))
+        prefix = KnownPrefix(session, "", "", deque(), whole=session, tokens=tokens)
+        lever = Lever.TOUCH if self._store is None else Lever.PIN
+        lease = Lease(waiting, prefix, str(endpoint.index), lever, Why.TOOL_CALL, now, now + duration_s, now, held=True)
+        settings = endpoint.engine.settings
+        capacity = None if self._store is not None else settings.capacity_blocks * settings.block_size
+        refusal = self.book.grant(lease, self._settings, capacity_tokens=capacity)
+        self.counts[refusal or "granted"] += 1
+        if not refusal:
+            self._blocks_of[session] = blocks
+            if self._store is not None:
+                self._store.pin(blocks, 1)
+
+    def _unpin(self, lease: Lease) -> None:
+        blocks = self._blocks_of.pop(lease.of.key)
+        if self._store is not None:
+            self._store.pin(blocks, -1)
+
+    def _scrape(self, what: None, now: float) -> None:
+        super()._scrape(what, now)
+        for lease, why in self.book.take_expired(now):
+            self.counts[why] += 1
+            self._unpin(lease)
+        if self._store is None and self._leased:
+            self._judge_touches()
+            for lease in [one for one in self.book.leases.values() if one.returned_at is None]:
+                self._consider(lease, self._router.endpoints[int(lease.instance)], now)
+
+    def _judge_touches(self) -> None:
+        for endpoint in self._router.endpoints:
+            assert isinstance(endpoint.engine, TouchedEngine)
+            for name, found in endpoint.engine.take_found():
+                lease = self._touches.pop(name)
+                there = found >= lease.reusable_tokens
+                self._insertions.judge(("", endpoint.id), found=there)
+                self.counts["touched" if there else "touched_too_late"] += 1
+
+    def _consider(self, lease: Lease, endpoint: SimEndpoint, now: float) -> None:
+        """As `Toucher.consider`, on a simulated engine."""
+        settings, speeds = endpoint.engine.settings, self._policy.speeds
+        stays_s = self._insertions.stays_s(("", endpoint.id), settings.capacity_blocks * settings.block_size, now)
+        if speeds is None or now - lease.used_at < TOUCHED_AT * stays_s:
+            return
+        slowness = speeds.slowness(endpoint.id, now)
+        saved_s = slowness * prefill_s(lease.tokens, 0, 0.0, speeds.seconds)
+        cost_s = slowness * prefill_s(LAST_TOKENS, lease.tokens, 0.0, speeds.seconds)
+        chance = chance_of_return(lease, self.book.gaps, now)
+        if not is_worth(chance, saved_s, cost_s, stays_s=stays_s, left_s=lease.until - now):
+            self.book.release(lease)
+            self._unpin(lease)
+            self.counts["not_worth"] += 1
+            return
+        lease.used_at = now
+        name = f"{TOUCH}{len(self._touches)}:{lease.of.key}:{now}"
+        self._touches[name] = lease
+        endpoint.engine.submit(SimRequest(name, self._blocks_of[lease.of.key], lease.tokens, 1), now)
+        self._wake(endpoint)
+
+
+def play(trace: Trace, pace: Pace, fleet: ReplayFleet, cell: Cell, seed: int) -> dict[str, Any]:
+    """One run; with the pooled pace of an undisturbed fleet."""
+    plan = TierPlan(device=cell.memory, host=0.0, shared=cell.store)
+    fleet = replace(fleet, tiers=plan)
+    blocks, duration_s = fleet.blocks_of(trace), pace.duration_s(trace)
+    shared = fleet.shared_store(blocks.size)
+    store = None if shared is None else PinnedStore(shared.settings)
+    settings = [fleet.engine_settings(blocks.size, index, duration_s) for index in range(fleet.instances)]
+    endpoints = [
+        SimEndpoint(endpoint_id(index), index, TouchedEngine(each, store=store)) for index, each in enumerate(settings)
+    ]
+    policy = PolicySpec.parse("kv_aware").make(rng=Random(seed))
+    view = IndexView(fleet, blocks.size, rng=Random(seed + 1))
+    router = VirtualRouter(endpoints, policy, view)
+    jitter = Random(seed + 3)
+    run = LeasedTime(blocks, pace, router, view, jitter=jitter, policy=policy, store=store, leases=cell.leases)
+    summary = summarize_outcomes(run.run(), fleet.instances)
+    return {
+        "requests": summary.requests, "failed": summary.failed, "hit_ratio": round(summary.hit_rate, 4),
+        "ttft_mean_s": round(summary.ttft_mean_s, 5), "session_mean_s": round(summary.session_mean_s, 3),
+        "counts": dict(run.counts),
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """All cells of one trace, in another process."""
+
+    requests: int
+    seeds: int
+
+    def __call__(self, name: str) -> list[dict[str, Any]]:
+        fleet = ReplayFleet(instances=INSTANCES, capacity_tokens=CAPACITY_TOKENS.get(name, 819_200))
+        bound = measure_bound(trace_of(name).cut(self.requests), fleet, LOAD)
+        trace = bound.trace.cut(self.requests)
+        return [
+            {"trace": name, **asdict(cell), "seed": seed, **play(trace, bound.pace, fleet, cell, seed)}
+            for cell in cells_of(name)
+            for seed in range(1, self.seeds + 1)
+        ]
+
+
+def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
+    """The report."""
+    lines = [
+        "# Leases: what keeping prompts over pauses is worth in virtual time", "",
+        f"`{command}`. {INSTANCES} simulated engines under `kv_aware`, at {LOAD} of what they serve with all of their "
+        "memory in one pool. Every answer but a session's last one counts as one that waits for a tool; pauses are "
+        "learned in the run. Each pair of figures is without and with leases.", "",
+        "| trace | memory, lever | hit ratio | session (s) | ratio | mean TTFT (ms) | promises kept "
+        "| elsewhere | granted, touches (too late), given up, over budget |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for trace in dict.fromkeys(row["trace"] for row in rows):
+        for cell in (one for one in cells_of(trace) if one.leases):
+            without, held = (
+                [row for row in rows if row["trace"] == trace and all(
+                    row[name] == value for name, value in asdict(replace(cell, leases=leases)).items())]
+                for leases in (False, True)
+            )  # fmt: skip
+            lines.append(_line(trace, cell, without, held))
+    return "\n".join(lines) + "\n"
+
+
+def _line(trace: str, cell: Cell, without: Sequence[dict[str, Any]], held: Sequence[dict[str, Any]]) -> str:
+    def mean(rows: Sequence[dict[str, Any]], figure: str) -> float:
+        return sum(float(row[figure]) for row in rows) / len(rows)
+
+    counts: Counter[str] = Counter()
+    for row in held:
+        counts.update(row["counts"])
+    verified = counts["kept"] + counts["broken"]
+    lever = f"{cell.memory:g}, " + ("pins in a store" if cell.store else "touches")
+    sessions = mean(without, "session_mean_s"), mean(held, "session_mean_s")
+    ttfts = 1000 * mean(without, "ttft_mean_s"), 1000 * mean(held, "ttft_mean_s")
+    return (
+        f"| {trace} | {lever} | {mean(without, 'hit_ratio'):.3f}, {mean(held, 'hit_ratio'):.3f} | "
+        f"{sessions[0]:.0f}, {sessions[1]:.0f} | {sessions[1] / sessions[0]:.3f} | {ttfts[0]:.0f}, {ttfts[1]:.0f} | "
+        f"{counts['kept'] / max(1, verified):.1%} | "
+        f"{counts['elsewhere']} | {counts['granted']}, {counts['touched']} ({counts['touched_too_late']}), "
+        f"{counts['not_worth']}, {counts['endpoint_budget']} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=3000, help="of each trace at most (default 3000)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each cell (default 1)")
+    parser.add_argument("--traces", default=",".join(MEMORY), help="of benchmarks/traces (default: both)")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "reports", help="folder of the report")
+    args = parser.parse_args()
+    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+        rows = [row for group in pool.imap(Job(args.requests, args.seeds), args.traces.split(",")) for row in group]
+    command = f"python -m benchmarks.leases --requests {args.requests} --seeds {args.seeds}"
+    (args.out / "leases.json").write_text(json.dumps({"command": command, "runs": rows}) + "\n")
+    text = as_markdown(rows, command)
+    (args.out / "leases.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""The ledger: one JSON line an answered request, with its tokens by what they cost, and the price by the configured
+rules. Counts are the engines' own or none; no text, no credential, no session."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from kvproxy.config.ledger_schema import LedgerPrice, LedgerSettings
+from kvproxy.filters.chain import WallClock
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.receipts.files import RotatingFile, list_files, list_workers
+from kvproxy.receipts.recorder import RecorderTarget
+from kvproxy.receipts.writer import Writer
+from kvproxy.request.exchange import Exchange, Outcome
+from kvproxy.request.observer import RequestObserver
+from kvproxy.types import Clock
+
+QUEUE = "ledger"
+#: Shutdown waits no longer for a slow disk.
+_CLOSE_S = 5.0
+_PER = 1_000_000.0  # tokens that a price is for
+
+
+class LedgerEntry(msgspec.Struct, frozen=True):
+    """One request. None: the engine did not say; then nothing is billed as cached, and without a count of the prompt
+    there is no price."""
+
+    time: str  # of its end, UTC
+    request_id: str
+    tenant: str
+    model: str
+    cluster: str
+    end: str
+    uncached: int | None
+    cached: int | None
+    output: int | None
+    price: float | None  # None: no rule for this model, or no counts
+
+
+def price_of(prices: Sequence[LedgerPrice], model: str, uncached: int, cached: int, output: int) -> float | None:
+    """By the first rule for the model; None: there is none."""
+    for rule in prices:
+        if rule.model == model or (rule.model.endswith("*") and model.startswith(rule.model[:-1])):
+            return round((uncached * rule.uncached + cached * rule.cached + output * rule.output) / _PER, 9)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Over:
+    """A request that is over, as the writer's thread gets it."""
+
+    request_id: str
+    tenant: str
+    model: str
+    ended_at: float
+    outcome: Outcome
+
+
+class Ledger(RequestObserver):
+    """Entered before the first request and left after the last."""
+
+    def __init__(self, settings: LedgerSettings, *, metrics: Metrics, clock: Clock, wall_clock: WallClock) -> None:
+        self._prices = settings.prices
+        self._clock = clock
+        self._wall_clock = wall_clock
+        file = RotatingFile(
+            Path(settings.path),
+            max_bytes=settings.max_file,
+            max_files=settings.max_files,
+            period_s=settings.period,
+            wall_clock=lambda: wall_clock().timestamp(),
+        )
+        written, dropped, failed = (metrics.bounds.ledger.labels(each) for each in ("written", "dropped", "failed"))
+        self._writer: Writer[_Over] = Writer(
+            file, self._line, limit=settings.max_queue, written=written, dropped=dropped, failed=failed
+        )
+        metrics.bounds.queue_depth.labels(QUEUE).set_function(lambda: self._writer.waiting)
+        metrics.bounds.queue_limit.labels(QUEUE).set(settings.max_queue)
+
+    async def __aenter__(self) -> Self:
+        self._writer.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self._writer.close, _CLOSE_S)
+
+    def finished(self, exchange: Exchange, now: float) -> None:
+        """Entered is what an engine answered well, whole or in part; what it refused costs nothing."""
+        inference, outcome = exchange.inference, exchange.outcome
+        if inference is not None and outcome.ttft_s is not None and 200 <= outcome.status < 300:
+            self._writer.put_item(_Over(exchange.request_id, exchange.tenant, inference.model, now, outcome))
+
+    def _line(self, over: _Over) -> bytes:
+        outcome, ended = over.outcome, self._wall_clock() - timedelta(seconds=self._clock() - over.ended_at)
+        prompt, cached, output = outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens
+        uncached = None if prompt is None else prompt - (cached or 0)
+        price = None if uncached is None else price_of(self._prices, over.model, uncached, cached or 0, output or 0)
+        entry = LedgerEntry(
+            time=ended.astimezone(UTC).isoformat(timespec="milliseconds"),
+            request_id=over.request_id,
+            tenant=over.tenant,
+            model=over.model,
+            cluster=outcome.cluster,
+            end=outcome.end,
+            uncached=uncached,
+            cached=cached,
+            output=output,
+            price=price,
+        )
+        return msgspec.json.encode(entry) + b"\n"
+
+
+@dataclass(slots=True)
+class LedgerSum:
+    """What one tenant had of one model."""
+
+    requests: int = 0
+    uncached: int = 0
+    cached: int = 0
+    output: int = 0
+    price: float = 0.0
+    uncounted: int = 0  # requests without a count of the prompt, such as those whose client left
+    unpriced: int = 0
+
+    def add(self, entry: LedgerEntry) -> None:
+        """One more request."""
+        self.requests += 1
+        self.uncached += entry.uncached or 0
+        self.cached += entry.cached or 0
+        self.output += entry.output or 0
+        self.price += entry.price or 0.0
+        self.uncounted += entry.uncached is None
+        self.unpriced += entry.price is None
+
+
+@dataclass(slots=True)
+class LedgerReader:
+    """Sums over a ledger, its predecessors and other workers' files beside it. `broken` counts lines that are none."""
+
+    path: Path
+    broken: int = 0
+    sums: dict[tuple[str, str], LedgerSum] = field(default_factory=dict)
+
+    def read(self, *, since: datetime | None = None, until: datetime | None = None) -> dict[tuple[str, str], LedgerSum]:
+        """By tenant and model, of requests that ended in this time. FileNotFoundError when there is no such file."""
+        for newest in list_workers(self.path):
+            for path in reversed(list(list_files(newest))):
+                with path.open("rb") as lines:
+                    for entry in self._entries(lines):
+                        ended = datetime.fromisoformat(entry.time)
+                        if (since is None or ended >= since) and (until is None or ended < until):
+                            self.sums.setdefault((entry.tenant, entry.model), LedgerSum()).add(entry)
+        return self.sums
+
+    def _entries(self, lines: Iterable[bytes]) -> Iterator[LedgerEntry]:
+        for line in lines:
+            if line.isspace():
+                continue
+            try:
+                yield _decoder.decode(line)
+            except msgspec.DecodeError:
+                self.broken += 1
+
+
+_decoder = msgspec.json.Decoder(LedgerEntry)
+
+
+def make_ledger(proxy: RecorderTarget, settings: LedgerSettings) -> Ledger | None:
+    """The ledger these settings ask for."""
+    if not settings.path:
+        return None
+    return Ledger(settings, metrics=proxy.metrics, clock=proxy.clock, wall_clock=proxy.wall_clock)

@@ -1,0 +1,36 @@
+"""How loaded a cluster is, for whatever scales it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvproxy.config.cluster_schema import AutoscalingSettings, PolicyName
+from kvproxy.routing.policy import OverlapFacts
+from kvproxy.routing.work import features_of, seconds_of
+from tests.cluster.conftest import Bench, MakeCluster
+
+
+def waiting_s(bench: Bench, tokens: int) -> float:
+    """Prefill seconds of a prompt nobody holds."""
+    speeds = bench.cluster.speeds
+    assert speeds is not None
+    return seconds_of(features_of(tokens, 0), speeds.seconds)
+
+
+@pytest.mark.parametrize("wanted_wait", [0.25, 4.0])
+def test_saturation_is_what_waits_by_what_may(make_cluster: MakeCluster, wanted_wait: float) -> None:
+    """In shares of the wanted wait, an endpoint: 1 is what was wanted, whatever that is."""
+    scaling = AutoscalingSettings(wanted_wait=wanted_wait)
+    bench = make_cluster("a", "b", policy=PolicyName.KV_AWARE, autoscaling=scaling)
+    assert bench.cluster.scaling.saturation(bench.clock()) == 0.0
+    bench.picked(facts=OverlapFacts(40_000, {}))
+    expected = waiting_s(bench, 40_000) / 2 / wanted_wait
+    assert bench.cluster.scaling.saturation(bench.clock()) == pytest.approx(expected)
+
+
+def test_without_speeds_nothing_is_said(make_cluster: MakeCluster) -> None:
+    """A policy that learns none knows of no seconds."""
+    bench = make_cluster("a")
+    bench.picked()
+    assert bench.cluster.scaling.saturation(bench.clock()) is None
+    assert bench.cluster.scaling.wanted_endpoints(bench.clock()) is None

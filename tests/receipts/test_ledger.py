@@ -1,0 +1,204 @@
+"""The ledger: what was used, by whom, at what price; never more than the engine said."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvproxy.cli import main
+from kvproxy.commands import ledger as command
+from kvproxy.config.ledger_schema import LedgerPrice
+from kvproxy.config.load import load_config
+from kvproxy.receipts.files import RotatingFile, list_files
+from kvproxy.receipts.ledger import Ledger, LedgerReader, price_of
+from kvproxy.workers.share import take_share
+from tests.support.fake_engine import Call, FakeEngine, event, reply, start_stream
+from tests.support.loopback import serve
+from tests.support.proxy import chat, running_proxy
+
+PRICES = [
+    {"model": "small*", "uncached": 1.0, "cached": 0.1, "output": 2.0},
+    {"uncached": 10, "cached": 1, "output": 20},
+]
+RULES = tuple(LedgerPrice.model_validate(one) for one in PRICES)
+NOVEMBER = datetime(2026, 11, 1, tzinfo=UTC).timestamp()
+DAY_S = 86_400.0
+
+
+@pytest.mark.parametrize(
+    ("model", "counts", "price"),
+    [
+        ("small-1", (1_000_000, 0, 0), 1.0),
+        ("small-1", (0, 1_000_000, 0), 0.1),
+        ("large", (500_000, 500_000, 100_000), 5 + 0.5 + 2),
+        ("", (3, 0, 0), 0.00003),
+    ],
+)
+def test_the_first_rule_for_the_model_counts(model: str, counts: tuple[int, int, int], price: float) -> None:
+    assert price_of(RULES, model, *counts) == pytest.approx(price, abs=1e-12)
+    assert price_of(RULES[:1], "large", *counts) is None
+
+
+def entries(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+async def test_each_answered_request_is_one_line(tmp_path: Path) -> None:
+    """With the engine's counts; a cached count that it leaves out is none, and its prompt is billed as computed."""
+    path, usages = tmp_path / "ledger.jsonl", iter(
+        [b'{"prompt_tokens":100,"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":64}}',
+         b'{"prompt_tokens":100,"completion_tokens":7}', b"null"]
+    )  # fmt: skip
+
+    async def behave(engine: FakeEngine, call: Call, send: Any) -> None:
+        await reply(send, 200, b'{"choices":[],"usage":%s}' % next(usages))
+
+    async with (
+        serve(FakeEngine("a", behave)) as url,
+        running_proxy({"a": url}, ledger={"path": str(path), "prices": PRICES}) as proxy,
+    ):
+        for _ in range(3):
+            sent = await proxy.client.post(
+                "/v1/chat/completions", json=chat("a secret"), headers={"authorization": "Bearer sk-hidden"}
+            )
+            assert sent.status_code == 200
+    assert proxy.metric("kvproxy_ledger_entries_total", result="written") == 3
+    first, second, third = entries(path)
+    assert (first["uncached"], first["cached"], first["output"], first["price"]) == (36, 64, 7, 0.000564)
+    assert (second["uncached"], second["cached"], second["price"]) == (100, None, 0.00114)
+    assert (third["uncached"], third["cached"], third["output"], third["price"]) == (None, None, None, None)
+    assert (first["model"], first["tenant"], first["end"]) == ("m", "", "completed")
+    assert b"hidden" not in path.read_bytes()
+    assert b"secret" not in path.read_bytes()
+    assert path.stat().st_mode & 0o077 == 0
+
+
+async def test_what_no_engine_answered_is_not_billed(tmp_path: Path) -> None:
+    """Refusals, failures of engines and of clients; an answer that broke off is, with what is known of it."""
+    path, calls = tmp_path / "ledger.jsonl", iter([400, 500, 200])
+
+    async def behave(engine: FakeEngine, call: Call, send: Any) -> None:
+        status = next(calls)
+        if status == 200:
+            await start_stream(send)
+            await event(send, b'{"choices":[{"delta":{"content":"x"}}]}')
+            raise ConnectionResetError
+        await reply(send, status, b'{"error":{"message":"no"},"usage":{"prompt_tokens":5}}')
+
+    async with (
+        serve(FakeEngine("a", behave)) as url,
+        running_proxy({"a": url}, ledger={"path": str(path)}, retry={"attempts": 1}) as proxy,
+    ):
+        for _ in range(3):
+            await proxy.client.post("/v1/chat/completions", json=chat(stream=True))
+        await proxy.client.get("/v1/models")
+    [broken] = entries(path)
+    assert (broken["end"], broken["uncached"], broken["price"]) == ("upstream_died", None, None)
+
+
+async def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:
+    """The disk is slow: requests go on."""
+    path = tmp_path / "ledger.jsonl"
+    os.mkfifo(path)  # opening it for writing alone would wait for a reader
+    keep = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    async with (
+        serve(FakeEngine("a")) as url,
+        running_proxy({"a": url}, ledger={"path": str(path), "max_queue": 1}) as proxy,
+    ):
+        [ledger] = [one for one in proxy.proxy.observers if isinstance(one, Ledger)]
+        ledger._writer._limit = 0
+        assert (await proxy.client.post("/v1/chat/completions", json=chat())).status_code == 200
+        assert proxy.metric("kvproxy_ledger_entries_total", result="dropped") == 1
+        assert proxy.metric("kvproxy_queue_limit", queue="ledger") == 1
+    os.close(keep)
+
+
+def test_a_file_holds_one_day(tmp_path: Path) -> None:
+    """Of UTC, over a restart too; the number of files is bounded."""
+    now, path = [NOVEMBER + 10.0], tmp_path / "l"
+
+    def opened() -> RotatingFile:
+        return RotatingFile(path, max_bytes=1000, max_files=3, period_s=DAY_S, wall_clock=lambda: now[0])
+
+    file = opened()
+    for day in range(5):
+        for _ in range(2):
+            file.write_lines([b"day %d\n" % day])
+            now[0] += DAY_S / 2
+    file.close()
+    os.utime(path, (now[0] - DAY_S, now[0] - DAY_S))
+    file = opened()
+    file.write_lines([b"day 5\n"])
+    file.close()
+    assert [one.read_bytes() for one in list_files(path)] == [b"day 5\n", b"day 4\n" * 2, b"day 3\n" * 2]
+
+
+def written(path: Path, *rows: tuple[str, str, int | None, int | None, int, float | None], day: int = 1) -> None:
+    with path.open("ab") as file:
+        for tenant, model, uncached, cached, output, price in rows:
+            row = {"time": f"2026-11-{day:02}T12:00:00.000+00:00", "request_id": "r", "tenant": tenant, "model": model,
+                   "cluster": "default", "end": "completed", "uncached": uncached, "cached": cached, "output": output,
+                   "price": price}  # fmt: skip
+            file.write(json.dumps(row).encode() + b"\n")
+
+
+def test_sums_are_by_tenant_and_model_over_all_files(tmp_path: Path) -> None:
+    """Rotated ones and those of other workers; lines that are none are counted."""
+    path = tmp_path / "l"
+    written(
+        path, ("alice", "m", 100, 50, 10, 1.5), ("bob", "m", 10, None, 1, 0.25), ("alice", "m", None, None, 0, None)
+    )
+    written(tmp_path / "l.1", ("alice", "m", 1, 1, 1, 0.5), day=2)
+    written(tmp_path / "l.worker-1", ("alice", "other", 7, 0, 1, 0.125))
+    (tmp_path / "l.1").write_bytes((tmp_path / "l.1").read_bytes() + b'{"time": "2026\n\n')
+    reader = LedgerReader(path)
+    sums = reader.read()
+    alice = sums["alice", "m"]
+    assert (alice.requests, alice.uncached, alice.cached, alice.output, alice.price) == (3, 101, 51, 11, 2.0)
+    assert (alice.uncounted, alice.unpriced, reader.broken) == (1, 1, 1)
+    assert sums["alice", "other"].price == 0.125
+    since = LedgerReader(path).read(since=datetime(2026, 11, 2, tzinfo=UTC))
+    assert list(since) == [("alice", "m")]
+    assert LedgerReader(path).read(until=datetime(2026, 11, 1, tzinfo=UTC)) == {}
+
+
+def test_the_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "l"
+    written(path, ("alice", "m", 1_234_567, 50, 10, 1.5), ("bob", "\x1b[2J", 10, None, 1, None))
+    assert main(["ledger", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[1].split() == ["alice", "m", "1", "1,234,567", "50", "10", "1.5000"]
+    assert "\x1b" not in said
+    assert "1 without a price" in said
+    assert main(["ledger", str(path), "--json", "--since", "2026-11-01"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["rows"]) == 2
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    err = io.StringIO()
+    assert command.run(tmp_path / "no", since=None, until=None, as_json=False, out=io.StringIO(), err=err) == 1
+    assert "no" in err.getvalue()
+    with pytest.raises(SystemExit):
+        main(["ledger", "x", "--since", "yesterday"])
+    assert "2026-11-01" in capsys.readouterr().err
+
+
+def test_workers_have_a_ledger_each_and_a_part_of_each_budget(tmp_path: Path) -> None:
+    """What they may hold under leases adds up to no more than what is configured."""
+    leases = {"enabled": True, "tenant_tokens": 1001, "tenants": [{"tenant": "t", "tokens": 7}], "endpoint_tokens": 10}
+    config = load_config({
+        "endpoints": ["http://127.0.0.1:1"], "ledger": {"path": str(tmp_path / "l")},
+        "filters": ["inference_request", {"kvcache": {"leases": leases}}, "router"],
+    })  # fmt: skip
+    shares = [take_share(config, index, 4) for index in range(4)]
+    assert len({one.ledger.path for one in shares}) == 4
+    given = [one.filters[1].settings.leases for one in shares]
+    assert sum(one.tenant_tokens for one in given) <= 1001
+    assert sum(one.tenants[0].tokens for one in given) <= 7
+    assert sum(one.endpoint_tokens for one in given) <= 10

@@ -1,0 +1,185 @@
+"""What comes too late, from a life that is over or behind what is newer, and what is kept of the silent."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvproxy.sync import wire
+from kvproxy.sync.peers import FORGET_S, SyncStatus
+from tests.sync.support import BEAT_S, A, B, Bus, Node, pair
+
+
+def test_a_load_that_was_overtaken_counts_no_more() -> None:
+    """The batch that had a request under way comes after the one that says it is over."""
+    bus, one, two = pair()
+    request = one.begin(A, 1)
+    one.flush()
+    [late], bus.waiting = bus.waiting, []
+    one.end(request)
+    one.flush()
+    bus.waiting.append(late)
+    [*newer, late] = bus.waiting
+    for sent in (*newer, late):
+        two.peers.receive(wire.decode(sent.payload), len(sent.payload), two.now)
+    assert two.in_flight() == {A: 0, B: 0}
+    assert two.held(1) == {A: 1}
+
+
+def test_a_life_before_the_one_that_is_known_is_not_begun() -> None:
+    """Nobody here ever heard of it: its epoch alone says that it is over."""
+    bus = Bus()
+    two, one = Node(bus, "two"), Node(bus, "one", epoch=5)
+    bus.heal(2)
+    one.begin(B, 9)
+    one.flush()
+    bus.deliver()
+    before = Node(Bus(), "one", epoch=4)
+    before.bus.nodes.append(two)
+    before.begin(A, 1)
+    before.flush()
+    [late] = before.bus.waiting
+    two.peers.receive(wire.decode(late.payload), len(late.payload), two.now)
+    assert [peer.origin.epoch for peer in two.peers.known.values()] == [5]
+    assert two.in_flight() == {A: 0, B: 1}
+
+
+def test_a_goodbye_is_the_last_word() -> None:
+    """A message that was overtaken by it does not bring the life back."""
+    bus, one, two = pair()
+    one.begin(A, 1)
+    one.flush()
+    [late], bus.waiting = bus.waiting, []
+    one.peers.leave()
+    bus.deliver()
+    two.peers.receive(wire.decode(late.payload), len(late.payload), two.now)
+    assert not two.peers.known
+    assert two.in_flight() == {A: 0, B: 0}
+
+
+def test_who_was_silent_for_long_is_forgotten() -> None:
+    """Names of lives that ended without a word do not pile up."""
+    bus, one, two = pair()
+    bus.nodes.remove(one)
+    bus.now += FORGET_S
+    two.beat()
+    assert [peer.alive for peer in two.peers.known.values()] == [False]
+    bus.now += BEAT_S
+    two.beat()
+    assert not two.peers.known
+
+
+def test_who_dies_while_another_joins_takes_its_load_along() -> None:
+    """What it said meanwhile was kept for later, and does not bring it back then: nothing would ever end it."""
+    bus, one, two = pair()
+    three = Node(bus, "three")
+    three.peers.join(three.now)
+    bus.deliver()
+    bus.now += 0.1
+    three.peers.look(three.now)
+    bus.deliver()
+    two.begin(B, 7)
+    two.flush()
+    bus.deliver()
+    assert three.in_flight() == {A: 0, B: 1}
+    bus.nodes.remove(two)
+    for _ in range(4):
+        bus.now += BEAT_S
+        one.beat()
+        three.beat()
+        bus.deliver()
+    assert three.in_flight() == {A: 0, B: 0}
+    bus.heal(8)
+    assert three.peers.status is SyncStatus.SYNCED
+    assert three.in_flight() == {A: 0, B: 0}
+    assert three.held(7) == {}
+
+
+def test_a_drain_of_an_endpoint_that_came_back_is_told_again() -> None:
+    """It was drained before it left; what was told then says nothing of the one that has its name now."""
+    bus, one, two = pair()
+    one.cluster.draining[A] = True
+    bus.heal(2)
+    assert two.cluster.draining == {A: True}
+    ledger = one.cluster.ledgers.pop(A)
+    one.cluster.draining.clear()
+    bus.heal(2)
+    one.cluster.ledgers[A] = ledger
+    two.cluster.draining.clear()
+    bus.heal(2)
+    assert two.cluster.draining == {}
+    one.cluster.draining[A] = True
+    bus.heal(2)
+    assert two.cluster.draining == {A: True}
+
+
+def test_what_an_engine_prefilled_after_it_lost_everything_is_held_elsewhere_too() -> None:
+    """The loss empties what is believed of it; the prompt that showed it is there."""
+    bus, one, two = pair()
+    indexes = one.cluster.indexes
+    assert indexes is not None
+    one.end(one.begin(A, 1, 2, 3))
+    request = one.begin(A, 5, 6)
+    one.flush()
+    bus.deliver()
+    assert two.held(5, 6) == {A: 2}
+    for node in (one, two):
+        assert node.cluster.indexes is not None
+        node.cluster.indexes.approximate.clear(A)
+        assert node.held(5, 6) == {}
+    indexes.settle_entry(request.entry, prefilled=True, lost=True)
+    one.flush()
+    bus.deliver()
+    assert two.held(5, 6) == one.held(5, 6) == {A: 2}
+
+
+def test_what_waited_for_a_batch_that_is_gone_waits_no_more() -> None:
+    """How things stand says more than it did: nothing is asked for again, and the peer is in order."""
+    bus, one, two = pair()
+    bus.fate = lambda sent: 0
+    one.end(one.begin(A, 1))
+    one.flush()
+    one.peers.sent._kept.clear()
+    bus.fate = lambda sent: 1
+    one.begin(B, 7)
+    one.flush()
+    bus.deliver()
+    assert two.held(7) == {B: 1}
+    assert [peer.waits for peer in two.peers.living] == [0]
+    assert two.peers.status is SyncStatus.SYNCED
+
+
+def test_prompts_that_differ_in_as_many_are_noticed() -> None:
+    """Once: what is believed then is what the peer says."""
+    bus, one, two = pair()
+    one.begin(A, 1)
+    one.flush()
+    bus.deliver()
+    [peer] = two.peers.living
+    peer.heard.digest ^= 1
+    bus.heal(3)
+    assert peer.mismatches == 1
+
+
+def test_a_snapshot_with_a_hole_is_asked_of_another() -> None:
+    """A lost piece would otherwise be made up for by those behind it."""
+    bus, one, two = pair()
+    three = Node(bus, "three")
+    three.peers.join(three.now)
+    bus.deliver()
+    bus.now += 0.1
+    three.peers.look(three.now)
+    bus.deliver()
+    asked, other = (one, two) if one.served else (two, one)
+    asked.peers.send_to(three.origin, wire.Piece(asked.origin, 0, b"first", [], True))
+    asked.peers.send_to(three.origin, wire.Piece(asked.origin, 2, b"third", [], False))
+    bus.deliver()
+    assert three.peers.status is SyncStatus.JOINING
+    assert other.served == [three.origin]
+
+
+def test_what_is_longer_than_any_message_is_not_read() -> None:
+    """However well it is formed."""
+    long = wire.Piece(wire.Origin("one", 0, 1), 0, b"0" * (2 * wire.MAX_BYTES), [], False)
+    with pytest.raises(msgspec.DecodeError):
+        wire.decode(wire.encode(long))
