@@ -39,17 +39,14 @@ from kvproxy.routing.traffic import ArrivalStats, EndpointArrivals, Pool, PoolSp
 from kvproxy.routing.work import Features, prefill_s
 from kvproxy.types import EndpointId, count_lower
 
-#: Work is believed to delay at most this many of those bound to the endpoint, and as many of all.
-MAX_KAPPA = 9.0
+MAX_KAPPA = 9.0  # work is believed to delay at most this many of those bound to the endpoint, and as many of all
 #: So many sequences at most count as stalled by a prefill: with hundreds in flight nothing else would decide.
 MAX_STALLED = 60
 #: Where there are as many everywhere, so many still count of those that one endpoint has beyond the others: without
 #: that nothing would keep them alike until the slots of some run out.
 MAX_UNEVEN = 15
-#: Where there is a target for the time between tokens, what a second costs that an answer ends late by.
-LATENESS = 0.1
-#: A request that takes under this share of the time it would take elsewhere is bound to its endpoint.
-BOUND_BELOW = 0.5
+LATENESS = 0.1  # where there is a target for the time between tokens: of each second that an answer ends late by
+BOUND_BELOW = 0.5  # a request that takes under this share of the time it would take elsewhere is bound to its endpoint
 #: In a pool of so many candidates a choice goes by the speeds of a placement at most TICK_S ago: what was worked out of
 #: an endpoint whose load did not change stands until then.
 LARGE, TICK_S = 32, 0.02
@@ -131,19 +128,17 @@ class KvAware(Policy):
             cost = wait + own * (slow + stall * (everywhere + stalled)) + own * kappa + foresight * past.usual_wait_s
             costs.append(cost / weight)
         if target_itl is not None:
-            for index, (own, slow, load, weight) in enumerate(
-                zip(owns, slowness, pool.loads, pool.weights, strict=True)
-            ):
+            loaded = zip(owns, slowness, pool.loads, pool.weights, strict=True)
+            for index, (own, slow, load, weight) in enumerate(loaded):
                 late_s = self.steps.late_s(load.in_flight, slow, target_itl) + slow * own * load.in_flight
                 costs[index] += LATENESS * late_s / weight
         if (more := request.adapter_s) is not None:
             costs = [one + more.get(id_, 0.0) / w for one, id_, w in zip(costs, pool.ids, pool.weights, strict=True)]
         index = least(costs, self._rng)
-        if (others := self.others) is not None:
-            ends_s = costs
-            if more is None and settings.target_itl is None:
-                ends_s = [(t + s * o) / w for t, s, o, w in zip(waits, slowness, owns, pool.weights, strict=True)]
-            index = others.choose_apart(index, costs, ends_s, pool.loads)
+        if self.others is not None:
+            ends_s = [(t + s * o) / w for t, s, o, w in zip(waits, slowness, owns, pool.weights, strict=True)]
+            ends_s = ends_s if more is None and target_itl is None else costs
+            index = self.others.choose_apart(index, costs, ends_s, pool.loads)
         here, elsewhere = 0, 0
         if held:
             here, held[index] = held[index], 0
