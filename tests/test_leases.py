@@ -129,7 +129,7 @@ async def world(
     **config: Any,
 ) -> AsyncIterator[World]:  # fmt: skip
     clock = FakeClock()
-    given = {"enabled": True, "min_tokens": 256, **(leases or {})}
+    given = {"enabled": True, "min_tokens": 256, "touch": True, **(leases or {})}
     cache = {"lmcache_endpoint": lmcache, "engine_metrics_interval": 0, "leases": given,
              "lookup_routing_timeout": 60, "request_timeout": 60, **(kvcache or {})}  # fmt: skip
     raw = {"endpoints": {"a": engine_url}, "health": {"active": False},
