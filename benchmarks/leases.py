@@ -176,8 +176,8 @@ class LeasedTime(VirtualTime):
         if self._store is not None:
             self._store.pin(blocks, -1)
 
-    def _scrape(self, now: float) -> None:
-        super()._scrape(now)
+    def _scrape(self, what: None, now: float) -> None:
+        super()._scrape(what, now)
         for lease, why in self.book.take_expired(now):
             self.counts[why] += 1
             self._unpin(lease)

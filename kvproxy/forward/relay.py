@@ -125,27 +125,21 @@ def read_end(
     """What an answer's `first` piece and its `tail` say: token counts, for the outcome, or the error that it is."""
     inference, outcome = exchange.inference, exchange.outcome
     if inference is None:
-        if post and _may_tell_usage(headers):  # no body hides it
-            _read_usage(exchange, first, tail, None)
-        return None
-    if status == 200 and ERROR_MARK in tail and (reported := error_status(tail)) is not None:
+        if not (post and _may_tell_usage(headers)):  # no body hides it
+            return None
+    elif status == 200 and ERROR_MARK in tail and (reported := error_status(tail)) is not None:
         if reported >= 500:  # else a client's mistake, found late
             outcome.end = "engine_error"
         return EngineReportedError("the engine ended its stream with an error event", status=reported)
-    _read_usage(exchange, first, tail, inference.kind)
-    return None
-
-
-def _read_usage(exchange: Exchange, first: bytes, tail: bytes, kind: RequestKind | None) -> None:
-    head = first if kind in (RequestKind.MESSAGES, None) else b""
-    usage = read_usage(tail, head, native=kind is None)
-    outcome, inference = exchange.outcome, exchange.inference
+    head = first if inference is None or inference.kind is RequestKind.MESSAGES else b""
+    usage = read_usage(tail, head, native=inference is None)
     if usage is not None:
         outcome.prompt_tokens = usage.prompt_tokens
         outcome.cached_tokens = usage.cached_tokens
         outcome.completion_tokens = usage.completion_tokens
     if inference is not None and inference.continuable:
         outcome.response_id = read_response_id(first)
+    return None
 
 
 def _may_tell_usage(headers: Headers) -> bool:

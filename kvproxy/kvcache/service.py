@@ -60,7 +60,7 @@ class KvCache:
         state: CacheState | None = None,
         streams: EventStreams | None = None,
     ) -> None:
-        self.settings, self.clusters, self._metrics = settings, clusters, metrics
+        self.settings, self.clusters, self._metrics, self._acts = settings, clusters, metrics, _acts(settings)
         self.state = CacheState.empty(metrics=metrics, clock=clock) if state is None else state
         self._pool = UpstreamPool(max_connections=settings.max_connections, clock=clock)
         self._engines = Engines(self._pool, timeout_s=settings.request_timeout, tokenizer_url=settings.vllm_endpoint)
@@ -205,8 +205,7 @@ class KvCache:
         if facts.request.session_ends:
             self._end_session(facts)
             return
-        settings = self.settings
-        if not (result.prefilled and (settings.lmcache_endpoint or settings.kv_events or settings.leases.enabled)):
+        if not (result.prefilled and self._acts):
             return
         self.overlap.tokens.note_count(facts, result.prompt_tokens)
         endpoint = None if result.endpoint is None else facts.cluster.find_endpoint(result.endpoint)
@@ -241,3 +240,8 @@ class KvCache:
         if self.warming is not None:
             self.warming.tick()
         await self.overlap.tier_counts.refresh()
+
+
+def _acts(settings: KvCacheSettings) -> bool:
+    """Whether anything is done about finished requests but learning."""
+    return bool(settings.lmcache_endpoint) or settings.kv_events or settings.leases.enabled

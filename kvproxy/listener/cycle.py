@@ -134,7 +134,7 @@ class RequestCycle(msgspec.Struct, eq=False):
             return
         self._pieces += pieces
         self._buffered_bytes += size_bytes + _PIECE_BYTES * len(pieces)
-        if self.full:
+        if self._buffered_bytes > HIGH_WATER_BYTES:
             self._connection.pause_reading()
         if self._connection.waiters:
             self._connection.wake()

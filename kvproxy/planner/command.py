@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TextIO
 
@@ -13,12 +13,13 @@ from kvproxy.config.model import parse_size_bytes
 from kvproxy.config.paths import spelling_hint
 from kvproxy.errors import KvproxyError
 from kvproxy.planner.layers import DTYPE_BYTES, KvLayers, PlanError, read_layers
-from kvproxy.planner.memory import SEQUENCE_TOKENS, Engine, count_tiers
+from kvproxy.planner.memory import SEQUENCE_TOKENS, Engine, Tier, count_tiers
 from kvproxy.planner.models import Model, find_model, known_models
 from kvproxy.planner.report import PlanReport
 from kvproxy.planner.traffic import TrafficPlan, Wanted, play_sizes
 from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.settings import ENGINES
+from kvproxy.replay.tier_plan import TierPlan
 from kvproxy.replay.trace import Trace, read_trace
 
 #: Precisions in which KV can be kept.
@@ -71,7 +72,7 @@ def _plan(args: argparse.Namespace, err: TextIO) -> PlanReport:
     tiers = count_tiers(engine, layers)
     if trace is None:
         return PlanReport(model, layers, engine, tiers)
-    traffic = _traffic(args, trace, tiers[0].tokens)
+    traffic = _traffic(args, trace, tiers)
     return PlanReport(model, layers, engine, tiers, traffic, play_sizes(traffic, err=err), wanted)
 
 
@@ -146,14 +147,20 @@ def _usual_tokens(trace: Trace) -> int:
     return sum(lengths) // len(lengths)
 
 
-def _traffic(args: argparse.Namespace, trace: Trace, tokens: int) -> TrafficPlan:
+def _traffic(args: argparse.Namespace, trace: Trace, tiers: Sequence[Tier]) -> TrafficPlan:
     try:
         shares = tuple(float(each) for each in args.sizes.split(","))
     except ValueError:
         shares = ()
     if not shares or min(shares) <= 0 or args.instances < 1 or args.load <= 0:
         raise PlanError("--sizes takes shares such as 0.5,1,2; --instances is at least 1 and --load above 0")
-    fleet = replace(ENGINES[args.engine], instances=args.instances, capacity_tokens=tokens)
+    if min(args.host_gbps, args.disk_gbps) <= 0:
+        raise PlanError("--host-gbps and --disk-gbps are above 0")
+    fleet = replace(ENGINES[args.engine], instances=args.instances, capacity_tokens=tiers[0].tokens)
     if args.prefill_tokens_per_s is not None:
         fleet = replace(fleet, timing=replace(fleet.timing, prefill_tokens_per_s=args.prefill_tokens_per_s))
-    return TrafficPlan(trace, fleet, PolicySpec.parse(args.policy), args.load, shares)
+    tokens = {tier.name: tier.tokens for tier in tiers[1:]}
+    token_bytes = round(tiers[-1].bytes_per_token)  # the same in host memory and on disk
+    below = TierPlan(gb_per_s=args.host_gbps, disk_gb_per_s=args.disk_gbps, kv_bytes_per_token=token_bytes)
+    return TrafficPlan(trace, fleet, PolicySpec.parse(args.policy), args.load, shares,
+                       tokens.get("host", 0), tokens.get("disk", 0), below)  # fmt: skip

@@ -46,5 +46,7 @@ def _add_traffic_options(group: argparse._ArgumentGroup) -> None:
            help="share of their throughput with a pooled cache of the planned size (default %(default)s)")  # fmt: skip
     option("--policy", default="kv_aware", metavar="P", help="as in `kvproxy replay` (default %(default)s)")
     option("--engine", choices=list(ENGINES), default="h100", help="speeds and limits (default %(default)s)")
+    option("--host-gbps", type=float, default=20.0, metavar="X", help="read from host memory (default %(default)g)")
+    option("--disk-gbps", type=float, default=5.0, metavar="X", help="read from disk (default %(default)g)")
     option("--prefill-tokens-per-s", type=float, metavar="X", help="of an engine; TTFT is no better than this figure")
     option("--plot", type=Path, metavar="FILE", help="write an HTML page with plots (FILE.html)")

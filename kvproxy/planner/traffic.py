@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TextIO
 
@@ -13,6 +13,7 @@ from kvproxy.replay.pooled import measure_bound
 from kvproxy.replay.report import ProgressBar, announce_part
 from kvproxy.replay.results import Summary, summarize_outcomes
 from kvproxy.replay.settings import ReplayFleet
+from kvproxy.replay.tier_plan import TierPlan
 from kvproxy.replay.trace import Trace
 
 
@@ -25,6 +26,17 @@ class TrafficPlan:
     policy: PolicySpec
     load: float = 0.7
     shares: Sequence[float] = (0.25, 0.5, 1.0, 2.0, 4.0)
+    host_tokens: int = 0  # an engine, whatever the size of its cache
+    disk_tokens: int = 0
+    below: TierPlan = field(default_factory=TierPlan)  # how fast these are
+
+    def fleet_of(self, tokens: int) -> ReplayFleet:
+        """Engines with so many tokens of device memory, and what there is below it."""
+        fleet = replace(self.fleet, capacity_tokens=tokens)
+        if not self.host_tokens and not self.disk_tokens:
+            return fleet
+        host, disk = self.host_tokens / tokens, self.disk_tokens / tokens
+        return replace(fleet, tiers=replace(self.below, host=host, disk=disk))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +93,7 @@ def play_sizes(plan: TrafficPlan, *, err: TextIO) -> list[Row]:
         outcomes = play_policy(
             bound.trace,
             bound.pace,
-            replace(plan.fleet, capacity_tokens=tokens),
+            plan.fleet_of(tokens),
             plan.policy.make(rng=Random(1)),
             queue=plan.policy.queue,
             priority=plan.policy.priority,

@@ -39,16 +39,38 @@ class _Message(msgspec.Struct, gc=False):
     content: list[_Object]
 
 
+class _Text(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    type: Raw
+    text: Raw
+
+
+class _Texts(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    role: Raw
+    content: list[_Text]
+
+
 #: The objects of something that may have marks.
 Decode = Callable[[bytes], list[_Object]]
 _decode_objects: Decode = msgspec.json.Decoder(list[_Object]).decode
 _decode_object = msgspec.json.Decoder(_Object).decode
 _decode_message = msgspec.json.Decoder(_Message).decode
+_decode_texts = msgspec.json.Decoder(_Texts).decode
 
 
 def parts_of_message(message: bytes) -> list[_Object]:
     """The parts of its content."""
     return _decode_message(message).content
+
+
+def has_only_texts(message: bytes) -> bool:
+    """Whether it is a role and text parts, none of them marked; a long one is not looked into."""
+    if len(message) > MAX_BYTES:
+        return False
+    try:
+        _decode_texts(message)
+    except UNREADABLE:
+        return False
+    return True
 
 
 def block_itself(block: bytes) -> list[_Object]:

@@ -41,24 +41,18 @@ from kvproxy.types import EndpointId, count_lower
 
 #: Work is believed to delay at most this many of those bound to the endpoint, and as many of all.
 MAX_KAPPA = 9.0
-
 #: So many sequences at most count as stalled by a prefill: with hundreds in flight nothing else would decide.
 MAX_STALLED = 60
-
 #: Where there are as many everywhere, so many still count of those that one endpoint has beyond the others: without
 #: that nothing would keep them alike until the slots of some run out.
 MAX_UNEVEN = 15
-
 #: Where there is a target for the time between tokens, what a second costs that an answer ends late by.
 LATENESS = 0.1
-
 #: A request that takes under this share of the time it would take elsewhere is bound to its endpoint.
 BOUND_BELOW = 0.5
-
 #: In a pool of so many candidates a choice goes by the speeds of a placement at most TICK_S ago: what was worked out of
 #: an endpoint whose load did not change stands until then.
-LARGE = 32
-TICK_S = 0.02
+LARGE, TICK_S = 32, 0.02
 
 
 class _CostedChoice(Choice, frozen=True, kw_only=True):
@@ -80,7 +74,6 @@ class KvAware(Policy):
         "load": "another endpoint holds more of this prompt, but it would cost more there",
         "no_overlap": "no endpoint is known to hold any of this prompt",
     }
-    settings: KvAwareSettings
     speeds: SpeedModel
 
     def __init__(
@@ -94,12 +87,22 @@ class KvAware(Policy):
         self._pool: Pool | None = None  # of the latest candidates
         self._latest: PoolSpeeds | None = None  # of the latest placement, where it was in a large pool
 
+    @property
+    def settings(self) -> KvAwareSettings:
+        return self._settings
+
+    @settings.setter
+    def settings(self, settings: KvAwareSettings) -> None:
+        self._settings = one = settings  # slow to read: what every choice goes by is read once
+        self._weights = one.kappa, one.crowding, one.congestion, one.stall, one.foresight, one.target_itl
+        self._saving = 1.0 - settings.hot_discount
+
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
-        facts, settings = request.facts, self.settings
+        facts = request.facts
         speeds = self._speeds_of(candidates, now)
         pool, seconds, slowness = speeds.pool, speeds.seconds, speeds.slowness
         owns, held = self._own_s(facts, pool, seconds)
-        waits, least_in_flight = [], math.inf
+        waits, costs, least_in_flight = [], [], math.inf
         # Loops, not comprehensions: these are functions of their own to Python 3.11, with cells for names.
         for load, slow in zip(pool.loads, slowness, strict=True):
             waits.append(load.wait_s(seconds, slow, now))
@@ -108,15 +111,16 @@ class KvAware(Policy):
         everywhere = least_in_flight if least_in_flight < MAX_STALLED else MAX_STALLED
         most_uneven = max(MAX_UNEVEN, MAX_STALLED - least_in_flight)
         arrivals = self.arrivals.estimate(pool.ids, waits, now)
-        crowding, delayed, stall, foresight = 0.0, settings.kappa, settings.stall, settings.foresight
-        if delayed is None:
+        delayed, crowding, congestion, stall, foresight, target_itl = self._weights
+        if delayed is not None:
+            crowding = 0.0
+        else:
             rho, arrivals_per_s = self.utilisation.estimate_rates(now)
             idle = 1.0 - rho
-            crowding = settings.crowding / idle
-            delayed = settings.congestion * arrivals_per_s / idle * sum(waits) / len(waits)
+            crowding /= idle
+            delayed = congestion * arrivals_per_s / idle * sum(waits) / len(waits)
             if delayed > MAX_KAPPA:
                 delayed = MAX_KAPPA
-        costs = []
         columns = zip(waits, owns, slowness, pool.loads, arrivals, pool.weights, strict=True)
         for wait, own, slow, load, past, weight in columns:
             bound_s = crowding * past.bound_per_s * (wait + 0.5 * slow * own)
@@ -126,10 +130,11 @@ class KvAware(Policy):
                 stalled = most_uneven
             cost = wait + own * (slow + stall * (everywhere + stalled)) + own * kappa + foresight * past.usual_wait_s
             costs.append(cost / weight)
-        if settings.target_itl is not None:
-            loaded = enumerate(zip(owns, slowness, pool.loads, pool.weights, strict=True))
-            for index, (own, slow, load, weight) in loaded:
-                late_s = self.steps.late_s(load.in_flight, slow, settings.target_itl) + slow * own * load.in_flight
+        if target_itl is not None:
+            for index, (own, slow, load, weight) in enumerate(
+                zip(owns, slowness, pool.loads, pool.weights, strict=True)
+            ):
+                late_s = self.steps.late_s(load.in_flight, slow, target_itl) + slow * own * load.in_flight
                 costs[index] += LATENESS * late_s / weight
         if (more := request.adapter_s) is not None:
             costs = [one + more.get(id_, 0.0) / w for one, id_, w in zip(costs, pool.ids, pool.weights, strict=True)]
@@ -148,7 +153,7 @@ class KvAware(Policy):
         empty where none holds any."""
         request_s, token_s, attention_s, _ = seconds
         prompt, count = facts.prompt_tokens, len(pool.ids)
-        hot, saving = min(facts.hot_tokens, prompt), 1.0 - self.settings.hot_discount
+        hot, saving = min(facts.hot_tokens, prompt), self._saving
         own = request_s + prompt * (token_s + attention_s * (0.5 * prompt))
         if hot > 0:
             own *= 1.0 - saving * hot / prompt

@@ -54,8 +54,7 @@ class SpeedEstimates:
     slowness: Mapping[EndpointId, float]
 
 
-@dataclass(slots=True)
-class _Factor:
+class _Factor(msgspec.Struct, eq=False):
     log: float  # before the model's recentring
     samples: int
     at: float
@@ -197,6 +196,7 @@ class SpeedModel:
         for name, one in state.factors.items():
             if name in keep and len(self._factors) < self._max_endpoints:
                 log = max(-_LOG_BOUND, min(_LOG_BOUND, one.log))
+                self._take_out(EndpointId(name))
                 self._put_in(EndpointId(name), _Factor(log + self._recentred, one.samples, now - away_s - one.age_s))
         self._settle()
 
@@ -256,7 +256,6 @@ class SpeedModel:
         self._recentred += _RECENTRE * (self._logs / len(self._factors) - self._recentred)
 
     def _put_in(self, endpoint: EndpointId, factor: _Factor) -> None:
-        self._take_out(endpoint)
         self._factors[endpoint] = factor
         self._logs += factor.log
 

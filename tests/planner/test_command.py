@@ -64,6 +64,7 @@ def test_a_config_file_with_its_index_is_all_that_is_needed(tmp_path: Path) -> N
         (["--model", "Llama-3.1-8B", "--want-hit", "0.5"], "need a --trace"),
         (["--model", "Llama-3.1-8B", "--plot", "x.html"], "--plot"),
         (["--model", "Llama-3.1-8B", "--trace", str(TRACE), "--sizes", "one"], "--sizes"),
+        (["--model", "Llama-3.1-8B", "--trace", str(TRACE), "--disk-gbps", "0"], "--disk-gbps are above 0"),
         (["--model", "Llama-3.1-8B", "--trace", str(TRACE), "--sizes", "0.000001"], "holds no block"),
     ],
 )
@@ -103,3 +104,8 @@ def test_a_trace_shows_what_sizes_are_worth(tmp_path: Path) -> None:
     assert "63,664 tokens an engine (4x) are enough; cheapest: 2 such GPUs an engine, KV in bf16" in out
     assert page.read_text().count("<svg") == 3
     assert "no size that was played reaches it" in plan(*small, "--want-ttft", "0.00001")[1]
+    for tier in ("--host", "--disk"):
+        assert plan(*small, tier, "20GiB", "--json", str(found))[0] == 0
+        below = json.loads(found.read_text())["sizes"]
+        assert below[0]["hit_rate"] == pytest.approx(last["hit_rate"], abs=0.02)  # all the documents fit there
+        assert below[0]["ttft_mean_s"] > below[1]["ttft_mean_s"]  # and have to be read

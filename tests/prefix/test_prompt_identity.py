@@ -323,3 +323,13 @@ def test_a_hostile_body_is_read_as_it_was_sent(body: bytes) -> None:
     assert known.parts[-1:] == prompt.parts[-1:]
     marks = [shape.count(b'"cache_control"') for shape in (known.shape, prompt.shape)]
     assert marks[0] in (marks[1], max(0, marks[1] - 1))  # one that ends it all is cut without a look at the others
+
+
+@pytest.mark.parametrize("kind", sorted(RULED))
+def test_a_text_with_quotes_is_the_same_in_a_part_and_as_a_string(kind: RequestKind) -> None:
+    """What is quoted in a text is no field of its message, whatever it is called; a field beside the text is."""
+    text = 'say "hi", "cache_control": "tool_calls", \\"'
+    part = {"type": "text", "text": text}
+    contents: list[Any] = [text, [part], [part | {"cache_control": MARK}], [part | {"citations": [text]}]]
+    first, *others = [identity(kind, {"messages": [{"role": "user", "content": one}]}).parts for one in contents]
+    assert [one == first for one in others] == [True, True, False]

@@ -77,7 +77,9 @@ class OverlapSources:
             clock=clock,
         )
         self.tier_counts = TierCounts(self.indexes, clusters, clock=clock)
-        self._uses_tokens = bool(settings.lmcache_endpoint) or settings.kv_events
+        # Read once: settings are slow to read.
+        self._min_tokens, self._looks_up = settings.min_matched_tokens, bool(settings.lmcache_endpoint)
+        self._uses_tokens = self._looks_up or settings.kv_events
         self._facts_seconds = metrics.kvcache.facts_seconds.labels()
         self._running = AsyncExitStack()
         self._entered = False
@@ -86,7 +88,7 @@ class OverlapSources:
         async with AsyncExitStack() as starting:
             starting.push_async_callback(self.tokens.close)
             starting.push_async_callback(self._lookup_task.close)
-            if self._settings.lmcache_endpoint:
+            if self._looks_up:
                 self._connect(starting)
             if self._own_streams is not None:
                 await starting.enter_async_context(self._own_streams)
@@ -122,7 +124,7 @@ class OverlapSources:
         if self._uses_tokens:
             self.tokens.recall_tokens(facts)
         self._assess(facts)
-        if self._entered and request.continues is None and self._settings.lmcache_endpoint:
+        if self._entered and request.continues is None and self._looks_up:
             facts.wants_lookup = self._lookup_task.is_wanted(facts)
         self._facts_seconds.observe(self._clock() - began)
         return facts
@@ -196,7 +198,7 @@ class OverlapSources:
         facts.preferred = None
         if found:
             facts.preferred = preferred_endpoint(
-                facts.overlaps, facts.cluster.endpoints, model=facts.model, min_tokens=self._settings.min_matched_tokens
+                facts.overlaps, facts.cluster.endpoints, model=facts.model, min_tokens=self._min_tokens
             )
 
     def _connect(self, starting: AsyncExitStack) -> None:
