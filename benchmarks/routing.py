@@ -41,6 +41,9 @@ DEPENDS_ON = (
 )
 _NAMES = [each.name for each in fields(Cell)]
 
+#: Written by hand after the run whose report is committed.
+NOTES = Path(__file__).parent / "routing_notes.md"
+
 
 def fingerprint(places: Sequence[str]) -> str:
     """Of the code the figures depend on: files, and folders with all that is in them."""
@@ -105,7 +108,7 @@ def main() -> None:
     command = "python -m benchmarks.routing" + (" --quick" if args.quick else "")
     document = {"command": command, "half": "report", "wanted": len(wanted), "runs": rows}
     (args.out / "routing.json").write_text(json.dumps(document) + "\n")
-    text = routing_report.as_markdown(rows, command=command, wanted=len(wanted))
+    text = routing_report.as_markdown(rows, command=command, wanted=len(wanted)) + NOTES.read_text()
     (args.out / "routing.md").write_text(text)
     print(text)
 

@@ -16,7 +16,9 @@ from kvproxy.admin.pick_request import parse_question
 from kvproxy.admin.replies import Audit, RequestRefused, read_limit, reply_json
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.routes import RouteTarget
+from kvproxy.config.kvcache_actions_schema import PrefixExport
 from kvproxy.errors import Problem
+from kvproxy.kvcache.actions.signals import KnownPrefix
 from kvproxy.kvcache.actions.warming import Warmed
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
 from kvproxy.kvcache.service import KvCache
@@ -24,13 +26,13 @@ from kvproxy.types import InferenceRequest
 
 #: Whose answers say what was reused, and which end after one token.
 _PATHS = ("/v1/chat/completions", "/v1/completions")
-MAX_REPLICAS = 64
+MAX_REPLICAS, MAX_EXPORTED = 64, 200
 #: Fields that would make more of it than one prefill.
 _LEFT_OUT = ("stream_options", "max_completion_tokens", "n", "best_of")
 
 
 class WarmRoutes:
-    """`POST /warm?limit=N`: the request, of the shape of `/pick`, is sent to N endpoints."""
+    """`POST /warm?limit=N`: the request, of the shape of `/pick`, is sent to N endpoints. `GET`: the hot prefixes."""
 
     def __init__(self, operated: AdminTarget, audit: Audit) -> None:
         self._operated = operated
@@ -39,7 +41,19 @@ class WarmRoutes:
 
     def list_routes(self) -> list[Route]:
         """Their paths."""
-        return [Route("/warm", self._warm, methods=["POST"])]
+        return [Route("/warm", self._warm, methods=["POST"]), Route("/warm", self._export, methods=["GET"])]
+
+    async def _export(self, request: Request) -> Response:
+        service = self._operated.kvcache
+        warming = None if service is None else service.warming
+        how = PrefixExport.OFF if service is None else service.settings.warming.export
+        if warming is None or how is PrefixExport.OFF:
+            hint = "kvcache: {warming: {enabled: true, export: tokens}} does"
+            raise RequestRefused(409, Problem("warming.export", "hot prefixes are not exported", hint))
+        hot = warming.find_hot(self._operated.clock())[: read_limit(request, default=100, most=MAX_EXPORTED)]
+        self._audit.write_line(request, "warm.export", prefixes=len(hot), told=how.value)
+        lines = await asyncio.to_thread(_as_lines, hot, how)
+        return Response(lines, media_type="application/x-ndjson")
 
     async def _warm(self, request: Request) -> Response:
         operated = self._operated
@@ -91,6 +105,18 @@ async def _warm_one(
         service.placed(facts, endpoint.id)
         service.finished(facts, Result(endpoint.id, prefilled=True, prompt_tokens=warmed.prompt_tokens))
     return warmed
+
+
+def _as_lines(hot: Sequence[tuple[int, KnownPrefix]], how: PrefixExport) -> bytes:
+    """By tokens, each is a request as `kvproxy warm` reads it."""
+    encode, lines = msgspec.json.encode, []
+    for uses, one in hot:
+        if how is PrefixExport.HASHES:
+            lines.append(encode({"prefix": one.name, "model": one.model, "tokens": len(one.tokens), "uses": uses}))
+        else:
+            salt = {"cache_salt": one.cache_salt} if one.cache_salt else {}
+            lines.append(encode({"model": one.model, "prompt": list(one.tokens), "max_tokens": 1, **salt}))
+    return b"".join(line + b"\n" for line in lines)
 
 
 def _as_prefill(body: bytes, model: str) -> bytes:

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from kvproxy.config.model import Duration, Model, Port
+from kvproxy.config.model import Duration, Model, Name, Port, Secret
 
 
 class FileDiscoverySettings(Model):
@@ -89,6 +89,10 @@ class EtcdDiscoverySettings(Model):
     """Models they serve, where their values do not say it."""
     ca_file: str = ""
     """PEM file to verify https with; empty: the system's."""
+    user: Name | Literal[""] = ""
+    """Of etcd, with the right to read the prefix; empty: its authentication is off."""
+    password: Secret | None = None
+    """Of that user."""
 
 
 class DiscoverySettings(Model):

@@ -98,6 +98,14 @@ class CacheStrategySettings(Model):
     """An action without effect this many times in a row on one instance switches itself off there."""
 
 
+class PrefixExport(StrEnum):
+    """What the admin listener tells of hot prefixes."""
+
+    OFF = "off"
+    HASHES = "hashes"
+    TOKENS = "tokens"  # from which the text can be made again
+
+
 class WarmingSettings(Model):
     """Computing hot prefixes at endpoints that lack them, while these have nothing else to do: after a restart, at a
     new endpoint, and where fewer hold one than its traffic is worth. Needs `kv_events`."""
@@ -108,6 +116,9 @@ class WarmingSettings(Model):
     """An engine that runs and holds more requests than this is left alone; also for `kvproxy warm`."""
     tokens_per_minute: int = Field(default=200_000, ge=1)
     """Budget of all endpoints together."""
+    export: PrefixExport = PrefixExport.OFF
+    """What `GET /warm` tells of the hot prefixes: token ids, by which `kvproxy warm` computes them again after the
+    engines' restart (and from which their text can be read), or hashes alone."""
     uses_per_replica: int = Field(default=50, ge=1)
     """One more endpoint should hold a prefix for each so many uses within `hot_window`."""
 
@@ -157,5 +168,6 @@ class LeaseSettings(Model):
     """Under lease for one tenant (API key) at once; requests without one are a tenant together."""
     tenants: tuple[LeaseBudget, ...] = ()
     """The same for single tenants, where it is another number."""
-    touch: bool = True
-    """Ask the engine for a prompt again (`max_tokens: 1`) where nothing pins and that is expected to save more."""
+    touch: bool = False
+    """Ask the engine for a prompt again (`max_tokens: 1`) where nothing pins and that is expected to save more. No gain
+    by it has been shown."""

@@ -14,6 +14,8 @@ class ListenerTls(Model):
     """PEM file: the certificate, then its chain."""
     private_key: str
     """PEM file of the private key."""
+    client_ca: str = ""
+    """PEM file of authorities: who connects must show a certificate of one of them; empty: none is asked for."""
 
 
 class ListenerSettings(Model):

@@ -9,6 +9,7 @@ from pathlib import Path as FilePath
 from kvproxy.config.addresses import is_address, is_loopback, listener_at, same_origin, url_fault
 from kvproxy.config.cluster_schema import ClusterSettings, EnginePriorityMode, PolicyName
 from kvproxy.config.discovery_schema import DiscoverySettings
+from kvproxy.config.listener_schema import ListenerTls
 from kvproxy.config.paths import Finding, Path, closest_word, error_at, missing_file, warning_at
 from kvproxy.config.schema import Config, RouteSettings
 from kvproxy.config.sync_schema import SyncSettings
@@ -41,9 +42,13 @@ def _listeners(config: Config) -> Iterator[Finding]:
 
 
 def _tls(config: Config) -> Iterator[Finding]:
-    if config.listen.tls is not None:
-        for name in ("certificate", "private_key"):
-            yield from missing_file(("listen", "tls", name), getattr(config.listen.tls, name))
+    yield from _tls_files("listen", config.listen.tls)
+
+
+def _tls_files(listener: str, tls: ListenerTls | None) -> Iterator[Finding]:
+    for name, path in () if tls is None else tls:
+        if path or name != "client_ca":
+            yield from missing_file((listener, "tls", name), path)
 
 
 def _picker(config: Config) -> Iterator[Finding]:
@@ -55,9 +60,7 @@ def _picker(config: Config) -> Iterator[Finding]:
     admin = config.admin
     if admin.enabled and picker.port and picker.port == admin.port:
         yield error_at(("picker", "port"), "the picker has the admin listener's port")
-    if picker.tls is not None:
-        for name in ("certificate", "private_key"):
-            yield from missing_file(("picker", "tls", name), getattr(picker.tls, name))
+    yield from _tls_files("picker", picker.tls)
     for name, cluster in config.clusters.items():
         for index, endpoint in enumerate(cluster.endpoints):
             if not url_fault(endpoint.url) and not is_address(same_origin(endpoint.url)[1]):

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,8 @@ class Server:
         self._silent_until = 0.0  # loop time
         if tls is not None:
             options |= {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.private_key}
+            if tls.client_ca:
+                options |= {"ssl_ca_certs": tls.client_ca, "ssl_cert_reqs": ssl.CERT_REQUIRED}
         defaults: dict[str, Any] = {
             "http": functools.partial(ClientProtocol, limits=self._limits, on_refused=self._refused),
             "loop": "none",

@@ -18,6 +18,8 @@ from kvproxy.request.body import BodiesFull, HeldBodies
 
 log = logging.getLogger("kvproxy.picker")
 
+#: A handshake of TLS takes no longer.
+_HANDSHAKE_S = 10.0
 _PREFIX_BYTES = 5
 _HEAD = encode_fields({b":status": b"200", b"content-type": b"application/grpc"})
 
@@ -193,8 +195,7 @@ class GrpcServer:
     @property
     def port(self) -> int:
         """The bound port, also when asked for port 0."""
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
+        return int(self._server.sockets[0].getsockname()[1])
 
     @property
     def streams(self) -> int:
@@ -202,13 +203,17 @@ class GrpcServer:
         return sum(len(connection.streams) for connection in self.connections)
 
     async def __aenter__(self) -> Self:
-        context = None
-        if self._tls is not None:
-            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            context.load_cert_chain(self._tls.certificate, self._tls.private_key)
+        tls, context = self._tls, None
+        if tls is not None:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tls.client_ca or None)
+            context.verify_mode = ssl.CERT_REQUIRED if tls.client_ca else ssl.CERT_NONE
+            context.load_cert_chain(tls.certificate, tls.private_key)
             context.set_alpn_protocols(["h2"])
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._connect, self._host, self._port, ssl=context, backlog=1024)
+        limit_s = None if context is None else _HANDSHAKE_S
+        self._server = await loop.create_server(
+            self._connect, self._host, self._port, ssl=context, ssl_handshake_timeout=limit_s, backlog=1024
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -225,26 +230,20 @@ class GrpcServer:
             connection.abort()
 
     def _connect(self) -> asyncio.BaseProtocol:
-        if len(self.connections) >= self._max_connections:
-            log.warning("a connection to the picker is refused: all %d are taken", self._max_connections)
-            return _Closing()
-        connection = Http2Connection(self._accept, max_streams=self._max_streams, on_end=self._ended)
-        self.connections.add(connection)
-        return connection
+        return Http2Connection(self._accept, max_streams=self._max_streams, on_change=self._changed)
 
-    def _ended(self, connection: Http2Connection) -> None:
-        self.connections.discard(connection)
-        self._idle.set()
+    def _changed(self, connection: Http2Connection, there: bool) -> None:
+        if not there:
+            self.connections.discard(connection)
+            self._idle.set()
+        elif len(self.connections) < self._max_connections:
+            self.connections.add(connection)
+        else:
+            log.warning("a connection to the picker is refused: all %d are taken", self._max_connections)
+            connection.close_if_idle()
 
     def _accept(self, stream: Stream, fields: Fields) -> StreamHandler:
         method = self._methods.get(fields.get(b":path", b""))
         if method is None:
             return _Refused(Replies(stream), Status.UNIMPLEMENTED, "no such method")
         return _Messages(stream, method, held=self._held, most_bytes=self._most)
-
-
-class _Closing(asyncio.Protocol):
-    """A connection there is no place for."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()

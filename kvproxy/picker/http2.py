@@ -38,9 +38,9 @@ class Http2Connection(asyncio.Protocol):
         accept: Callable[[Stream, Fields], StreamHandler],
         *,
         max_streams: int,
-        on_end: Callable[[Http2Connection], None] = lambda connection: None,
+        on_change: Callable[[Http2Connection, bool], None] = lambda connection, there: None,  # after TLS's handshake
     ) -> None:
-        self._accept, self._max_streams, self._on_end = accept, max_streams, on_end
+        self._accept, self._max_streams, self._on_change = accept, max_streams, on_change
         self.streams: dict[int, Stream] = {}
         self.credit, self.peer_frame_bytes = _DEFAULT_WINDOW, wire.FRAME_BYTES
         self.paused = False  # the peer takes nothing at present
@@ -60,8 +60,8 @@ class Http2Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        sock = transport.get_extra_info("socket")
-        if sock is not None:  # a machine that vanished is noticed, and what its streams reserved is given back
+        self._on_change(self, True)
+        if sock := transport.get_extra_info("socket"):  # vanished machines give back what their streams reserved
             for option, value in ((socket.TCP_KEEPIDLE, _KEEPALIVE_S), (socket.TCP_KEEPINTVL, _KEEPALIVE_S // 3)):
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -74,7 +74,7 @@ class Http2Connection(asyncio.Protocol):
         for stream in streams:
             stream.closed = True
             stream.handler.gone()
-        self._on_end(self)
+        self._on_change(self, False)
 
     def pause_writing(self) -> None:
         self.paused = True

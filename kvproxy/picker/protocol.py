@@ -17,7 +17,7 @@ from google.protobuf.struct_pb2 import DESCRIPTOR as STRUCT_FILE
 
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 PROCESS = f"/{EXT_PROC}/Process"
-CHECK = "/grpc.health.v1.Health/Check"
+CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 
 _PACKAGE = "kvproxy.picker"
 _STRUCT = "google.protobuf.Struct"
@@ -127,4 +127,4 @@ _CLASSES = _build_messages()
 ProcessingRequest, ProcessingResponse = _CLASSES["ProcessingRequest"], _CLASSES["ProcessingResponse"]
 HeaderMap, HeaderValue = _CLASSES["HeaderMap"], _CLASSES["HeaderValue"]
 HealthCheckRequest, HealthCheckResponse = _CLASSES["HealthCheckRequest"], _CLASSES["HealthCheckResponse"]
-SERVING, NOT_SERVING = 1, 2
+SERVING, NOT_SERVING, UNKNOWN = 1, 2, 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 from typing import Protocol, Self
 
@@ -18,6 +19,8 @@ from kvproxy.picker.protocol import (
     NOT_SERVING,
     PROCESS,
     SERVING,
+    UNKNOWN,
+    WATCH,
     HealthCheckRequest,
     HealthCheckResponse,
 )
@@ -25,6 +28,8 @@ from kvproxy.request.body import HeldBodies
 
 #: A body arrives in one message with what Envoy says besides.
 _MESSAGE_BYTES = 1024 * 1024
+#: A watch of the health looks so often for a change.
+_LOOK_S = 0.5
 #: Envoy has a connection or two for each of its workers.
 _MAX_CONNECTIONS = 1024
 
@@ -46,7 +51,10 @@ class PickerServer:
         config, metrics = target.config, target.metrics
         placer = Placer(target, lease_s=settings.lease, fallbacks=settings.fallbacks)
         self._conversations = Conversations(placer, held=target.bodies, metrics=metrics)
-        methods: dict[str, Method] = {PROCESS: self._conversations.begin, CHECK: self._check}
+        self._watches: set[HealthWatch] = set()
+        methods: dict[str, Method] = {
+            PROCESS: self._conversations.begin, CHECK: self._check, WATCH: self._watch,
+        }  # fmt: skip
         self._server = GrpcServer(
             methods,
             host=settings.host,
@@ -72,7 +80,7 @@ class PickerServer:
     @property
     def streams(self) -> int:
         """Requests that Envoy carries now."""
-        return self._server.streams
+        return self._server.streams - len(self._watches)
 
     async def __aenter__(self) -> Self:
         await self._running.enter_async_context(self._conversations.tasks)
@@ -84,6 +92,9 @@ class PickerServer:
 
     def _check(self, replies: Replies) -> HealthCheck:
         return HealthCheck(self._target, replies)
+
+    def _watch(self, replies: Replies) -> HealthWatch:
+        return HealthWatch(self._target, replies, self._watches)
 
 
 class HealthCheck:
@@ -98,17 +109,23 @@ class HealthCheck:
             service = HealthCheckRequest.FromString(raw).service
         except DecodeError:
             self._replies.end(Status.INVALID_ARGUMENT, "not a HealthCheckRequest")
-            return
-        if service == "liveness":
-            serving = True
-        elif service in ("", "readiness", EXT_PROC):
-            serving = self._is_ready()
         else:
+            self.answer(service)
+
+    def answer(self, service: str) -> None:
+        """How it is now, once."""
+        status = self.find_status(service)
+        if status == UNKNOWN:
             self._replies.end(Status.NOT_FOUND, "no such service")
             return
-        status = SERVING if serving else NOT_SERVING
         self._replies.send(HealthCheckResponse(status=status).SerializeToString())
         self._replies.end()
+
+    def find_status(self, service: str) -> int:
+        """Of a service, by its name."""
+        if service == "liveness":
+            return SERVING
+        return (SERVING if self._is_ready() else NOT_SERVING) if service in ("", "readiness", EXT_PROC) else UNKNOWN
 
     def half_closed(self) -> None:
         """As of Call."""
@@ -121,3 +138,40 @@ class HealthCheck:
         target = self._target
         now = target.clock()
         return not target.draining and any(cluster.may_serve("", now) for cluster in target.clusters.values())
+
+
+class HealthWatch(HealthCheck):
+    """One `Watch`: the same now, and again whenever it changed, until the drain begins."""
+
+    def __init__(self, target: ServedTarget, replies: Replies, watches: set[HealthWatch]) -> None:
+        super().__init__(target, replies)
+        self._watches = watches
+        self._said: int | None = None
+        self._again: asyncio.TimerHandle | None = None
+
+    def answer(self, service: str) -> None:
+        """How it is now, and from now on; what is asked after that is not."""
+        if self not in self._watches:
+            self._watches.add(self)
+            self._look(service)
+
+    def _look(self, service: str) -> None:
+        if (status := self.find_status(service)) != self._said:
+            self._said = status
+            self._replies.send(HealthCheckResponse(status=status).SerializeToString())
+        if self._target.draining:
+            self.gone()
+            self._replies.end()
+        else:
+            self._again = asyncio.get_running_loop().call_later(_LOOK_S, self._look, service)
+
+    def half_closed(self) -> None:
+        """As of Call: all has been asked."""
+        if self._again is None:
+            super().half_closed()
+
+    def gone(self) -> None:
+        """As of Call."""
+        self._watches.discard(self)
+        if self._again is not None:
+            self._again.cancel()

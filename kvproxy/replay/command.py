@@ -26,6 +26,7 @@ from kvproxy.replay.results import GoodputLimits
 from kvproxy.replay.settings import ENGINES, Pace, ReplayFleet
 from kvproxy.replay.tier_plan import TierPlan
 from kvproxy.replay.trace import Trace, read_trace
+from kvproxy.replay.transfers import LinkPlan
 
 #: As shells have it for a program that Ctrl-C ended.
 INTERRUPTED = 130
@@ -132,6 +133,7 @@ def _plan(args: argparse.Namespace, *, load: float = DEFAULT_LOAD) -> Comparison
         wrong_share=args.wrong,
         tiers=TierPlan.parse(args.tiers) if args.tiers else None,
         eviction=args.eviction,
+        link=LinkPlan(args.link),
     )
     return ComparisonPlan(fleet, policies, load=load, baseline=args.baseline, seeds=args.seeds,
                 closed_loop=not args.open_loop, prior_factor=args.prior_factor, streamed=args.streamed,

@@ -18,6 +18,7 @@ from kvproxy.replay.results import GoodputLimits, ReplayOutcome, Summary, summar
 from kvproxy.replay.router import SimEndpoint, VirtualRouter
 from kvproxy.replay.settings import Pace, ReplayFleet
 from kvproxy.replay.trace import Trace
+from kvproxy.replay.transfers import TransferPlanner
 from kvproxy.replay.view import IndexView, endpoint_id
 from kvproxy.replay.virtual_time import Change, VirtualTime
 from kvproxy.routing.fair_queue import QueueSettings
@@ -32,9 +33,11 @@ from kvproxy.simulator.timing import TokenGaps
 QUEUE_SUFFIX, PRIORITY_SUFFIX = "+queue", "+priority"
 #: ...and without what events say of tiers below the engines' memory.
 BLIND_SUFFIX = "+tier_blind"
+#: ...and with KV copied between engines on demand.
+MOVE_SUFFIX = "+move"
 
 
-_SUFFIXES = (QUEUE_SUFFIX, PRIORITY_SUFFIX, BLIND_SUFFIX)
+_SUFFIXES = (QUEUE_SUFFIX, PRIORITY_SUFFIX, BLIND_SUFFIX, MOVE_SUFFIX)
 
 
 class UnknownPolicy(KvproxyError):
@@ -49,6 +52,7 @@ class PolicySpec:
     queue: bool = False
     priority: bool = False
     tier_blind: bool = False
+    move: bool = False
 
     @classmethod
     def parse(cls, text: str) -> PolicySpec:
@@ -62,6 +66,8 @@ class PolicySpec:
         if unknown := [suffix for suffix in suffixes if suffix not in _SUFFIXES]:
             hint = spelling_hint(unknown[0], _SUFFIXES)
             raise UnknownPolicy(f"nothing {unknown[0]!r} goes behind a policy ({hint})")
+        if MOVE_SUFFIX in suffixes and name != PolicyName.KV_AWARE:
+            raise UnknownPolicy(f"{MOVE_SUFFIX} needs kv_aware, which prices what is copied")
         timed = [suffix for suffix in suffixes if suffix != BLIND_SUFFIX]
         if timed and not POLICIES[PolicyName(name)].learns_speeds:
             raise UnknownPolicy(
@@ -70,7 +76,7 @@ class PolicySpec:
         return cls(PolicyName(name), *(suffix in suffixes for suffix in _SUFFIXES))
 
     def __str__(self) -> str:
-        chosen = zip(_SUFFIXES, (self.queue, self.priority, self.tier_blind), strict=True)
+        chosen = zip(_SUFFIXES, (self.queue, self.priority, self.tier_blind, self.move), strict=True)
         return self.name.value + "".join(suffix for suffix, has in chosen if has)
 
     def make(self, *, rng: Random, prior_factor: float = 1.0, settings: ClusterSettings | None = None) -> Policy:
@@ -94,6 +100,7 @@ def play_policy(
     queue: bool = False,
     priority: bool = False,
     tier_blind: bool = False,
+    move: bool = False,
     seed: int = 0,
     streamed: float = 1.0,
     token_gaps: TokenGaps | None = None,
@@ -115,8 +122,13 @@ def play_policy(
     ]
     view = IndexView(fleet, blocks.size, rng=Random(seed + 1), tier_blind=tier_blind)
     held = QueueSettings(limit=100_000) if queue else None
+    transfers = None
+    if move and fleet.link is not None:
+        transfers = TransferPlanner(fleet.link, block_size=blocks.size, rng=Random(seed + 4))
     first = [endpoints[index] for index in sorted(fleet.there_at_first())]
-    router = router_type(first, policy, view, queue=held, priority=priority, reports_cached=fleet.reports_cached)
+    router = router_type(
+        first, policy, view, queue=held, priority=priority, reports_cached=fleet.reports_cached, transfers=transfers
+    )
     chance = Random(seed + 2)
     run = VirtualTime(
         blocks,
@@ -125,6 +137,7 @@ def play_policy(
         view,
         index_delay_s=fleet.index_delay_s,
         changes=changes,
+        transfers=transfers,
         jitter=Random(seed + 3) if seed else None,
         streams=lambda: chance.random() < streamed,
         progress=progress,
@@ -184,6 +197,7 @@ def compare(trace: Trace, plan: ComparisonPlan, *, err: TextIO, bound: Bound | N
                 queue=spec.queue,
                 priority=spec.priority,
                 tier_blind=spec.tier_blind,
+                move=spec.move,
                 seed=seed,
                 streamed=plan.streamed,
                 token_gaps=token_gaps,

@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "by name; `list` prints them all")  # fmt: skip
     parser.add_argument("--policy", default=DEFAULT_POLICIES, metavar="P,P...", help="policies, side by side; "
                         "behind kv_aware or least_ttft, +queue adds the router queue, +priority has engines "
-                        "admit in the router's order; behind any, +tier_blind hides tiers below engine memory "
+                        "admit in the router's order; behind kv_aware, +move copies KV between engines on demand "
+                        "(--link); behind any, +tier_blind hides tiers below engine memory "
                         "(default %(default)s)")  # fmt: skip
     parser.add_argument("--baseline", default="", metavar="P", help="policy of the last column (default: the first)")
     parser.add_argument("--instances", type=int, default=8, metavar="N", help="engines (default %(default)s)")
@@ -102,6 +103,9 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--eviction", choices=list(Eviction), type=Eviction, default=Eviction.LRU,
                        help="which blocks engines and tiers give up first; optimum knows the future "
                        "(default %(default)s)")  # fmt: skip
+    group.add_argument("--link", type=float, default=12.5, metavar="GBPS",
+                       help="what +move copies KV over, each way of each engine (default %(default)s; a token's KV is "
+                       "128 KiB; below 1 nothing is copied)")  # fmt: skip
     group.add_argument("--prefill-tokens-per-s", type=float, metavar="X",
                        help=f"(default {timing.prefill_tokens_per_s:g})")  # fmt: skip
     group.add_argument("--quadratic-tokens", type=float, metavar="X",

@@ -10,6 +10,7 @@ from kvproxy.cluster.engine_priority import ClusterPriority
 from kvproxy.cluster.pick import reserve
 from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.trace import Turn
+from kvproxy.replay.transfers import Transfer, TransferPlanner
 from kvproxy.replay.view import CacheView, Settle
 from kvproxy.routing import selector
 from kvproxy.routing.engine_samples import NOTHING_READ, EndedWork, Reading
@@ -75,6 +76,7 @@ class Placement:
     reservation: Reservation
     settle: Settle
     priority: int = 0  # for an engine that schedules by it
+    transfer: Transfer | None = None  # of KV that comes with it
     prefill_s: float = 0.0  # as the engine counts it
 
 
@@ -90,6 +92,7 @@ class VirtualRouter:
         queue: QueueSettings | None = None,
         priority: bool = False,
         reports_cached: bool = True,
+        transfers: TransferPlanner | None = None,
     ) -> None:
         self.endpoints = list(endpoints)  # those that are there
         self._policy = policy
@@ -109,6 +112,7 @@ class VirtualRouter:
             else None
         )
         self._reports_cached = reports_cached
+        self._transfers = transfers
         for endpoint in endpoints:
             self._connect(endpoint)
 
@@ -193,6 +197,8 @@ class VirtualRouter:
             streams=request.streams,
             prompt_head=turn.blocks[0].to_bytes(8, "little") if turn.blocks else b"",
         )
+        if self._transfers is not None and self._policy.speeds is not None:
+            pick = self._transfers.offer(pick, self.endpoints, self._policy.speeds, now)
         decision = selector.decide(pick, self.endpoints, self._policy, now)
         assert decision is not None
         return decision
@@ -212,7 +218,9 @@ class VirtualRouter:
         request.outcome.predicted_tokens = matched
         reservation = reserve(endpoint, pick, self._policy.speeds, now)
         settle = self._view.routed(endpoint.index, turn)
-        return Placement(request, endpoint, reservation, settle, self._priority_of(request, facts, endpoint.id, now))
+        transfer = None if self._transfers is None else self._transfers.find_transfer(decision)
+        priority = self._priority_of(request, facts, endpoint.id, now)
+        return Placement(request, endpoint, reservation, settle, priority, transfer)
 
     def _priority_of(self, request: LiveRequest, facts: OverlapFacts, endpoint: EndpointId, now: float) -> int:
         """What the proxy forwards, by its own reckoning; 0 without."""

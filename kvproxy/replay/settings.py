@@ -11,6 +11,7 @@ from random import Random
 
 from kvproxy.replay.tier_plan import TierPlan
 from kvproxy.replay.trace import Trace, TraceError, Turn
+from kvproxy.replay.transfers import LinkPlan
 from kvproxy.simulator.engine_io import EngineSettings, Scheduling
 from kvproxy.simulator.lower_tiers import LowerTier
 from kvproxy.simulator.retention import Eviction, Future
@@ -58,6 +59,7 @@ class ReplayFleet:
     wrong_share: float = 0.0  # of predictions that claim a prefix the endpoint does not hold
     tiers: TierPlan | None = None  # below the engines' memory
     eviction: Eviction = Eviction.LRU  # in engine memory and below
+    link: LinkPlan | None = None  # between them
     reports_cached: bool = True  # engines say how many tokens they found cached; else always 0
 
     def __post_init__(self) -> None:
@@ -82,7 +84,8 @@ class ReplayFleet:
     def undisturbed(self) -> ReplayFleet:
         """The same fleet with every engine alike and always as fast, all KV in its memory, and the longest unused
         evicted: what loads are stated for."""
-        return replace(self, slowness=(), slow_middle=1.0, joins=(), leaves=(), tiers=None, eviction=Eviction.LRU)
+        still = {"slowness": (), "slow_middle": 1.0, "joins": (), "leaves": (), "tiers": None, "link": None}
+        return replace(self, **still, eviction=Eviction.LRU)  # type: ignore[arg-type]
 
     def blocks_of(self, trace: Trace) -> EngineBlocks:
         """The trace as these engines see it."""

@@ -9,16 +9,16 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from random import Random
 from typing import Any
 
 from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
 from kvproxy.replay.settings import EngineBlocks, Pace
+from kvproxy.replay.transfers import TransferPlanner
 from kvproxy.replay.view import CacheView
 from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import CacheChanged, Finished, FirstToken, Preempted, Rejected, SimRequest
+from kvproxy.simulator.engine_io import CacheChanged, Finished, FirstToken, KvEvent, Preempted, Rejected, SimRequest
 
 #: A timer of the router queue is never set closer than this: waits shrink continuously, and asking costs.
 _QUEUE_TICK_S = 0.002
@@ -27,13 +27,8 @@ _QUEUE_TICK_S = 0.002
 _SCRAPE_S = 5.0
 
 
-class _Kind(IntEnum):
-    ARRIVAL = 0
-    ENGINE = 1
-    INDEX = 2
-    QUEUE = 3
-    SCRAPE = 4
-    CHANGE = 5
+#: What happens at a time: told what it happens to, and the time.
+_Handler = Callable[[Any, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +54,7 @@ class VirtualTime:
         *,
         index_delay_s: float = 0.0,
         sharing: Sequence[SimEndpoint] = (),
+        transfers: TransferPlanner | None = None,
         changes: Sequence[Change] = (),
         streams: Callable[[], bool] = lambda: True,
         jitter: Random | None = None,
@@ -71,11 +67,12 @@ class VirtualTime:
         self._view = view
         self._index_delay_s = index_delay_s
         self._sharing = sharing
+        self._transfers = transfers
         self._changes = changes
         self._streams = streams
         self._jitter = jitter
         self._progress = progress
-        self._events: list[tuple[float, int, _Kind, Any]] = []
+        self._events: list[tuple[float, int, _Handler, Any]] = []
         self._count = 0
         self._placed: dict[str, Placement] = {}
         self._outcomes: list[ReplayOutcome] = []
@@ -85,32 +82,19 @@ class VirtualTime:
     def run(self) -> Sequence[ReplayOutcome]:
         """Plays the whole trace; outcomes in order of arrival."""
         for at, session, number in self._pace.arrivals(self._trace, jitter=self._jitter):
-            self._push(at, _Kind.ARRIVAL, (session, number))
+            self._push(at, self._arrive, (session, number))
         for change in self._changes:
-            self._push(change.at, _Kind.CHANGE, change)
-        self._push(_SCRAPE_S, _Kind.SCRAPE, None)
+            self._push(change.at, self._change, change)
+        self._push(_SCRAPE_S, self._scrape, None)
         events = self._events
         while events:
-            now, _, kind, what = heapq.heappop(events)
-            if kind is _Kind.ENGINE:
-                self._advance(what, now)
-            elif kind is _Kind.ARRIVAL:
-                self._arrive(what, now)
-            elif kind is _Kind.INDEX:
-                endpoint, engine, changes = what
-                if endpoint.engine is engine:
-                    self._view.observe(endpoint.index, changes)
-            elif kind is _Kind.SCRAPE:
-                self._scrape(now)
-            elif kind is _Kind.CHANGE:
-                self._change(what, now)
-            elif self._queue_due == now:
-                self._release(now)
+            now, _, handler, what = heapq.heappop(events)
+            handler(what, now)
         return self._outcomes
 
-    def _push(self, at: float, kind: _Kind, what: Any) -> None:
+    def _push(self, at: float, handler: _Handler, what: Any) -> None:
         self._count += 1
-        heapq.heappush(self._events, (at, self._count, kind, what))
+        heapq.heappush(self._events, (at, self._count, handler, what))
 
     def _arrive(self, turn_of_session: tuple[int, int], now: float) -> None:
         session, number = turn_of_session
@@ -135,8 +119,26 @@ class VirtualTime:
             self._submit(placement, now)
 
     def _submit(self, placement: Placement, now: float) -> None:
+        self._placed[placement.request.name] = placement
+        transfer = placement.transfer
+        if transfer is not None and self._transfers is not None:
+            source = next(one for one in self._router.endpoints if one.id == transfer.source)
+            engines = source.engine, placement.endpoint.engine
+            over_at, blocks = self._transfers.begin(transfer, *engines, placement.request.turn.blocks, now)
+            self._push(over_at, self._copied, (placement, blocks))
+        else:
+            self._give(placement, now)
+
+    def _copied(self, copied: tuple[Placement, Sequence[int]], now: float) -> None:
+        """What comes for a request that is elsewhere by now, or over, came for nothing."""
+        placement, blocks = copied
+        if self._placed.get(placement.request.name) is not placement:
+            return
+        placement.endpoint.engine.receive(blocks, now)
+        self._give(placement, now)
+
+    def _give(self, placement: Placement, now: float) -> None:
         request, endpoint = placement.request, placement.endpoint
-        self._placed[request.name] = placement
         turn, blocks = request.turn, self._blocks.left_by(request.session, request.number)
         work = SimRequest(request.name, blocks, turn.prompt_tokens, turn.output_tokens, priority=placement.priority)
         endpoint.engine.submit(work, now)
@@ -146,7 +148,7 @@ class VirtualTime:
         due = endpoint.engine.next_event_at()
         if due is not None and due != endpoint.due:
             endpoint.due = due
-            self._push(due, _Kind.ENGINE, endpoint)
+            self._push(due, self._advance, endpoint)
 
     def _advance(self, endpoint: SimEndpoint, now: float) -> None:
         if endpoint.due != now:
@@ -174,9 +176,14 @@ class VirtualTime:
 
     def _publish(self, endpoint: SimEndpoint, changed: CacheChanged, now: float) -> None:
         if self._index_delay_s:
-            self._push(now + self._index_delay_s, _Kind.INDEX, (endpoint, endpoint.engine, changed.events))
+            self._push(now + self._index_delay_s, self._hear, (endpoint, endpoint.engine, changed.events))
         else:
             self._view.observe(endpoint.index, changed.events)
+
+    def _hear(self, published: tuple[SimEndpoint, Engine, Sequence[KvEvent]], now: float) -> None:
+        endpoint, engine, events = published
+        if endpoint.engine is engine:
+            self._view.observe(endpoint.index, events)
 
     def _finish(self, placement: Placement, now: float) -> None:
         request = placement.request
@@ -195,13 +202,13 @@ class VirtualTime:
         turns = self._trace.sessions[request.session].turns
         if self._pace.closed_loop and request.number + 1 < len(turns):
             following = request.number + 1
-            self._push(now + turns[following].delay_s, _Kind.ARRIVAL, (request.session, following))
+            self._push(now + turns[following].delay_s, self._arrive, (request.session, following))
 
-    def _scrape(self, now: float) -> None:
+    def _scrape(self, what: None, now: float) -> None:
         for endpoint in self._router.endpoints:
             endpoint.scrape_engine(now)
         if self._events:  # something is still to come
-            self._push(now + _SCRAPE_S, _Kind.SCRAPE, None)
+            self._push(now + _SCRAPE_S, self._scrape, None)
 
     def _change(self, change: Change, now: float) -> None:
         endpoint = change.endpoint
@@ -224,6 +231,10 @@ class VirtualTime:
                 request.outcome.first_token_at = None  # a broken answer is none
                 self._end(request, now)
 
+    def _poll_queue(self, what: None, now: float) -> None:
+        if self._queue_due == now:
+            self._release(now)
+
     def _release(self, now: float) -> None:
         while (placement := self._router.release(now)) is not None:
             self._submit(placement, now)
@@ -233,4 +244,4 @@ class VirtualTime:
         at = self._router.next_release_at(now)
         if at is not None and not now < self._queue_due <= at:
             self._queue_due = max(at, now + _QUEUE_TICK_S)
-            self._push(self._queue_due, _Kind.QUEUE, None)
+            self._push(self._queue_due, self._poll_queue, None)

@@ -169,6 +169,17 @@ class BlockCache:
         if self._record:
             self._events.append(event)
 
+    def receive(self, block_hashes: Sequence[int]) -> int:
+        """A prompt's leading blocks are copied from elsewhere, those that are not here, if there is room: how many."""
+        held = self.match_prefix(block_hashes, len(block_hashes))
+        blocks = self.acquire(block_hashes, held)  # so that none of them makes room for the others
+        count = missing if (missing := len(block_hashes) - held) <= len(self._free) else 0
+        blocks += self.allocate(count)
+        if count:
+            self.store(blocks[held:], BlockStored(tuple(block_hashes[held:]), block_hashes[held - 1] if held else None))
+        self.release(blocks)
+        return count
+
     def release(self, blocks: Sequence[int]) -> None:
         """Ends one use of each of a sequence's blocks (given in order); hashes stay until the memory is wanted."""
         users, hash_of, free = self._users, self._hash_of, self._free

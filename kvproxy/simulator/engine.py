@@ -6,6 +6,8 @@ calculation up to the next arrival, finish or change of speed, so that virtual t
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Hashes
+
 from kvproxy.simulator.block_cache import BlockCache, PrefixCache
 from kvproxy.simulator.engine_io import (
     CacheChanged,
@@ -52,6 +54,7 @@ class Engine:
         ranked = settings.eviction is not Eviction.LRU
         ranking = Ranking(settings.eviction, settings.capacity_blocks, future=future) if ranked else None
         own = BlockCache(settings.capacity_blocks, record_events=settings.kv_events, lower=lower, ranking=ranking)
+        self._own = own
         self._scheduler = Scheduler(settings, own if cache is None else cache, lower=lower)
         self._sequences: dict[str, Sequence] = {}
         self._batch: Batch | None = None
@@ -119,6 +122,16 @@ class Engine:
     def cached_prefix_blocks(self, request: SimRequest) -> int:
         """Leading blocks of the prompt reusable right now (the truth a router can only estimate)."""
         return self._scheduler.count_reusable(request)
+
+    def match_prefix(self, block_hashes: Hashes[int]) -> int:
+        """How many of a prompt's leading blocks are in its memory."""
+        return self._own.match_prefix(block_hashes, len(block_hashes))
+
+    def receive(self, block_hashes: Hashes[int], now: float) -> int:
+        """Takes in copies of a prompt's leading blocks, as far as they are not here: how many. Announced with the next
+        step."""
+        self._run_to(now)
+        return self._own.receive(block_hashes)
 
     def next_event_at(self) -> float | None:
         """When `advance` has something to do; None when idle."""

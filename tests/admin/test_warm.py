@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ import pytest
 from kvproxy.app import Proxy
 from kvproxy.commands.warm import WarmError, WarmOptions, own_proxy, read_prompts, run
 from kvproxy.config.load import load_config
-from tests.admin.support import admin_of, problems_of, proxy_of
+from tests.admin.support import admin_of, audited, problems_of, proxy_of
 from tests.kvcache.fleet import Place, simulated
 from tests.kvcache.support import long_text
+from tests.support.clock import FakeClock
 
 PROMPT = {"model": "tiny", "messages": [{"role": "system", "content": long_text("s", 200)}], "n": 2, "stream": True}
 
@@ -52,6 +54,46 @@ async def test_one_replica_goes_where_it_is_already() -> None:
         first = (await client.post("/warm", json={"request": PROMPT})).json()["endpoints"]
         second = (await client.post("/warm", json={"request": PROMPT})).json()["endpoints"]
         assert [one["endpoint"] for one in first] == [one["endpoint"] for one in second]
+
+
+def count_hot(proxy: Proxy, tokens: array[int], now: float) -> None:
+    """Two conversations begin with these tokens."""
+    service = proxy.kvcache
+    assert service is not None
+    hotness = service.actions.hotness
+    for session in (7, 8):
+        used = hotness.count_use([5], model="tiny", cache_salt="s", instance="a", now=now, session=session)
+        hotness.learn_tokens(used, tokens)
+
+
+@pytest.mark.parametrize("export", ["tokens", "hashes"])
+async def test_what_is_hot_is_exported_and_computed_again(export: str) -> None:
+    """By its tokens, as lines that `kvproxy warm` reads; by hashes, to be compared. Each is one audit line."""
+    cache = {"kv_events": True, "warming": {"enabled": True, "export": export}}
+    filters = ["inference_request", {"kvcache": {**cache, "cache_strategy": {"hot_content_threshold": 2}}}, "router"]
+    async with simulated() as place:
+        clock = FakeClock()
+        proxy = proxy_of(clock=clock, endpoints=place.engines, policy="kv_aware", filters=filters)
+        async with proxy, admin_of(proxy) as client:
+            count_hot(proxy, array("I", range(300, 500)), clock())
+            with audited() as lines:
+                (line,) = (await client.get("/warm?limit=5")).text.splitlines()
+            assert [(one["action"], one["prefixes"], one["told"]) for one in lines] == [("warm.export", 1, export)]
+            if export == "hashes":
+                assert json.loads(line) == {"prefix": f"{5:016x}", "model": "tiny", "tokens": 200, "uses": 2}
+                return
+            assert json.loads(line)["cache_salt"] == "s"
+            body = {"path": "/v1/completions", "request": json.loads(line)}
+            (warm,) = (await client.post("/warm", json=body)).json()["endpoints"]
+            assert (warm["result"], warm["prompt_tokens"]) == ("done", 200)
+
+
+async def test_nothing_is_exported_unasked() -> None:
+    """Token ids are as good as text."""
+    async with warmed() as (_, _, client):
+        answer = await client.get("/warm")
+        assert answer.status_code == 409
+        assert "export: tokens" in answer.text
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,18 @@ import pytest
 from kvproxy.config.cluster_schema import KvAwareSettings
 from tests.docs.blocks import ROOT
 
-MODULES = ("kv_aware", "traffic", "load", "work", "room", "speeds", "onboarding", "engine_samples", "fair_queue")
+MODULES = (
+    "kv_aware",
+    "heat",
+    "traffic",
+    "load",
+    "work",
+    "room",
+    "speeds",
+    "onboarding",
+    "engine_samples",
+    "fair_queue",
+)
 CONSTRUCTED = (
     "traffic.Utilisation",
     "traffic.ArrivalStats",
@@ -34,7 +45,7 @@ def rows() -> dict[str, str]:
 
 
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"kvproxy.routing.{name}")
+    return importlib.import_module(f"kvproxy.{'prefix.approximate' if name == 'heat' else 'routing'}.{name}")
 
 
 def _numbers_of(name: str) -> Iterator[tuple[str, Any]]:

@@ -127,6 +127,27 @@ async def test_https(tmp_path: Path) -> None:
             assert response.text == "POST /a? hello"
 
 
+async def test_https_for_those_alone_that_show_a_certificate(tmp_path: Path) -> None:
+    """Of one of the authorities that are named; another one, or none, gets no answer."""
+    files = make_certificate(tmp_path, "127.0.0.1")
+    (tmp_path / "other").mkdir()
+    other = make_certificate(tmp_path / "other", "127.0.0.1")
+    tls = ListenerTls(
+        certificate=str(files.certificate), private_key=str(files.private_key), client_ca=str(files.certificate)
+    )
+    async with serve(echo, tls=tls) as url:
+        for shown in (files, other, None):
+            context = ssl.create_default_context(cafile=files.certificate)
+            if shown is not None:
+                context.load_cert_chain(shown.certificate, shown.private_key)
+            async with httpx.AsyncClient(verify=context) as client:
+                if shown is files:
+                    assert (await client.post(url + "/a")).status_code == 200
+                else:
+                    with pytest.raises(httpx.TransportError):
+                        await client.post(url + "/a")
+
+
 async def test_ipv6_urls_have_brackets() -> None:
     """The URL can be used as it is."""
     server = Server(echo, host="::1")

@@ -94,8 +94,10 @@ async def connected(*, max_streams: int = 10, hello: bytes = PREFACE + frame(SET
         return handlers[-1]
 
     def make() -> Http2Connection:
-        connections.add(connection := Http2Connection(accept, max_streams=max_streams, on_end=connections.discard))
-        return connection
+        def change(connection: Http2Connection, there: bool) -> None:
+            (connections.add if there else connections.discard)(connection)
+
+        return Http2Connection(accept, max_streams=max_streams, on_change=change)
 
     server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
     reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())

@@ -15,6 +15,7 @@ from hpack import Encoder
 
 from kvproxy.app import Proxy
 from kvproxy.config.load import load_config
+from kvproxy.picker import server as server_module
 from kvproxy.picker.http2_frames import PREFACE
 from kvproxy.picker.protocol import EXT_PROC as SERVICE
 from kvproxy.picker.protocol import PROCESS
@@ -50,11 +51,35 @@ async def test_it_is_not_ready_without_an_endpoint() -> None:
         assert await health(picker.channel, "readiness") == "NOT_SERVING"
 
 
-@pytest.mark.parametrize("path", ["/grpc.health.v1.Health/Watch", "/else.Service/Method"])
-async def test_what_is_not_served_is_said(path: str) -> None:
+async def test_a_watch_says_what_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How it is at once, then each change; an unknown service may come yet. It counts as no request, and ends with the
+    drain, which does not wait for it."""
+    monkeypatch.setattr(server_module, "_LOOK_S", 0.01)
+    async with running_picker(endpoints={"a": f"http://{A}"}, shutdown={"drain": "60s"}) as picker:
+        watch = HealthStub(picker.channel).Watch
+        ready = watch(HealthCheckRequest(service="readiness"), timeout=60)
+        unknown = watch(HealthCheckRequest(service="else"), timeout=60)
+        cluster = picker.proxy.clusters["default"]
+        said = [(await unknown.read()).status]
+        for draining in (False, True, False):
+            cluster.drain_endpoint(cluster.endpoints[0].id, draining=draining)
+            said.append((await ready.read()).status)
+        said_by_name = [HealthCheckResponse.ServingStatus.Name(status) for status in said]
+        assert said_by_name == ["SERVICE_UNKNOWN", "SERVING", "NOT_SERVING", "SERVING"]
+        assert picker.server.streams == 0
+        unknown.cancel()
+        await until(lambda: len(picker.server._watches) == 1)
+        picker.proxy.draining = True
+        assert HealthCheckResponse.ServingStatus.Name((await ready.read()).status) == "NOT_SERVING"
+        assert await ready.code() is grpc.StatusCode.OK
+        await until(lambda: not picker.server._server.streams)
+        assert not picker.server._watches
+
+
+async def test_what_is_not_served_is_said() -> None:
     """As gRPC says it."""
     async with running_picker() as picker:
-        call = picker.channel.unary_unary(path)(b"", timeout=30)
+        call = picker.channel.unary_unary("/else.Service/Method")(b"", timeout=30)
         assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -117,6 +142,40 @@ async def test_it_serves_over_tls(tmp_path: Path) -> None:
         async with grpc.aio.secure_channel(f"localhost:{picker.server.port}", trusted) as channel:
             assert await health(channel, "liveness") == "SERVING"
             assert destination(await Envoy(begin_stream(channel)).pick())
+
+
+async def test_who_may_connect_is_said_by_a_certificate(tmp_path: Path) -> None:
+    """With `client_ca` other peers are not heard: each that is speaks for clients."""
+    made = make_certificate(tmp_path, "localhost")
+    certificate, key = made.certificate.read_bytes(), made.private_key.read_bytes()
+    tls = {"certificate": str(made.certificate), "private_key": str(made.private_key)}
+    async with running_picker(picker={"tls": {**tls, "client_ca": str(made.certificate)}}) as picker:
+        where = f"localhost:{picker.server.port}"
+        known = grpc.ssl_channel_credentials(certificate, private_key=key, certificate_chain=certificate)
+        async with grpc.aio.secure_channel(where, known) as channel:
+            assert await health(channel, "liveness") == "SERVING"
+        async with grpc.aio.secure_channel(where, grpc.ssl_channel_credentials(certificate)) as channel:
+            with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+                await health(channel, "liveness")
+
+
+async def test_handshakes_that_fail_take_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there were, a client that speaks TLS is served; one that never ends does not hold the end up."""
+    monkeypatch.setattr(server_module, "_MAX_CONNECTIONS", 2)
+    made = make_certificate(tmp_path, "localhost")
+    tls = {"certificate": str(made.certificate), "private_key": str(made.private_key)}
+    async with running_picker(picker={"tls": tls}) as picker:
+        for _ in range(5):
+            reader, writer = await asyncio.open_connection("127.0.0.1", picker.server.port)
+            writer.write(b"PRI * HTTP/2.0 in the clear\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                await reader.read()
+            writer.close()
+        silent = await asyncio.open_connection("127.0.0.1", picker.server.port)
+        trusted = grpc.ssl_channel_credentials(made.certificate.read_bytes())
+        async with grpc.aio.secure_channel(f"localhost:{picker.server.port}", trusted) as channel:
+            assert await health(channel, "liveness") == "SERVING"
+    silent[1].close()
 
 
 async def test_its_end_waits_for_what_envoy_carries() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,6 +61,12 @@ def test_more_endpoints_need_more_requests() -> None:
     assert hot(index, SYSTEM) == 10
     index.heat.endpoints = 4
     assert hot(index, SYSTEM) == 0
+
+
+@pytest.mark.parametrize(("endpoints", "requests"), [(1, 2), (4, 8), (6, 8), (8, 8), (16, 16)])
+def test_eight_requests_are_enough_until_endpoints_are_more(endpoints: int, requests: int) -> None:
+    """Fewer than eight tell a shared prefix from a busy session too badly."""
+    assert Heat(endpoints=endpoints).threshold == requests
 
 
 def test_a_request_counts_itself_before_it_is_routed() -> None:

@@ -7,6 +7,7 @@ import base64
 import json
 import shutil
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import httpx
 import pytest
 
 from tests.cluster.sources.conftest import Follow, follow
+from tests.support.certificates import Certificate, make_certificate
 from tests.support.until import until
 
 pytestmark = [
@@ -37,10 +39,11 @@ def free_port() -> int:
 class Etcd:
     """A member on its own, with a data folder that outlives it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, tls: Certificate | None = None) -> None:
         self._folder = folder
+        self._tls = tls
         self._ports = free_port(), free_port()
-        self.url = f"http://127.0.0.1:{self._ports[0]}"
+        self.url = f"http{'s' if tls else ''}://127.0.0.1:{self._ports[0]}"
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Etcd]:
@@ -50,6 +53,7 @@ class Etcd:
             *("--name", "one", "--data-dir", str(self._folder), "--log-level", "error"),
             *("--listen-client-urls", self.url, "--advertise-client-urls", self.url),
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"one={peer}"),
+            *(("--cert-file", self._tls.certificate, "--key-file", self._tls.private_key) if self._tls else ()),
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
         )
@@ -62,9 +66,10 @@ class Etcd:
             process.kill()
             await process.wait()
 
-    async def call(self, path: str, **body: Any) -> dict[str, Any]:
-        async with httpx.AsyncClient(base_url=self.url, trust_env=False) as http:
-            answer = await http.post(f"/v3/{path}", json=body)
+    async def call(self, path: str, *, token: str = "", **body: Any) -> dict[str, Any]:
+        verify = ssl.create_default_context(cafile=str(self._tls.certificate)) if self._tls else False
+        async with httpx.AsyncClient(base_url=self.url, verify=verify, trust_env=False) as http:
+            answer = await http.post(f"/v3/{path}", json=body, headers={"authorization": token} if token else {})
         answer.raise_for_status()
         found: dict[str, Any] = answer.json()
         return found
@@ -156,3 +161,41 @@ async def test_pages_and_a_member_that_is_away(follow: Follow, tmp_path: Path) -
         async with follow(**source(nowhere, etcd.url)) as one:
             await until(lambda: len(one.urls) == 1200)
             await until(lambda: one.failing == 0)
+
+
+async def test_a_user_with_a_password(follow: Follow, tmp_path: Path) -> None:
+    """etcd's authentication is on: a user who may read the prefix is let in, with the right password alone."""
+    async with Etcd(tmp_path).running() as etcd:
+        await etcd.put("a", "http://127.0.0.1:1")
+        for name in ("root", "reader"):
+            await etcd.call("auth/user/add", name=name, password=f"pass-of-{name}")
+            await etcd.call("auth/role/add", name=name)
+            await etcd.call("auth/user/grant", user=name, role=name)
+        allowed = {"permType": "READ", "key": _text(PREFIX), "range_end": _text(PREFIX[:-1] + "0")}
+        await etcd.call("auth/role/grant", name="reader", perm=allowed)
+        await etcd.call("auth/enable")
+        entered = {"urls": [etcd.url], "prefix": PREFIX, "user": "reader", "password": "pass-of-reader"}
+        async with follow(etcd=entered) as one:
+            assert one.urls == {"a": "http://127.0.0.1:1"}
+            root = await etcd.call("auth/authenticate", name="root", password="pass-of-root")
+            await etcd.put("b", "http://127.0.0.1:2", token=root["token"])
+            await until(lambda: len(one.urls) == 2)
+        for wrong in ({"password": "wrong"}, {"user": "", "password": None}):
+            async with follow(etcd={**entered, **wrong}) as refused:
+                assert not refused.urls
+                assert refused.failing == 1
+
+
+async def test_over_tls(follow: Follow, tmp_path: Path) -> None:
+    """Verified with the authority that is named, and with no other."""
+    tls = make_certificate(tmp_path, "127.0.0.1")
+    async with Etcd(tmp_path / "data", tls=tls).running() as etcd:
+        await etcd.put("a", "http://127.0.0.1:1")
+        where = source(etcd.url)["etcd"]
+        async with follow(etcd={**where, "ca_file": str(tls.certificate)}) as one:
+            assert one.urls == {"a": "http://127.0.0.1:1"}
+            await etcd.put("b", "http://127.0.0.1:2")
+            await until(lambda: len(one.urls) == 2)
+        async with follow(etcd=where) as other:
+            assert not other.urls
+            assert "ConnectError" in other.cluster.discovery_complaints["etcd"]

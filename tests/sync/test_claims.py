@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from kvproxy.sync import claims
 from kvproxy.sync.claims import owner_of
 from tests.sync.support import Bus, Node, pair
 
@@ -43,6 +46,18 @@ async def test_an_owner_is_asked_once_by_all_who_wait_for_its_answer() -> None:
     assert len(bus.waiting) == 1
     bus.deliver()
     assert await asyncio.gather(*asked) == [True, True]
+
+
+async def test_an_owner_that_does_not_answer_grants_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was to be done is thought of again; an answer that comes too late is no answer to the next question."""
+    bus, one, two = pair()
+    what = next(what for what in WHATS if owner_of(what, (one.origin, two.origin)) == two.origin)
+    monkeypatch.setattr(claims, "ANSWER_S", 0.001)
+    assert not await one.claims.claim(what, 10.0)
+    bus.deliver()
+    assert not await ask(Bus(), one, what, 10.0)
+    monkeypatch.setattr(claims, "ANSWER_S", 60.0)
+    assert await ask(bus, one, what, 10.0)
 
 
 async def test_an_owner_that_is_gone_is_owner_of_nothing() -> None:

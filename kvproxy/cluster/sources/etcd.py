@@ -24,7 +24,10 @@ class EtcdDiscovery:
     def __init__(
         self, settings: EtcdDiscoverySettings, *, clock: Clock, rng: Random, sleep: Sleep = asyncio.sleep
     ) -> None:
-        prefix = EtcdPrefix(settings.urls, settings.prefix, ca_file=settings.ca_file)
+        password = "" if settings.password is None else settings.password.get_secret_value()
+        prefix = EtcdPrefix(
+            settings.urls, settings.prefix, ca_file=settings.ca_file, user=settings.user, password=password
+        )
         self._mirror = Mirror(prefix, clock=clock, rng=rng, sleep=sleep)
         self._models = settings.models
 

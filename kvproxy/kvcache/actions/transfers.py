@@ -25,6 +25,7 @@ from kvproxy.kvcache.actions.job_queue import Job, JobQueue
 from kvproxy.kvcache.actions.signals import KnownPrefix, Pauses
 from kvproxy.kvcache.actions.strategies import Action, PressureOf, Served
 from kvproxy.kvcache.overlap.facts import RequestFacts
+from kvproxy.kvcache.overlap.merge import HolderOverlap
 from kvproxy.kvcache.overlap.sources import OverlapSources
 from kvproxy.kvcache.providers import ActionKind, Prefix
 from kvproxy.metrics.catalog import Metrics
@@ -175,7 +176,7 @@ class Transfers:
     def _find_source(self, facts: RequestFacts, target: Endpoint) -> tuple[str, int] | None:
         """The instance that the target lacks most from ("": what its own instance reads), and how much that is."""
         held, by_endpoint = facts.overlaps.by_endpoint.get(target.id, Overlap(0)), facts.overlaps.by_endpoint
-        far = sum(tokens for tier, tokens in held.lower if tier not in NEAR)
+        far = _far_tokens([one for one in facts.lookup_overlaps if one.endpoint == target.id], held.device_tokens)
         if far >= self._settings.min_tokens:
             return "", far
         provider = self._overlap.lookups.provider
@@ -206,6 +207,12 @@ class Transfers:
         if tokens:
             held = Prefix(prefix.tokens, prefix.model, prefix.cache_salt)
             self._overlap.lookups.note_transfer(action.instance_id, held, tokens)
+
+
+def _far_tokens(told: Sequence[HolderOverlap], device_tokens: int) -> int:
+    """What a lookup service, asked just now, knows of an endpoint beyond its engine's and its host's memory."""
+    near = [sum(tokens for tier, tokens in one.lower if tier in NEAR) if one.lower else one.tokens for one in told]
+    return max((one.tokens for one in told), default=0) - max([device_tokens, *near])
 
 
 def choose_source(

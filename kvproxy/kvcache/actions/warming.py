@@ -167,7 +167,7 @@ class Warming:
     def plan(self, endpoints: Sequence[Endpoint], now: float) -> list[WarmingPlan]:
         """At most one prefix an endpoint, the one that saves most: first at those that lost theirs, then at the least
         busy ones."""
-        hot = self._hot_prefixes(now)
+        hot = self.find_hot(now)
         able = [one for one in endpoints if one.condition(now) is Condition.UP and one.rank is None]
         holders = {prefix.key: prefix.instances & {one.instance_id for one in able} for _, prefix in hot}
         planned = []
@@ -195,7 +195,7 @@ class Warming:
         wanted = min(math.ceil(uses / self._settings.uses_per_replica), most)
         return f"{uses} uses, {len(held_by)} of {wanted} holders" if len(held_by) < wanted else ""
 
-    def _hot_prefixes(self, now: float) -> list[tuple[int, KnownPrefix]]:
+    def find_hot(self, now: float) -> list[tuple[int, KnownPrefix]]:
         """Those that several sessions use, by the tokens that they save together."""
         counted = (
             (self._hotness.count_recent_uses(one, now), one)

@@ -8,10 +8,12 @@ from math import exp
 
 from kvproxy.prefix.approximate.radix import Node, PrefixCursor
 
-#: Requests decay by e over this many requests per endpoint.
-WINDOW_REQUESTS_PER_ENDPOINT = 64
-#: Decayed requests per endpoint that make a block hot.
+#: A block is hot that one in so many requests asks for: requests decay by e over that many for each that makes it hot.
+REQUESTS_TO_ONE = 32
+#: Decayed requests per endpoint that make a block hot...
 HOT_REQUESTS_PER_ENDPOINT = 2
+#: ...of which so many are enough, unless endpoints are more: then one for each.
+ENOUGH_REQUESTS = 8
 #: Steps of a run beyond which those worth less than this are given up.
 _STEPS, _NEGLIGIBLE = 32, 0.01
 
@@ -52,9 +54,9 @@ class Heat:
     @endpoints.setter
     def endpoints(self, endpoints: int) -> None:
         self._endpoints = endpoints
-        self._window = WINDOW_REQUESTS_PER_ENDPOINT * max(1, endpoints)
         #: Decayed requests that make a block hot at present.
-        self.threshold = HOT_REQUESTS_PER_ENDPOINT * max(1, endpoints)
+        self.threshold = max(endpoints, min(HOT_REQUESTS_PER_ENDPOINT * max(1, endpoints), ENOUGH_REQUESTS))
+        self._window = REQUESTS_TO_ONE * self.threshold
 
     def count_request(self, path: Sequence[Run]) -> None:
         """One request asked for the prompt that these runs are."""

@@ -21,6 +21,9 @@ def text(raw: str) -> str:
     return base64.b64encode(raw.encode()).decode()
 
 
+TOKEN = (b"authorization", b"the-token.7")
+
+
 class FakeEtcd:
     """ASGI app: one key, and a watch that brings the lines it is told, each once; then it is silent."""
 
@@ -31,12 +34,21 @@ class FakeEtcd:
             "kvs": [{"key": text("/e/a"), "value": text("http://127.0.0.1:1")}],
         }
         self.watched: list[dict[str, str]] = []
+        self.password = ""  # of its only user, where it wants one
         self.lines: asyncio.Queue[bytes] = asyncio.Queue()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         body = json.loads((await receive())["body"])
+        if self.password:
+            asks = scope["path"] == "/v3/auth/authenticate"
+            good = body == {"name": "kvproxy", "password": self.password} if asks else TOKEN in scope["headers"]
+            if asks or not good:
+                said = {"token": TOKEN[1].decode()} if good else {"error": "invalid user ID or password", "code": 3}
+                await send({"type": "http.response.start", "status": 200 if good else 400, "headers": []})
+                await send({"type": "http.response.body", "body": json.dumps(said).encode()})
+                return
         await send({"type": "http.response.start", "status": 200, "headers": []})
         if scope["path"] == "/v3/kv/range":
             self.lists += 1
@@ -163,3 +175,22 @@ def test_values_that_are_endpoints() -> None:
     """A URL alone, as text or as JSON, or an object."""
     for value in (b"http://127.0.0.1:1", b'"http://127.0.0.1:1"', b'{"url":"http://127.0.0.1:1"}'):
         assert endpoint_of("a", value) == EndpointSettings(id="a", url="http://127.0.0.1:1")
+
+
+async def test_an_etcd_that_wants_a_password(
+    follow: Follow, etcd: tuple[FakeEtcd, dict[str, object]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The list and the watch carry the token; a wrong password is said, and shown nowhere."""
+    fake, settings = etcd
+    fake.password = "s3cret"
+    where = {**settings["etcd"], "user": "kvproxy", "password": "s3cret"}  # type: ignore[dict-item]
+    async with follow(etcd=where) as one:
+        assert one.urls == {"a": "http://127.0.0.1:1"}
+        await until(lambda: fake.watched)
+    async with follow(etcd={**where, "password": "wr0ng"}) as other:
+        assert not other.urls
+        said = other.cluster.discovery_complaints["etcd"]
+        assert said.startswith("etcd does not let user 'kvproxy' in")
+        assert "invalid user ID or password" in said
+    assert "s3cret" not in caplog.text
+    assert "wr0ng" not in caplog.text + said

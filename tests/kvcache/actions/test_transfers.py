@@ -14,12 +14,13 @@ from kvproxy.config.kvcache_actions_schema import TransferSettings
 from kvproxy.config.load import check_config
 from kvproxy.kvcache.actions.executor import SPEED_AGE_S, Link
 from kvproxy.kvcache.actions.signals import Pauses
-from kvproxy.kvcache.actions.transfers import MAX_PAUSE_S, MIN_PAUSE_S, Transfers, choose_source
-from kvproxy.routing.policy import Overlap
+from kvproxy.kvcache.actions.transfers import MAX_PAUSE_S, MIN_PAUSE_S, Transfers, _far_tokens, choose_source
+from kvproxy.kvcache.overlap.merge import HolderOverlap
+from kvproxy.routing.policy import FactSource, Overlap
 from kvproxy.simulator.lmcache_chunks import WorkerSettings
 from kvproxy.simulator.lmcache_controller import ControllerApp, ControllerSettings, create_controller_app
 from kvproxy.simulator.lmcache_coordinator import CoordinatorApp, CoordinatorSettings, create_coordinator_app
-from kvproxy.types import EndpointId, InferenceRequest
+from kvproxy.types import EndpointId, InferenceRequest, LowerTokens, Tier
 from tests.kvcache.support import NOWHERE, A, B, Fake, Service, chat, cluster_of, engine, long_text, tokenize, world
 from tests.support.clock import FakeClock
 from tests.support.loopback import serve
@@ -276,6 +277,27 @@ def test_pauses_are_learned_by_session_and_of_all() -> None:
     assert pauses.note_turn(1, 11.5, 14.0) == pytest.approx(10.0)
     assert pauses.note_turn(1, 34.0, 35.0) == pytest.approx(13.0)
     assert MIN_PAUSE_S < 10.0 < MAX_PAUSE_S
+
+
+SHARED, HOST = (Tier.SHARED, 1024), (Tier.HOST, 512)
+
+
+@pytest.mark.parametrize(
+    ("told", "device", "far"),
+    [
+        ([(1024, (SHARED,))], 0, 1024),
+        ([(1024, (SHARED,))], 512, 512),
+        ([(1024, (SHARED,)), (1024, (HOST, (Tier.SHARED, 512)))], 0, 512),
+        ([(1024, (SHARED,)), (1024, ((Tier.HOST, 1024),))], 0, 0),
+        ([(1024, ())], 0, 0),  # of a service that does not tell tiers apart
+        ([(512, (HOST,))], 2048, -1536),
+        ([], 0, 0),
+    ],
+)
+def test_what_is_far(told: list[tuple[int, LowerTokens]], device: int, far: int) -> None:
+    """What the service says an endpoint can load, beyond its engine's and its host's memory."""
+    holders = [HolderOverlap(A, tokens, True, FactSource.LMCACHE_COORDINATOR, lower) for tokens, lower in told]
+    assert _far_tokens(holders, device) == far
 
 
 def test_a_source_is_one_of_the_longest_and_rather_an_idle_one() -> None:

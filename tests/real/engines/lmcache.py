@@ -7,6 +7,7 @@ import json
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -87,9 +88,12 @@ class Coordinator:
 
 
 class Server:
-    """`lmcache server`: the memory beside one vLLM, of which the coordinator knows what it holds."""
+    """`lmcache server`: the memory beside one vLLM, of which the coordinator knows what it holds. With a folder
+    `shared` everything is stored there as well, where each server with the same one reads it."""
 
-    def __init__(self, instance_id: str, coordinator: Coordinator) -> None:
+    def __init__(
+        self, instance_id: str, coordinator: Coordinator, *, memory_gb: float = 1, shared: Path | None = None
+    ) -> None:
         zmq, http = free_ports(2)
         self.instance_id = instance_id
         self.zmq = zmq
@@ -98,7 +102,7 @@ class Server:
             "--port": str(zmq),
             "--http-host": "127.0.0.1",
             "--http-port": str(http),
-            "--l1-size-gb": "1",
+            "--l1-size-gb": str(memory_gb),
             "--eviction-policy": "LRU",
             "--supported-transfer-mode": "auto",  # on a CPU the engine copies
             "--coordinator-url": coordinator.url,
@@ -106,20 +110,25 @@ class Server:
             "--instance-id": instance_id,
         }
         switches = ["--coordinator-event-reporting", "--disable-metrics"]
+        if shared is not None:
+            options["--l2-adapter"] = json.dumps({"type": "fs_native", "base_path": str(shared), "shared": True})
+            switches.append("--coordinator-l2-event-reporting")
         command = [_script("lmcache"), "server", *flags(options), *switches]
         self.program = _program(f"lmcache-server-{instance_id}", command, f"http://127.0.0.1:{http}/healthcheck")
 
-    def vllm(self, model: Model, *, core: int) -> Vllm:
-        """A vLLM that keeps its KV cache in this server too."""
-        transfer = {
-            "kv_connector": "LMCacheMPConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self.zmq},
-        }
+    def vllm(self, model: Model, *, core: int, blocks: int = 4096, tells_tokens: bool = False) -> Vllm:
+        """A vLLM that keeps its KV cache in this server too. With `tells_tokens` the server learns the tokens, and its
+        memory's events come in the engine's stream: LMCache's own connector, over shared memory."""
+        place: dict[str, Any] = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self.zmq}
+        transfer = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": place}
+        if tells_tokens:
+            place["lmcache.mp.mp_transfer_mode"] = "lmcache_driven"
+            transfer["kv_connector_module_path"] = "lmcache.integration.vllm.lmcache_mp_connector"
         return Vllm(
             f"{self.instance_id}-lmcache",
             model,
             core=core,
+            blocks=blocks,
             further=["--kv-transfer-config", json.dumps(transfer)],
             environment={"PYTHONPATH": str(_lmcache_for_vllm())},
         )

@@ -68,7 +68,7 @@ class Vllm:
             "--served-model-name": self.model.name,
             "--host": "127.0.0.1",
             "--port": str(http),
-            "--max-model-len": str(self.model.max_tokens),
+            "--max-model-len": str(min(self.model.max_tokens, (self.blocks - 1) * BLOCK_TOKENS)),
             "--block-size": str(BLOCK_TOKENS),
             "--num-gpu-blocks-override": str(self.blocks),
             "--max-num-seqs": str(MAX_RUNNING),

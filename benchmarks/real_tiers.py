@@ -1,0 +1,202 @@
+"""Tiers on real engines: two vLLMs with small caches of their own, an LMCache server with host memory beside each.
+
+    python -m benchmarks.real_tiers [--repeats N] [--sessions N] [--turns N]
+
+First without a shared store: later turns of chats, of which an engine keeps a quarter and its server's memory all,
+through a proxy that follows the engines' KV events and one that asks the coordinator's directory too. (The connector
+that vLLM brings along tells of engine memory alone.)
+Then with a disk that both servers read: the next turn of sessions whose prompts only the disk has any more, with and
+without transfers ahead. Arms take turns. Needs what `make test-real` installs. Writes real-tiers.md and .json of
+benchmarks/reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.routing_cells import ROOT
+from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
+from kvproxy.clients.lmcache.coordinator_wire import CacheScope
+from tests.real.engines.place import MID
+from tests.real.kvcache import chat_tokens, with_kvcache
+from tests.real.prompts import chat, text
+from tests.real.tiers.conftest import Tiers, running_tiers
+from tests.support.proxy import RunningProxy, running_proxy
+
+#: Words of a first message and of a later one; a word is about two tokens.
+FIRST_WORDS, MORE_WORDS = 2200, 100
+PAUSE_S = 4.0
+BLIND, AWARE, NONE, AHEAD = "blind", "aware", "none", "ahead"
+_TARGET = 0.6
+
+
+def say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+async def first_token(proxy: RunningProxy, session: str, messages: Sequence[str]) -> tuple[float, str, int]:
+    """Seconds to the first event, the endpoint, and the tokens it reused."""
+    body = chat(MID.name, *messages, max_tokens=4, stream=True, user=session,
+                stream_options={"include_usage": True})  # fmt: skip
+    began, first, cached = time.perf_counter(), 0.0, 0
+    async with proxy.client.stream("POST", "/v1/chat/completions", json=body, timeout=300) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        async for line in answer.aiter_lines():
+            first = first or time.perf_counter() - began
+            if line.startswith("data: {") and (usage := json.loads(line[6:]).get("usage")):
+                cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        return first, answer.headers["x-kvproxy-endpoint"], cached
+
+
+def turn_of(session: str, turn: int) -> list[str]:
+    """The chat up to this turn."""
+    messages = [text(FIRST_WORDS, seed=session)]
+    for number in range(turn):
+        messages += ["Yes.", text(MORE_WORDS, seed=f"{session} {number}")]
+    return messages
+
+
+async def play_sessions(proxy: RunningProxy, name: str, sessions: int, turns: int) -> list[dict[str, Any]]:
+    """Every session's turns, one round of turns after the other, two requests at once."""
+    rows, slots = [], asyncio.Semaphore(2)
+
+    async def one(session: str, turn: int) -> None:
+        async with slots:
+            ttft_s, endpoint, cached = await first_token(proxy, session, turn_of(session, turn))
+        rows.append({"session": session, "turn": turn, "ttft_s": ttft_s, "endpoint": endpoint, "cached": cached})
+
+    for turn in range(turns):
+        await asyncio.gather(*(one(f"{name} {number}", turn) for number in range(sessions)))
+    return rows
+
+
+async def compare_awareness(tiers: Tiers, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Repeats of both arms, in turn."""
+    arms = {BLIND: {"kv_events": True}, AWARE: tiers.kvcache}
+    found = []
+    for repeat in range(args.repeats):
+        for arm in (BLIND, AWARE) if repeat % 2 == 0 else (AWARE, BLIND):
+            tiers.pair.forget()
+            async with running_proxy(tiers.endpoints, filters=with_kvcache(**arms[arm]), policy="kv_aware") as proxy:
+                rows = await play_sessions(proxy, f"{arm} {repeat} {time.time()}", args.sessions, args.turns)
+            found += [{"arm": arm, "repeat": repeat, **row} for row in rows]
+            later = [row["ttft_s"] for row in rows if row["turn"]]
+            cached = statistics.mean(row["cached"] for row in rows if row["turn"])
+            say(f"{arm}, repeat {repeat}: later turns' mean TTFT {statistics.mean(later):.3f} s, {cached:.0f} cached")
+    return found
+
+
+async def only_on_disk(tiers: Tiers, bodies: Sequence[dict[str, Any]]) -> None:
+    """These prompts leave the memory of both servers, and everything both engines."""
+    async with httpx.AsyncClient() as http:
+        directory = LMCacheCoordinatorClient(http, tiers.coordinator.url)
+        for body in bodies:
+            tokens = array("I", await chat_tokens(tiers.pair.a.url, body))
+            for instance in ("mp-a", "mp-b"):
+                await directory.delete(instance, CacheScope(str(MID.folder)), tokens, tier="l1")
+        tiers.pair.forget()
+        for url in tiers.pair.urls.values():  # what an engine has to tell leaves with its next step
+            step = chat(MID.name, f"A step at {time.time()}.")
+            (await http.post(f"{url}/v1/chat/completions", json=step, timeout=60)).raise_for_status()
+
+
+async def compare_ahead(tiers: Tiers, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Sessions with a pause; after each turn the disk alone has its prompt."""
+    found: list[dict[str, Any]] = []
+    for repeat in range(args.repeats):
+        for arm in (NONE, AHEAD) if repeat % 2 == 0 else (AHEAD, NONE):
+            transfers = {"ahead": arm == AHEAD, "at_once": 8}
+            settings = with_kvcache(**tiers.kvcache, transfers=transfers)
+            name = f"{arm} {repeat} {time.time()}"
+            async with running_proxy(tiers.endpoints, filters=settings, policy="kv_aware") as proxy:
+                for turn in range(4):
+                    sessions = [f"{name} {number}" for number in range(4)]
+                    for session in sessions:
+                        ttft_s, endpoint, cached = await first_token(proxy, session, turn_of(session, turn))
+                        found.append({"arm": arm, "repeat": repeat, "session": session, "turn": turn,
+                                      "ttft_s": ttft_s, "endpoint": endpoint, "cached": cached})  # fmt: skip
+                    await only_on_disk(tiers, [chat(MID.name, *turn_of(each, turn)) for each in sessions])
+                    await asyncio.sleep(PAUSE_S)
+                moved = proxy.metric("kvproxy_kvcache_actions_total", action="transfer", result="done")
+            mean_s = mean_of(found, arm, repeat, 2)
+            say(f"{arm}, repeat {repeat}: third and later turns' mean TTFT {mean_s:.3f} s, {moved:.0f} transfers")
+    return found
+
+
+def mean_of(rows: Sequence[dict[str, Any]], arm: str, repeat: int | None, first: int, figure: str = "ttft_s") -> float:
+    chosen = [row[figure] for row in rows
+              if row["arm"] == arm and row["turn"] >= first and repeat in (None, row["repeat"])]  # fmt: skip
+    return float(statistics.mean(chosen))
+
+
+def as_markdown(aware: Sequence[dict[str, Any]], ahead: Sequence[dict[str, Any]], command: str) -> str:
+    """The report."""
+    repeats = sorted({row["repeat"] for row in aware})
+    lines = ["# Tiers on real engines", "",
+             f"`{command}`. Two vLLM 0.32 (CPU, one core each, 10,240 tokens of cache of their own, a random model of "
+             "102 M parameters), an LMCache 0.5.6 server beside each, LMCache's coordinator; other work on the same "
+             "two cores. Seconds of one run say little, ratios within it more. Arms take turns.", "",
+             "## Knowing of host memory", "",
+             "Chats of about 5,000 tokens that grow by 200 a turn, two requests at once, host memory of 1 GB beside "
+             "each engine, no shared store. *Blind*: the engines' KV events alone, which tell of their own memory. "
+             "*Aware*: the coordinator's directory too. Policy kv_aware in both.", "",
+             "| later turns | blind | aware | aware / blind |", "|---|---|---|---|"]  # fmt: skip
+    for repeat in (*repeats, None):
+        blind, knowing = (mean_of(aware, arm, repeat, 1) for arm in (BLIND, AWARE))
+        name = "all" if repeat is None else f"repeat {repeat + 1}"
+        lines.append(f"| {name}: mean TTFT | {blind:.2f} s | {knowing:.2f} s | {knowing / blind:.2f} |")
+    cached = [mean_of(aware, arm, None, 1, "cached") for arm in (BLIND, AWARE)]
+    lines.append(f"| tokens reused of a prompt, mean | {cached[0]:.0f} | {cached[1]:.0f} | |")
+    ratio = mean_of(aware, AWARE, None, 1) / mean_of(aware, BLIND, None, 1)
+    lines += ["", f"Target {_TARGET}: {'reached' if ratio <= _TARGET else '**missed**'} ({ratio:.2f}).", "",
+              "## Transfers ahead of a turn", "",
+              f"Sessions with a pause of {PAUSE_S:g} s and more, whose prompts only a disk that both servers read has "
+              "after each turn. *Ahead*: `transfers.ahead` copies them into a server's memory meanwhile.", "",
+              "| third and later turns | none | ahead | ahead / none |", "|---|---|---|---|"]  # fmt: skip
+    for repeat in (*repeats, None):
+        without, with_it = (mean_of(ahead, arm, repeat, 2) for arm in (NONE, AHEAD))
+        name = "all" if repeat is None else f"repeat {repeat + 1}"
+        lines.append(f"| {name}: mean TTFT | {without:.2f} s | {with_it:.2f} s | {with_it / without:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sessions", type=int, default=10)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--parts", default="aware,ahead", help="what is measured anew (default: both)")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "reports", help="folder of the report")
+    args = parser.parse_args()
+    kept = args.out / "real-tiers.json"
+    rows = json.loads(kept.read_text()) if kept.exists() else {}
+    if "aware" in args.parts:
+        with running_tiers(say, shared=None, memory_gb=1, tells_tokens=False) as tiers:
+            rows["aware"] = asyncio.run(compare_awareness(tiers, args))
+    if "ahead" in args.parts:
+        with tempfile.TemporaryDirectory() as folder, running_tiers(say, shared=Path(folder), memory_gb=0.25) as tiers:
+            rows["ahead"] = asyncio.run(compare_ahead(tiers, args))
+    command = "python -m benchmarks.real_tiers" + (f" --repeats {args.repeats}" if args.repeats != 3 else "")
+    kept.write_text(json.dumps(rows) + "\n")
+    if rows.keys() != {"aware", "ahead"}:
+        return
+    report = as_markdown(rows["aware"], rows["ahead"], command)
+    (args.out / "real-tiers.md").write_text(report)
+    say(report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Transfers on demand in a replay: what is offered, what is refused, what comes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from kvproxy.config.cluster_schema import PolicyName
+from kvproxy.replay.compare import PolicySpec, UnknownPolicy, play_policy
+from kvproxy.replay.results import Summary, summarize_outcomes
+from kvproxy.replay.router import SimEndpoint
+from kvproxy.replay.settings import Pace, ReplayFleet
+from kvproxy.replay.transfers import LinkPlan, Transfer, TransferPlanner
+from kvproxy.replay.view import endpoint_id
+from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
+from kvproxy.routing.speeds import SpeedModel, SpeedPriors
+from kvproxy.simulator.block_cache import BlockCache
+from kvproxy.simulator.engine import Engine
+from kvproxy.simulator.engine_io import BlockStored, EngineSettings
+from tests.replay.traces import chat_trace, shared_prefix_trace
+
+BLOCK = 512
+SPEEDS = SpeedModel(SpeedPriors())
+PLAN = LinkPlan(10.0, latency_s=0.001)
+A, B, C = (endpoint_id(index) for index in range(3))
+
+
+def endpoints() -> list[SimEndpoint]:
+    return [SimEndpoint(name, index, Engine(EngineSettings(64, BLOCK))) for index, name in enumerate((A, B, C))]
+
+
+def planner(plan: LinkPlan = PLAN) -> TransferPlanner:
+    return TransferPlanner(plan, block_size=BLOCK, rng=Random(1))
+
+
+def published(blocks: int) -> Overlap:
+    """In the engine's memory by its own events."""
+    return Overlap(blocks * BLOCK, source=FactSource.PRECISE, claimed_tokens=blocks * BLOCK)
+
+
+def asked(**held: Overlap) -> PickRequest:
+    """A prompt of 10,000 tokens; what endpoints hold by their name."""
+    names = {"a": A, "b": B, "c": C}
+    return PickRequest(facts=OverlapFacts(10_000, {names[name]: overlap for name, overlap in held.items()}))
+
+
+def test_the_longest_is_offered_everywhere_at_its_price() -> None:
+    """Those that hold it are left as they are; of the price nothing but the copy, where nothing else waits."""
+    offered = planner().offer(asked(a=published(16), b=published(2)), endpoints(), SPEEDS, 0.0)
+    assert [offered.facts.matched_tokens(name) for name in (A, B, C)] == [16 * BLOCK] * 3
+    assert offered.adapter_s is not None
+    assert set(offered.adapter_s) == {B, C}
+    copy_s = 14 * BLOCK / PLAN.tokens_per_s
+    assert offered.adapter_s[B] == pytest.approx(2 * copy_s + PLAN.latency_s)
+    assert offered.adapter_s[C] > offered.adapter_s[B]
+
+
+@pytest.mark.parametrize(
+    ("plan", "held"),
+    [
+        (replace(PLAN, gb_per_s=0.9), published(16)),
+        (replace(PLAN, min_tokens=16 * BLOCK + 1), published(16)),
+        (PLAN, Overlap(16 * BLOCK)),  # promised, not announced
+        (PLAN, published(0)),
+    ],
+    ids=["slow link", "too little", "not published", "nothing"],
+)
+def test_what_is_not_offered(plan: LinkPlan, held: Overlap) -> None:
+    request = asked(a=held)
+    assert planner(plan).offer(request, endpoints(), SPEEDS, 0.0) is request
+
+
+def test_a_copy_that_is_over_in_time_costs_the_link_alone() -> None:
+    """With a second of work before the request there, a copy of a tenth of that delays nothing."""
+    there = endpoints()
+    there[2].load.reserve(20_000, 0, 0.0)
+    offered = planner().offer(asked(a=published(16)), there, SPEEDS, 0.0)
+    assert offered.adapter_s is not None
+    assert offered.adapter_s[C] == pytest.approx(16 * BLOCK / PLAN.tokens_per_s)
+    assert offered.adapter_s[B] > offered.adapter_s[C]
+
+
+def compute(engine: Engine, blocks: list[int]) -> None:
+    """The engine holds them."""
+    cache: BlockCache = engine._own
+    taken = cache.allocate(len(blocks))
+    cache.store(taken, BlockStored(tuple(blocks), None))
+    cache.release(taken)
+
+
+def test_both_links_are_reserved() -> None:
+    """A second copy from the same source, and one into the same target, begin when the first is over."""
+    source, target, other = (each.engine for each in endpoints())
+    blocks = list(range(1, 17))
+    compute(source, blocks)
+    under_test = planner()
+    first, there = under_test.begin(Transfer(A, B, 16 * BLOCK, 0.0), source, target, blocks, 0.0)
+    assert first == pytest.approx(PLAN.latency_s + 16 * BLOCK / PLAN.tokens_per_s)
+    assert list(there) == blocks
+    second, _ = under_test.begin(Transfer(A, C, 16 * BLOCK, 0.0), source, other, blocks, 0.0)
+    assert second == pytest.approx(2 * first)
+    offered = under_test.offer(asked(a=published(16)), endpoints(), SPEEDS, 0.0)
+    assert offered.adapter_s is not None
+    assert offered.adapter_s[B] == pytest.approx(4 * first - PLAN.latency_s)
+    assert (under_test.counts.made, under_test.counts.tokens) == (2, 32 * BLOCK)
+
+
+def test_what_the_source_has_lost_is_not_copied() -> None:
+    """It comes to nothing at once, and no link is held for it."""
+    source, target, _ = (each.engine for each in endpoints())
+    under_test = planner()
+    over_at, there = under_test.begin(Transfer(A, B, 4 * BLOCK, 0.0), source, target, [1, 2, 3, 4], 5.0)
+    assert (over_at, list(there)) == (5.0 + PLAN.latency_s, [])
+    assert under_test.counts.empty == 1
+
+
+def test_copies_push_out_none_of_their_own_beginning() -> None:
+    """A full cache gives up what is older, whatever of the prompt is there stays; without room nothing is taken in."""
+    cache = BlockCache(6)
+    for hashes in ([1, 2], [9, 8, 7, 6]):
+        blocks = cache.allocate(len(hashes))
+        cache.store(blocks, BlockStored(tuple(hashes), None))
+        cache.release(blocks)
+    assert cache.receive([1, 2, 3, 4]) == 2
+    assert cache.match_prefix([1, 2, 3, 4], 4) == 4
+    assert cache.receive([1, 2, 3, 4]) == 0
+    cache.allocate(5)
+    assert cache.receive([21, 22]) == 0
+    assert 21 not in cache
+
+
+def figures(fleet: ReplayFleet, text: str) -> Summary:
+    spec = PolicySpec.parse(text)
+    policy = spec.make(rng=Random(1))
+    trace = shared_prefix_trace(gap_ms=60)
+    outcomes = play_policy(trace, Pace(closed_loop=False), fleet, policy, queue=spec.queue, move=spec.move)
+    assert all(each.first_token_at is not None for each in outcomes)
+    return summarize_outcomes(outcomes, fleet.instances)
+
+
+def test_more_is_reused_where_it_can_be_copied() -> None:
+    """And the mean first token comes earlier; without a link it is the same run."""
+    fleet = ReplayFleet(instances=3, link=LinkPlan(12.5))
+    without, moved = (figures(fleet, text) for text in ("kv_aware+queue", "kv_aware+queue+move"))
+    assert moved.hit_rate > without.hit_rate
+    assert moved.ttft_mean_s < without.ttft_mean_s
+    assert figures(replace(fleet, link=LinkPlan(0.5)), "kv_aware+queue+move") == without
+
+
+def test_nothing_is_lost_with_engines_that_leave() -> None:
+    """Copies under way to a lost engine, and from it, come to nothing; every request is answered or broken once."""
+    fleet = ReplayFleet(instances=3, link=LinkPlan(1.5), leaves=((0, 0.4),), joins=((0, 0.7),))
+    spec = PolicySpec(PolicyName.KV_AWARE, queue=True, move=True)
+    trace = chat_trace()
+    outcomes = play_policy(trace, Pace(scale=0.1), fleet, spec.make(rng=Random(1)), queue=True, move=True)
+    assert len(outcomes) == trace.requests
+    assert sum(each.first_token_at is not None for each in outcomes) >= trace.requests - 12
+
+
+def test_moving_needs_a_policy_that_prices_it() -> None:
+    with pytest.raises(UnknownPolicy, match=r"\+move needs kv_aware"):
+        PolicySpec.parse("least_ttft+move")
+    assert str(PolicySpec.parse("kv_aware+move+queue")) == "kv_aware+queue+move"
