@@ -199,7 +199,7 @@ class LeasedTime(VirtualTime):
         """As `Toucher.consider`, on a simulated engine."""
         settings, speeds = endpoint.engine.settings, self._policy.speeds
         stays_s = self._insertions.stays_s(("", endpoint.id), settings.capacity_blocks * settings.block_size, now)
-        if speeds is None or now - lease.used_at < TOUCHED_AT * stays_s:
+        if speeds is None or now - lease.used_at < TOUCHED_AT * stays_s or endpoint.load.pending_requests:
             return
         slowness = speeds.slowness(endpoint.id, now)
         saved_s = slowness * prefill_s(lease.tokens, 0, 0.0, speeds.seconds)
@@ -303,7 +303,7 @@ def _line(trace: str, cell: Cell, without: Sequence[dict[str, Any]], held: Seque
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=3000, help="of each trace at most (default 3000)")
+    parser.add_argument("--requests", type=int, default=1500, help="of each trace at most (default 1500)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each cell (default 1)")
     parser.add_argument("--traces", default=",".join(MEMORY), help="of benchmarks/traces (default: both)")

@@ -129,7 +129,7 @@ async def world(
     **config: Any,
 ) -> AsyncIterator[World]:  # fmt: skip
     clock = FakeClock()
-    given = {"enabled": True, "min_tokens": 256, **(leases or {})}
+    given = {"enabled": True, "min_tokens": 256, "touch": True, **(leases or {})}
     cache = {"lmcache_endpoint": lmcache, "engine_metrics_interval": 0, "leases": given,
              "lookup_routing_timeout": 60, "request_timeout": 60, **(kvcache or {})}  # fmt: skip
     raw = {"endpoints": {"a": engine_url}, "health": {"active": False},
@@ -295,3 +295,20 @@ async def test_switched_off_by_a_reload_nothing_stays_pinned() -> None:
         await proxy.proxy.reload(load_config(raw))
         await until(lambda: proxy.proxy.replaced)
         assert pins(place, "DELETE") == 1
+
+
+async def test_what_waits_to_be_computed_goes_before_a_touch() -> None:
+    """The lease stays; the next round asks again."""
+    one = Engine(capacity_blocks=400)
+    async with serve(one.app) as url, world(url) as proxy:
+        learned(proxy)
+        await proxy.kv.scraper.scrape_all()
+        await proxy.ask()
+        await proxy.ask_others(one)
+        load = proxy.proxy.clusters["default"].endpoints[0].load
+        reservation = load.reserve(1000, 0, proxy.clock())
+        await proxy.tick(20)
+        assert (one.touched, proxy.results()) == ([], {})
+        load.release(reservation, proxy.clock())
+        await proxy.tick(1)
+        assert len(one.touched) == 1

@@ -168,5 +168,6 @@ class LeaseSettings(Model):
     """Under lease for one tenant (API key) at once; requests without one are a tenant together."""
     tenants: tuple[LeaseBudget, ...] = ()
     """The same for single tenants, where it is another number."""
-    touch: bool = True
-    """Ask the engine for a prompt again (`max_tokens: 1`) where nothing pins and that is expected to save more."""
+    touch: bool = False
+    """Ask the engine for a prompt again (`max_tokens: 1`) where nothing pins and that is expected to save more. No gain
+    by it has been shown."""

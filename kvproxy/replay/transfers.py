@@ -20,11 +20,14 @@ import msgspec
 from kvproxy.routing.policy import Ledgered, Overlap, OverlapFacts, PickRequest
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
+from kvproxy.routing.work import prefill_s
 from kvproxy.simulator.engine import Engine
 from kvproxy.types import EndpointId
 
 #: Slower links are not used: the copy delays more than it saves. 1 GB/s where a token's KV is 128 KiB.
 LEAST_TOKENS_PER_S = 8192.0
+#: By how much a copy has to be faster than computing: it takes two engines' links from others besides.
+SAVES = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +95,9 @@ class TransferPlanner:
         holders = [one for one in endpoints if published[one.id] > max(0, longest - self._block_size)]
         found, offered, price_s = dict(facts.by_endpoint), {}, {}
         for target in endpoints:
-            missing = longest - facts.matched_tokens(target.id)
-            if missing < self._plan.min_tokens:
+            missing = longest - (matched := facts.matched_tokens(target.id))
+            computed_s = prefill_s(missing, matched, 0.0, speeds.seconds)
+            if missing < self._plan.min_tokens or SAVES * missing / self._tokens_per_s > computed_s:
                 continue
             transfer = self._plan_transfer(holders, target, published, missing, now)
             wait_s = target.load.wait_s(speeds.seconds, speeds.slowness(target.id, now), now)

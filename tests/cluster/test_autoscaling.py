@@ -11,7 +11,7 @@ from tests.cluster.conftest import Bench, MakeCluster
 
 
 def waiting_s(bench: Bench, tokens: int) -> float:
-    """Prefill seconds of a prompt nobody holds."""
+    """Prefill seconds of a prompt that no endpoint holds."""
     speeds = bench.cluster.speeds
     assert speeds is not None
     return seconds_of(features_of(tokens, 0), speeds.seconds)

@@ -163,3 +163,13 @@ def test_moving_needs_a_policy_that_prices_it() -> None:
     with pytest.raises(UnknownPolicy, match=r"\+move needs kv_aware"):
         PolicySpec.parse("least_ttft+move")
     assert str(PolicySpec.parse("kv_aware+move+queue")) == "kv_aware+queue+move"
+
+
+def test_what_is_computed_nearly_as_fast_is_not_copied() -> None:
+    """A copy takes the links from others: at 1.5 GB/s a short beginning is not worth it, a long one is, whose tokens
+    attend to more before them."""
+    slow = planner(LinkPlan(1.5, latency_s=0.001))
+    short, long = asked(a=published(4)), PickRequest(facts=OverlapFacts(100_000, {A: published(180)}))
+    assert slow.offer(short, endpoints(), SPEEDS, 0.0) is short
+    assert slow.offer(long, endpoints(), SPEEDS, 0.0) is not long
+    assert planner().offer(short, endpoints(), SPEEDS, 0.0) is not short

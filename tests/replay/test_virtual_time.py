@@ -161,7 +161,7 @@ def test_an_engine_that_joins_is_cold_and_is_used() -> None:
 
 
 def test_late_events_of_a_lost_engine_are_not_believed_of_the_next() -> None:
-    """They tell of a cache that is gone: whoever believes them is wrong about the engine that came in its place."""
+    """They tell of a cache that is gone: to believe them is to be wrong about the engine that came in its place."""
     trace = shared_prefix_trace(requests=300, gap_ms=60)
     for delay_s in (0.0, 5.0):
         fleet = replace(FLEET, leaves=((0, 0.3),), joins=((0, 0.31),), index_delay_s=delay_s)

@@ -22,7 +22,7 @@ async def ask(bus: Bus, node: Node, what: str, ttl_s: float) -> bool:
 
 
 async def test_a_claim_holds_for_its_time_and_no_longer() -> None:
-    """Another gets it when that is over, whoever of them is its owner; its holder may have it again."""
+    """Another gets it when that is over, whichever of them is its owner; its holder may have it again."""
     bus, one, two = pair()
     assert {owner_of(what, (one.origin, two.origin)) for what in WHATS} == {one.origin, two.origin}
     for what in WHATS:

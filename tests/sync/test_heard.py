@@ -75,7 +75,7 @@ async def test_prompts_that_came_past_all_proxies(hearing: Hearing) -> None:
 
 
 async def test_an_engine_that_began_anew_holds_nothing(hearing: Hearing) -> None:
-    """When it began is said by whoever asks it; the same word again changes nothing."""
+    """When it began is said by each that asks it; the same word again changes nothing."""
     hearing.hear(Started("default", "a", 100.0), Entered("default", "a", BLOCKS))
     hearing.hear(Started("default", "a", 100.0))
     assert hearing.one.entries() == 40

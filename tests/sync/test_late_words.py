@@ -27,7 +27,7 @@ def test_a_load_that_was_overtaken_counts_no_more() -> None:
 
 
 def test_a_life_before_the_one_that_is_known_is_not_begun() -> None:
-    """Nobody here ever heard of it: its epoch alone says that it is over."""
+    """It was never heard of here: its epoch alone says that it is over."""
     bus = Bus()
     two, one = Node(bus, "two"), Node(bus, "one", epoch=5)
     bus.heal(2)

@@ -144,8 +144,8 @@ class Toucher:
         if endpoint is None or capacity is None or endpoint.condition(now) is not Condition.UP:
             return True
         stays_s = self.insertions.stays_s((lease.of.cluster, endpoint.id), capacity, now)
-        if now - lease.used_at < TOUCHED_AT * stays_s:
-            return True
+        if now - lease.used_at < TOUCHED_AT * stays_s or endpoint.load.pending_requests:
+            return True  # what is to be computed already goes first
         if not self._is_worth(lease, endpoint, stays_s, now):
             return False
         job = Job(
