@@ -517,7 +517,7 @@ def test_what_a_new_one_is_told_of_sessions_fits_into_messages() -> None:
 
 
 def test_policies_know_how_late_which_others_are_heard() -> None:
-    """They keep apart by it; with nobody heard they decide as ever."""
+    """They keep apart by it; with no other process heard they decide as ever."""
     bus = Bus()
     one, two = Node(bus, "one"), Node(bus, "two")
     for _ in range(4):

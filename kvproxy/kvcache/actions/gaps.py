@@ -3,6 +3,7 @@ passes, and what pauses of that kind have lasted."""
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -25,6 +26,9 @@ HORIZON_S = BOUNDS_S[-1]
 UNSEEN, ANY = "?", "*"
 #: Client and tool; "" as the client: any.
 PauseKind = tuple[str, str]
+
+#: Sessions whose pauses are remembered, and how much a new pause counts against the earlier ones.
+_MAX_SESSIONS, _NEW = 10_000, 0.3
 
 _MAX_NAME = 64
 _AROUND = 512  # bytes of an object in which its type and its name stand
@@ -161,3 +165,24 @@ def _wider(kind: PauseKind) -> Iterator[PauseKind]:
         yield "", ANY
     else:
         yield "", ""
+
+
+class SessionPauses:
+    """How long after the end of one turn the next one comes, by session; of a new one, as long as with all."""
+
+    def __init__(self) -> None:
+        self._ended: BoundedMapping[int, tuple[float, float | None]] = BoundedMapping(_MAX_SESSIONS)
+        self._usual: float | None = None  # logarithm of seconds
+
+    def note_turn(self, session: int, began_at: float, now: float) -> float | None:
+        """A turn that began then is over; the seconds until the next one, if anything is known."""
+        ended_at, pause_s = self._ended.get(session, (None, None))
+        if ended_at is not None and began_at > ended_at:
+            seen_s = began_at - ended_at
+            pause_s = seen_s if pause_s is None else pause_s + _NEW * (seen_s - pause_s)
+            seen = math.log(seen_s)
+            self._usual = seen if self._usual is None else self._usual + _NEW * (seen - self._usual)
+        self._ended[session] = now, pause_s
+        if pause_s is not None:
+            return pause_s
+        return None if self._usual is None else math.exp(self._usual)

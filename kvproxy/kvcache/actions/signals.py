@@ -5,7 +5,6 @@ Counted are message prefixes, not only whole prompts, so that a system prompt ma
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,6 @@ from itertools import islice
 import psutil
 from xxhash import xxh3_64_intdigest
 
-from kvproxy.bounded import BoundedMapping
 from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.cluster.endpoint import Endpoint
@@ -294,28 +292,3 @@ def common_tokens(a: TokenIds, b: TokenIds) -> int:
         else:
             high = middle - 1
     return low
-
-
-#: Sessions whose pauses are remembered, and how much a new pause counts against the earlier ones.
-_MAX_SESSIONS, _NEW = 10_000, 0.3
-
-
-class Pauses:
-    """How long after the end of one turn the next one comes, by session; of a new one, as long as with all."""
-
-    def __init__(self) -> None:
-        self._ended: BoundedMapping[int, tuple[float, float | None]] = BoundedMapping(_MAX_SESSIONS)
-        self._usual: float | None = None  # logarithm of seconds
-
-    def note_turn(self, session: int, began_at: float, now: float) -> float | None:
-        """A turn that began then is over; the seconds until the next one, if anything is known."""
-        ended_at, pause_s = self._ended.get(session, (None, None))
-        if ended_at is not None and began_at > ended_at:
-            seen_s = began_at - ended_at
-            pause_s = seen_s if pause_s is None else pause_s + _NEW * (seen_s - pause_s)
-            seen = math.log(seen_s)
-            self._usual = seen if self._usual is None else self._usual + _NEW * (seen - self._usual)
-        self._ended[session] = now, pause_s
-        if pause_s is not None:
-            return pause_s
-        return None if self._usual is None else math.exp(self._usual)

@@ -21,8 +21,9 @@ from kvproxy.cluster.screening import Refusal
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import BreakerOpen, ClientError
 from kvproxy.kvcache.actions.executor import ActionExecutor, Link
+from kvproxy.kvcache.actions.gaps import SessionPauses
 from kvproxy.kvcache.actions.job_queue import Job, JobQueue
-from kvproxy.kvcache.actions.signals import KnownPrefix, Pauses
+from kvproxy.kvcache.actions.signals import KnownPrefix
 from kvproxy.kvcache.actions.strategies import Action, PressureOf, Served
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.kvcache.overlap.merge import HolderOverlap
@@ -77,7 +78,7 @@ class Transfers:
         self._clock = clock
         self._rng = rng
         self.link = Link(settings.transfers, clock=clock)
-        self._pauses = Pauses()
+        self._pauses = SessionPauses()
         self._expected: dict[int, _Expected] = {}
         self._expected_tokens = 0
 

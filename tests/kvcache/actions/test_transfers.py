@@ -13,7 +13,7 @@ import pytest
 from kvproxy.config.kvcache_actions_schema import TransferSettings
 from kvproxy.config.load import check_config
 from kvproxy.kvcache.actions.executor import SPEED_AGE_S, Link
-from kvproxy.kvcache.actions.signals import Pauses
+from kvproxy.kvcache.actions.gaps import SessionPauses
 from kvproxy.kvcache.actions.transfers import MAX_PAUSE_S, MIN_PAUSE_S, Transfers, _far_tokens, choose_source
 from kvproxy.kvcache.overlap.merge import HolderOverlap
 from kvproxy.routing.policy import FactSource, Overlap
@@ -270,7 +270,7 @@ def test_a_link_is_bounded(clock: FakeClock) -> None:
 
 def test_pauses_are_learned_by_session_and_of_all() -> None:
     """A session's own once it had one; before that what is usual; a turn beside another is no pause."""
-    pauses = Pauses()
+    pauses = SessionPauses()
     assert pauses.note_turn(1, 0.0, 1.0) is None
     assert pauses.note_turn(1, 11.0, 12.0) == pytest.approx(10.0)
     assert pauses.note_turn(2, 12.0, 13.0) == pytest.approx(10.0)
