@@ -7,9 +7,12 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from starlette.types import Send
 
 from kvproxy.advise.advice import Advice, Confidence, Fit, Gain, NotGiven, Ratio, Setting, why_not_given
 from kvproxy.advise.adviser import PoolAdvice
@@ -45,7 +48,7 @@ from kvproxy.request.exchange import Exchange
 from kvproxy.routing.policy import FactSource, Overlap
 from kvproxy.types import EndpointId
 from tests.docs.blocks import ROOT, block, blocks
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import Call, FakeEngine, reply
 from tests.support.loopback import serve
 from tests.support.proxy import chat, running_proxy
 from tests.test_samples import load
@@ -243,7 +246,7 @@ def test_there_are_no_others() -> None:
 def test_every_language_is_looked_at() -> None:
     """sh, yaml and python have tests of their own; toml is installed by tests/filters/test_documented_filter."""
     assert {found.language for found in blocks()} == {"sh", "yaml", "python", "json", "toml", "", "text"}
-    assert [found.page for found in blocks("json")] == ["docs/doctor.md"]
+    assert [found.page for found in blocks("json")] == ["docs/doctor.md", "docs/ledger.md"]
     assert [found.page for found in blocks("toml")] == ["docs/filters/README.md"]
 
 
@@ -255,6 +258,24 @@ def test_the_doctors_json_has_these_keys() -> None:
     assert shown.keys() == report.keys()
     assert [one.keys() for one in shown["findings"]] == [one.keys() for one in report["findings"]]
     assert [one.keys() for one in shown["skipped"]] == [one.keys() for one in report["skipped"]]
+
+
+async def test_a_line_of_the_ledger_is_as_shown(tmp_path: Path) -> None:
+    """Its members in their order, and the price by the page's own rules."""
+    counts = {"prompt_tokens": 100, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 64}}
+    answer = json.dumps({"choices": [], "usage": counts}).encode()
+
+    async def behave(engine: FakeEngine, call: Call, send: Send) -> None:
+        await reply(send, 200, answer)
+
+    shown, path = json.loads(block("docs/ledger.md", "request_id")), tmp_path / "ledger.jsonl"
+    ledger = {**yaml.safe_load(block("docs/ledger.md", "prices:"))["ledger"], "path": str(path)}
+    async with serve(FakeEngine("a", behave)) as url, running_proxy({"a": url}, ledger=ledger) as proxy:
+        assert (await proxy.client.post("/v1/chat/completions", json={**chat(), "model": "m"})).status_code == 200
+    written = json.loads(path.read_bytes())
+    assert list(written) == list(shown)
+    for name in ("model", "cluster", "end", "uncached", "cached", "output", "price"):
+        assert written[name] == shown[name], name
 
 
 def test_the_picture_shows_the_default_chain() -> None:
