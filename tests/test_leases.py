@@ -16,6 +16,8 @@ import pytest
 from kvproxy.app import Proxy
 from kvproxy.config.load import load_config
 from kvproxy.kvcache.actions.signals import common_tokens
+from kvproxy.kvcache.actions.strategies import Action
+from kvproxy.kvcache.providers import ActionKind
 from kvproxy.kvcache.service import KvCache
 from kvproxy.listener.server import serve
 from kvproxy.receipts.receipt import Receipt, decode_receipt
@@ -171,6 +173,19 @@ async def test_a_tool_call_pins_the_prompt_until_the_conversation_goes_on(tmp_pa
     assert receipts[0].lease is None
     assert receipts[1].lease is not None
     assert (receipts[1].lease.result, receipts[1].lease.lever) == ("kept", "pin")
+
+
+async def test_a_pin_at_another_instance_confirms_nothing() -> None:
+    """That of an earlier lease on the same prompt, which ended meanwhile: it is taken back."""
+    one, lmcache = Engine(), controller(lambda _: {})
+    async with serve(one.app) as url, serve(lmcache) as at, world(url, lmcache=at) as proxy:
+        await proxy.ask()
+        assert proxy.kv.leasing is not None
+        [held] = proxy.kv.leasing.book.leases.values()
+        held.held = False
+        proxy.kv.leasing.done(Action(ActionKind.PIN, "b", held.prefix, ""), proxy.clock())
+        assert not held.held
+        assert list(proxy.kv.leasing.book.released) == [("b", held.of.key)]
 
 
 async def test_a_broken_promise_is_said_to_be_broken() -> None:

@@ -160,7 +160,7 @@ class Leasing:
         assert action.prefix is not None
         if action.kind is ActionKind.UNPIN:
             self.book.released.pop((action.instance_id, action.prefix.key), None)
-        elif (lease := self.book.leases.get(action.prefix.key)) is not None:
+        elif (lease := self.book.leases.get(action.prefix.key)) is not None and lease.instance == action.instance_id:
             lease.held, lease.used_at = True, now
         else:
             self.book.released[action.instance_id, action.prefix.key] = action.prefix  # it ended meanwhile
