@@ -86,7 +86,7 @@ class WorkersAdmin:
             Route("/decisions/{number:int}", self._decision, methods=["GET"]),
             Route("/pick", self._pick, methods=["POST"]),
             Route("/pick/{index:int}-{rest:path}", self._picked, methods=["POST"]),
-            Route("/warm", self._warm, methods=["GET", "POST"]),
+            Route("/warm", self._warm, methods=["POST"]),
             Route("/log", self._log, methods=["PATCH"]),
             *AdviceRoutes(workers, audit).list_routes(),
             *(
@@ -160,8 +160,6 @@ class WorkersAdmin:
 
     async def _warm(self, request: Request) -> Response:
         """Each prompt is sent by one: what endpoints hold afterwards all workers hear of."""
-        if request.method != "POST":
-            raise RequestRefused(409, Problem("warming.export", "behind several workers there is none", "workers: 1"))
         return _passed_on([(await self._ask_one(request, timeout_s=_WARM_S))[1]])
 
     async def _read(self, request: Request) -> Response:

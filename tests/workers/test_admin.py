@@ -131,14 +131,6 @@ async def test_a_prompt_is_warmed_by_one_worker(audit: list[str]) -> None:
         assert [line.split()[1:3] for line in audit if "warm" in line] == [["action=warm", "from=127.0.0.1"]]
 
 
-async def test_hot_prefixes_of_several_workers_are_not_exported() -> None:
-    """It is refused with the setting, and not as a page that cannot be merged."""
-    async with served_together() as both:
-        answer = await both.admin.get("/warm")
-        assert (answer.status_code, answer.json()["problems"][0]["where"]) == (409, "warming.export")
-        assert "several workers" in answer.json()["error"]
-
-
 async def test_a_change_that_is_refused_is_made_in_none(audit: list[str]) -> None:
     """The refusal is the worker's own: what, where, and what to do."""
     async with served_together() as both:
