@@ -16,6 +16,8 @@ import pytest
 from kvproxy.app import Proxy
 from kvproxy.config.load import load_config
 from kvproxy.kvcache.actions.signals import common_tokens
+from kvproxy.kvcache.actions.strategies import Action
+from kvproxy.kvcache.providers import ActionKind
 from kvproxy.kvcache.service import KvCache
 from kvproxy.listener.server import serve
 from kvproxy.receipts.receipt import Receipt, decode_receipt
@@ -173,6 +175,19 @@ async def test_a_tool_call_pins_the_prompt_until_the_conversation_goes_on(tmp_pa
     assert (receipts[1].lease.result, receipts[1].lease.lever) == ("kept", "pin")
 
 
+async def test_a_pin_at_another_instance_confirms_nothing() -> None:
+    """That of an earlier lease on the same prompt, which ended meanwhile: it is taken back."""
+    one, lmcache = Engine(), controller(lambda _: {})
+    async with serve(one.app) as url, serve(lmcache) as at, world(url, lmcache=at) as proxy:
+        await proxy.ask()
+        assert proxy.kv.leasing is not None
+        [held] = proxy.kv.leasing.book.leases.values()
+        held.held = False
+        proxy.kv.leasing.done(Action(ActionKind.PIN, "b", held.prefix, ""), proxy.clock())
+        assert not held.held
+        assert list(proxy.kv.leasing.book.released) == [("b", held.of.key)]
+
+
 async def test_a_broken_promise_is_said_to_be_broken() -> None:
     """The engine reused next to nothing of what was pinned."""
     one, lmcache = Engine(), controller(lambda _: {})
@@ -295,6 +310,44 @@ async def test_switched_off_by_a_reload_nothing_stays_pinned() -> None:
         await proxy.proxy.reload(load_config(raw))
         await until(lambda: proxy.proxy.replaced)
         assert pins(place, "DELETE") == 1
+
+
+async def test_at_another_lmcache_nothing_is_held_yet() -> None:
+    """What the first one was told to keep is taken back there, and not at the next one."""
+    settings = CoordinatorSettings()
+    async with (
+        simulated(names=("a",), controller=None, coordinator=settings) as place,
+        simulated(names=("a",), controller=None, coordinator=settings) as other,
+        world(place.engines["a"], lmcache=place.lmcache) as proxy,
+    ):
+        proxy.model = "tiny"
+        await until(lambda: proxy.kv.overlap.lookups.provider is not None)
+        await proxy.ask(prompt_cache_retention="1h")
+        cache = {"lmcache_endpoint": other.lmcache, "leases": {"enabled": True}}
+        raw = {"endpoints": {"a": place.engines["a"]}, "health": {"active": False},
+               "filters": ["inference_request", {"kvcache": cache}, "router"]}  # fmt: skip
+        await proxy.proxy.reload(load_config(raw))
+        await until(lambda: proxy.proxy.replaced)
+        assert not proxy.kv.state.leases.leases
+        await proxy.tick(10_000)
+        assert (pins(place, "DELETE"), pins(other, "DELETE")) == (1, 0)
+
+
+async def test_a_service_that_drains_leaves_leases_to_the_next() -> None:
+    """Else each of them would touch, and end, what both know of."""
+    one, lmcache = Engine(), controller(lambda _: {})
+    async with serve(one.app) as url, serve(lmcache) as at, world(url, lmcache=at) as proxy:
+        await proxy.ask()
+        before = proxy.kv.leasing
+        assert before is not None
+        cache = {"lmcache_endpoint": at, "leases": {"enabled": True}}
+        raw = {"endpoints": {"a": url}, "filters": ["inference_request", {"kvcache": cache}, "router"]}
+        await proxy.proxy.reload(load_config(raw))
+        proxy.clock.advance(10_000)
+        before.tick()
+        assert len(before.book.leases) == 1
+        await proxy.tick(0)
+        assert not before.book.leases
 
 
 async def test_what_waits_to_be_computed_goes_before_a_touch() -> None:

@@ -203,7 +203,7 @@ def step_towards(wanted: Sequence[EndpointSettings], known: Sequence[EndpointSet
     has no more. First they come, then they leave."""
     before, named = {one.id for one in known}, {one.id for one in wanted}
     most = max(_AT_ONCE, int(_SHARE * len(wanted)))
-    late = {one.id for one in [one for one in wanted if one.id not in before][most:]}
+    late = set(list(dict.fromkeys(one.id for one in wanted if one.id not in before))[most:])
     leaving = [one for one in known if one.id not in named]
     stay = leaving if late else leaving[most:]
     if not late and not stay:

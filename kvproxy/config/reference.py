@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
@@ -113,6 +114,8 @@ def _name(kind: Any) -> str:
     origin = get_origin(kind)
     if origin is Literal:
         return " \\| ".join(f"`{choice}`" for choice in get_args(kind))
+    if origin in (Union, UnionType):
+        return " \\| ".join(_name(bare_type(one)) for one in get_args(kind) if get_args(one) != ("",))
     if origin is tuple:
         return f"list of {_name(bare_type(get_args(kind)[0]))}"
     if origin is not None:

@@ -219,7 +219,7 @@ class CoordinatorProvider:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_POLL_S)
         chunks = (seen.found_keys or 0) // scope.world_size
-        return Effect(chunks * chunk_tokens_of(job.chunks, len(tokens)))
+        return Effect(min(max(0, chunks) * chunk_tokens_of(job.chunks, len(tokens)), len(tokens)))
 
     async def instances(self) -> frozenset[str]:
         listed = await self._client.list_instances()

@@ -136,7 +136,7 @@ class KvCache:
         )
 
     def _make_leasing(self, clock: Clock) -> Leasing:
-        book, metrics = self.state.leases, self._metrics
+        book, metrics = self.state.lease_book(self.settings), self._metrics
         toucher = Toucher(
             self.settings, gaps=book.gaps, clusters=self.clusters, jobs=self.actions.jobs, engines=self._engines,
             signals=self.scraper.signals, metrics=metrics, clock=clock,
@@ -160,7 +160,7 @@ class KvCache:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self.leasing is not None and self.state.leases.owner is self.leasing:
+        if self.leasing is not None and self.leasing.book.owner is self.leasing:
             self.leasing.release_all()
         await self._running.aclose()
 

@@ -43,6 +43,7 @@ class CacheState:
     _hotness: tuple[object, Hotness] | None = None
     _record: tuple[str, ActionRecord] | None = None
     _tokens: tuple[TokenCacheSettings, TokenMemory] | None = None
+    _leases_at: str | None = None  # LMCache of the leases
 
     @classmethod
     def empty(cls, *, metrics: Metrics, clock: Clock) -> CacheState:
@@ -76,6 +77,15 @@ class CacheState:
         if self._record is None or self._record[0] != settings.lmcache_endpoint:
             self._record = (settings.lmcache_endpoint, ActionRecord())
         return self._record[1]
+
+    def lease_book(self, settings: KvCacheSettings) -> LeaseBook:
+        """What is kept at the LMCache of these settings. The service that had it kept at another one ends that there;
+        what conversations do is known in both."""
+        if self._leases_at not in (None, settings.lmcache_endpoint):
+            before, self.leases = self.leases, LeaseBook()
+            self.leases.gaps, self.leases.waiting = before.gaps, before.waiting
+        self._leases_at = settings.lmcache_endpoint
+        return self.leases
 
     def token_memory(self, settings: TokenCacheSettings, clock: Clock) -> TokenMemory:
         """Tokens of prompts by message prefix."""

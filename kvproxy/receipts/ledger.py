@@ -153,20 +153,22 @@ class LedgerReader:
         for newest in list_workers(self.path):
             for path in reversed(list(list_files(newest))):
                 with path.open("rb") as lines:
-                    for entry in self._entries(lines):
-                        ended = datetime.fromisoformat(entry.time)
+                    for ended, entry in self._entries(lines):
                         if (since is None or ended >= since) and (until is None or ended < until):
                             self.sums.setdefault((entry.tenant, entry.model), LedgerSum()).add(entry)
         return self.sums
 
-    def _entries(self, lines: Iterable[bytes]) -> Iterator[LedgerEntry]:
+    def _entries(self, lines: Iterable[bytes]) -> Iterator[tuple[datetime, LedgerEntry]]:
         for line in lines:
             if line.isspace():
                 continue
             try:
-                yield _decoder.decode(line)
-            except msgspec.DecodeError:
+                entry = _decoder.decode(line)
+                ended = datetime.fromisoformat(entry.time).astimezone(UTC)
+            except (msgspec.DecodeError, ValueError, OverflowError):
                 self.broken += 1
+            else:
+                yield ended, entry
 
 
 _decoder = msgspec.json.Decoder(LedgerEntry)

@@ -3,6 +3,7 @@ Pure; the time is an argument."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Sequence
 
 from xxhash import xxh3_64_intdigest
@@ -11,6 +12,8 @@ from kvproxy.bounded import BoundedQueue
 from kvproxy.sync.deltas import Delta
 from kvproxy.sync.peer import Peer
 from kvproxy.sync.wire import Batch, Message, Origin, Piece, Standing, Want
+
+log = logging.getLogger("kvproxy.sync")
 
 #: How long to wait for the first answer, for the next piece of what was asked for, and until it is in its place.
 ANSWER_S, PIECE_S, APPLY_S = 0.5, 2.0, 30.0
@@ -122,7 +125,11 @@ class Joining:
 
     def _release(self, now: float) -> Generator[None, None, None]:
         while self._buffer and not self.running:
-            self._take(*self._buffer.popleft(), now)
+            message, size_bytes = self._buffer.popleft()
+            try:
+                self._take(message, size_bytes, now)
+            except Exception:  # as of one that comes now: the others behind it are not to wait for ever
+                log.exception("a message of %s could not be applied", message.origin)
             yield
 
     def _ask_another(self, now: float) -> None:

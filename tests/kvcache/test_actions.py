@@ -133,6 +133,15 @@ async def test_no_effect_again_and_again_switches_it_off_there(
     assert caplog.text.count("is switched off there") == 1
 
 
+async def test_a_pin_that_the_service_forgot_is_taken_back(clock: FakeClock) -> None:
+    """As after its restart: that is no fault, and not tried for ever."""
+    bench = Bench(Acting(Effect(0)), clock, settings(cache_strategy={"disable_after": 1}))
+    async with bench.background:
+        assert await bench.act(action(ActionKind.UNPIN), times=2) == [True, True]
+    assert len(bench.strategy.seen) == 2
+    assert bench.count("unpin", "no_effect") == 2
+
+
 async def test_an_effect_starts_the_count_over(clock: FakeClock) -> None:
     bench = Bench(
         Acting(Effect(0), Effect(0), Effect(5), Effect(0)), clock, settings(cache_strategy={"disable_after": 3})

@@ -26,6 +26,7 @@ from kvproxy.types import Tier
 from tests.kvcache.fleet import Place, simulated
 from tests.kvcache.support import Fake, settings, tokens
 from tests.support.clock import FakeClock
+from tests.support.loopback import serve
 
 PROMPT = Prefix(tokens(1024), "models/tiny-qwen")
 PLACES = CacheStrategySettings()
@@ -149,6 +150,17 @@ async def test_a_prefetch_says_what_it_found(known: int, asked: int, found: int)
         assert await provider.act(ActionKind.TRANSFER, "b", prefix) == Effect(found)
         held = {one.instance_id: one.tokens for one in await provider.lookup(prefix, timeout_s=5)}
         assert held.get("b", 0) >= found
+
+
+@pytest.mark.parametrize(("keys", "found"), [(-4, 0), (10**30, 1024)])
+async def test_a_prefetch_finds_no_more_than_there_is(keys: int, found: int) -> None:
+    """Whatever the service says."""
+    asked = {"instance_id": "b", "status": "accepted", "request_id": "r", "chunks": 4}
+    over = {"request_id": "r", "status": "completed", "found_keys": keys}
+    app = Fake({"/cache/prefetches": lambda _: asked, "/cache/prefetches/b/r": lambda _: over})
+    async with serve(app) as url, httpx.AsyncClient() as http:
+        provider = CoordinatorProvider(LMCacheCoordinatorClient(http, url))
+        assert await provider.act(ActionKind.TRANSFER, "b", PROMPT) == Effect(found)
 
 
 async def test_a_prefetch_into_what_is_not_there() -> None:

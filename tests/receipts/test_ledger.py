@@ -157,11 +157,14 @@ def test_sums_are_by_tenant_and_model_over_all_files(tmp_path: Path) -> None:
     written(tmp_path / "l.1", ("alice", "m", 1, 1, 1, 0.5), day=2)
     written(tmp_path / "l.worker-1", ("alice", "other", 7, 0, 1, 0.125))
     (tmp_path / "l.1").write_bytes((tmp_path / "l.1").read_bytes() + b'{"time": "2026\n\n')
+    for wrong in (b'"soon"', b'"\xff"', b'"9999-12-31T23:59:59-23:00"'):
+        line = path.read_bytes().splitlines()[0].replace(b'"2026-11-01T12:00:00.000+00:00"', wrong)
+        path.write_bytes(path.read_bytes() + line + b"\n")
     reader = LedgerReader(path)
     sums = reader.read()
     alice = sums["alice", "m"]
     assert (alice.requests, alice.uncached, alice.cached, alice.output, alice.price) == (3, 101, 51, 11, 2.0)
-    assert (alice.uncounted, alice.unpriced, reader.broken) == (1, 1, 1)
+    assert (alice.uncounted, alice.unpriced, reader.broken) == (1, 1, 4)
     assert sums["alice", "other"].price == 0.125
     since = LedgerReader(path).read(since=datetime(2026, 11, 2, tzinfo=UTC))
     assert list(since) == [("alice", "m")]

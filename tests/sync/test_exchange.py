@@ -21,6 +21,7 @@ from kvproxy.sync import peers as peers_module
 from kvproxy.sync.joining import run_at_once
 from kvproxy.sync.peers import SyncStatus
 from kvproxy.sync.snapshot import take_pieces
+from kvproxy.sync.wire import Batch, Origin, Standing
 from kvproxy.sync.world import World
 from kvproxy.types import EndpointId
 from tests.sync.support import BEAT_S, A, B, Bus, Cluster, Node, Request, Sent, pair
@@ -546,3 +547,23 @@ def test_a_row_counts_from_when_it_was_sent() -> None:
     bus.deliver()
     load = one.cluster.ledgers[A]
     assert load.backlog((0.0, 0.001, 0.0, 1.0), 1.0, bus.now).elapsed_s == pytest.approx(0.5)
+
+
+def test_what_cannot_be_applied_holds_nothing_back() -> None:
+    """Of what waited while it joined: the rest counts, and what comes next is no longer kept waiting."""
+    taken: list[int] = []
+
+    def take(message: Batch | Standing, size_bytes: int, now: float) -> None:
+        taken.append(message.seq)
+        if message.seq == 1:
+            raise OverflowError
+
+    joining = joining_module.Joining(
+        Origin("new", 0, 1), send_to=lambda *_: None, receive=None, take=take, run=run_at_once
+    )
+    joining.begin(0.0)
+    for seq in (1, 2):
+        joining.hold(Batch(Origin("old", 0, 1), seq, 0.0, [], []), 100)
+    joining.end(0.0)
+    assert taken == [1, 2]
+    assert not joining.holds_back

@@ -7,11 +7,13 @@ import logging
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvproxy.config.load import load_config
 from kvproxy.errors import ConfigError
 from kvproxy.listener.server import serve
+from tests.kvcache.actions.support import serve as routed
 from tests.kvcache.fleet import simulated
 from tests.kvcache.support import long_text
 from tests.support.fake_engine import FakeEngine
@@ -97,6 +99,20 @@ async def test_a_limit_that_is_none_is_the_workers_business(path: str, status: i
         alone = await both.admin.get(path)
         assert answer.status_code == status
         assert status != 200 or answer.json().keys() == alone.json().keys()
+
+
+async def test_hot_prefixes_of_all_workers_are_exported() -> None:
+    """Lines and no JSON; what two know is there once."""
+    kvcache = {"kvcache": {"kv_events": True, "warming": {"enabled": True, "export": "tokens"}}}
+    async with served_together(filters=["inference_request", kvcache, "router"]) as both:
+        for proxy, keys in zip(both.proxies, ((1,), (1, 2)), strict=True):
+            assert proxy.kvcache is not None
+            for key in keys:
+                routed(proxy.kvcache.actions.hotness, key, now=proxy.clock(), times=50)
+        answer = await both.admin.get("/warm")
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "application/x-ndjson")
+        prompts = [msgspec.json.decode(line)["prompt"] for line in answer.content.splitlines()]
+        assert sorted(prompt[0] for prompt in prompts) == [10_000, 20_000]
 
 
 async def test_a_prompt_is_warmed_by_one_worker(audit: list[str]) -> None:

@@ -119,11 +119,12 @@ class ActionExecutor:
         result, amount = await self._attempt(action)
         self._results.labels(action.kind, result).inc()
         self._record(action, result, amount, self._clock() - started)
-        if result in ("done", "dry_run"):
+        gone = action.kind is ActionKind.UNPIN and result == "no_effect"  # the service has forgotten the pin
+        if gone or result in ("done", "dry_run"):
             strategy.done(action, self._clock())
             if self.claims is not None:
                 self.claims.acted(action)
-        if result in ("done", "no_effect"):
+        if not gone and result in ("done", "no_effect"):
             self._judge(action, had_effect=result == "done")
         return result, amount
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeVar
 
+from kvproxy.bounded import BoundedMapping
 from kvproxy.config.kvcache_actions_schema import LeaseSettings
 from kvproxy.kvcache.actions.gaps import HORIZON_S, Gaps, PauseKind
 from kvproxy.kvcache.actions.signals import KnownPrefix
@@ -19,6 +20,8 @@ K = TypeVar("K")
 
 #: Answers whose next turns are looked out for; the longest waiting go first.
 MAX_WAITING = 16_384
+#: Pins that a service does not take back now, tried again and again.
+MAX_RELEASED = 4096
 #: The first and last turns of a conversation differ by so many message prefixes at most.
 _LOOKED_AT = 17
 #: A conversation that comes back less often is not worth a lease, nor a touch.
@@ -126,7 +129,8 @@ class LeaseBook:
     def __init__(self) -> None:
         self.gaps = Gaps()
         self.leases: dict[int, Lease] = {}  # by key of the prompt; bounded by `max_leases`
-        self.released: dict[tuple[str, int], KnownPrefix] = {}  # counted pins to be taken back, by instance
+        #: Counted pins to be taken back, by instance.
+        self.released: BoundedMapping[tuple[str, int], KnownPrefix] = BoundedMapping(MAX_RELEASED)
         self.results: Counter[str] = Counter()  # of leases whose conversation came back
         self.owner: object = None  # the service that acts on it by now
         self.waiting: dict[int, Waiting] = {}  # by key, the longest waiting first
@@ -233,7 +237,7 @@ class LeaseBook:
 
 
 def _why_ended(lease: Lease, now: float) -> str:
-    if lease.returned_at is not None:
+    if lease.returned_at is not None and now - lease.returned_at <= HORIZON_S:
         return ""
     if not lease.held and now - lease.made_at > _CONFIRM_S:
         return "no_effect"

@@ -138,6 +138,8 @@ class Leasing:
 
     def tick(self) -> None:
         """Between requests: ends, renewals, touches, and pins to be taken back."""
+        if self.book.owner is not self:
+            return  # the service that follows on this one sees to it
         now = self._clock()
         for lease, result in self.book.take_expired(now):
             self._count_end(lease, result)
@@ -160,7 +162,7 @@ class Leasing:
         assert action.prefix is not None
         if action.kind is ActionKind.UNPIN:
             self.book.released.pop((action.instance_id, action.prefix.key), None)
-        elif (lease := self.book.leases.get(action.prefix.key)) is not None:
+        elif (lease := self.book.leases.get(action.prefix.key)) is not None and lease.instance == action.instance_id:
             lease.held, lease.used_at = True, now
         else:
             self.book.released[action.instance_id, action.prefix.key] = action.prefix  # it ended meanwhile

@@ -82,9 +82,11 @@ class StrategyRunner:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self.transfers is not None:
-            self.transfers.close()
-        await self.jobs.__aexit__()
+        try:
+            await self.jobs.__aexit__()
+        finally:
+            if self.transfers is not None:  # last: a job that ends may expect another turn
+                self.transfers.close()
 
     @property
     def enabled(self) -> bool:

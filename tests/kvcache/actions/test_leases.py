@@ -14,6 +14,7 @@ from kvproxy.config.kvcache_actions_schema import LeaseSettings
 from kvproxy.kvcache.actions.gaps import HORIZON_S, LEAST_SEEN, Gaps, PauseKind
 from kvproxy.kvcache.actions.leases import (
     FIRST_S,
+    MAX_RELEASED,
     MAX_WAITING,
     Lease,
     LeaseBook,
@@ -118,6 +119,25 @@ def test_what_no_engine_confirms_ends_and_is_not_taken_back() -> None:
     assert book.take_expired(59.0) == []
     assert [result for _, result in book.take_expired(61.0)] == ["no_effect"]
     assert not book.released
+
+
+def test_a_return_whose_end_is_never_heard_of_ends_at_last() -> None:
+    """Else its budget would be held for ever."""
+    book = LeaseBook()
+    book.note_answer(waiting(7))
+    book.grant(lease(waiting(7)), settings())
+    book.note_return([7, 8], 5.0)
+    assert book.take_expired(5.0 + HORIZON_S) == []
+    assert [result for _, result in book.take_expired(6.0 + HORIZON_S)] == ["expired"]
+    assert not book.tenant_tokens
+
+
+def test_pins_that_cannot_be_taken_back_are_bounded() -> None:
+    book = LeaseBook()
+    for key in range(MAX_RELEASED + 10):
+        book.grant(one := lease(waiting(key), 1), settings())
+        book.release(one)
+    assert len(book.released) == MAX_RELEASED
 
 
 def test_conversations_that_do_not_go_on_are_learned_once() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+from array import array
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvproxy.config.kvcache_actions_schema import TransferSettings
 from kvproxy.config.load import check_config
 from kvproxy.kvcache.actions.executor import SPEED_AGE_S, Link
 from kvproxy.kvcache.actions.gaps import SessionPauses
+from kvproxy.kvcache.actions.job_queue import Job
 from kvproxy.kvcache.actions.transfers import MAX_PAUSE_S, MIN_PAUSE_S, Transfers, _far_tokens, choose_source
 from kvproxy.kvcache.overlap.merge import HolderOverlap
 from kvproxy.routing.policy import FactSource, Overlap
@@ -24,6 +26,7 @@ from kvproxy.types import EndpointId, InferenceRequest, LowerTokens, Tier
 from tests.kvcache.support import NOWHERE, A, B, Fake, Service, chat, cluster_of, engine, long_text, tokenize, world
 from tests.support.clock import FakeClock
 from tests.support.loopback import serve
+from tests.support.until import until
 
 TEXT = long_text("t", 1300)
 CHUNKS = 5
@@ -227,6 +230,21 @@ async def test_a_session_that_ends_or_goes_on_is_not_prepared(clock: FakeClock) 
         transfers.close()
         assert after.timer.cancelled()
         assert transfers._expected_tokens == 0
+
+
+async def test_a_job_that_ends_at_the_end_leaves_no_timer(clock: FakeClock) -> None:
+    """The tokens of a last turn become known while the service ends."""
+    async with prepared(coordinator(clock), clock) as (service, transfers):
+        jobs, (expected,) = service.kv.actions.jobs, transfers._expected.values()
+
+        async def learn() -> bool:
+            await until(lambda: not jobs._open)
+            transfers.expect_turn(expected.facts, expected.prefix, expected.facts.tokens or array("I"))
+            return True
+
+        assert jobs.submit(Job("tokenize", learn))
+    assert transfers._expected == {}
+    assert expected.timer.cancelled()
 
 
 async def test_no_text_is_kept_of_what_is_expected(clock: FakeClock) -> None:
