@@ -13,7 +13,7 @@ from kvproxy.config.cluster_schema import POLICY_ALIASES, ClusterSettings, Polic
 from kvproxy.config.paths import spelling_hint
 from kvproxy.errors import KvproxyError
 from kvproxy.replay.pooled import Bound, measure_bound
-from kvproxy.replay.replicas import ManyRouters, Replica, RoutersPlan
+from kvproxy.replay.replicas import RoutersPlan, connect_routers
 from kvproxy.replay.report import ProgressBar, ReplayReport, announce_part
 from kvproxy.replay.results import GoodputLimits, ReplayOutcome, Summary, summarize_outcomes
 from kvproxy.replay.router import SimEndpoint, VirtualRouter
@@ -115,7 +115,7 @@ def play_policy(
     fleet = replace(fleet, scheduling=Scheduling.PRIORITY) if priority else fleet
     blocks, duration_s = fleet.blocks_of(trace), pace.duration_s(trace)
     settings = [fleet.engine_settings(blocks.size, index, duration_s) for index in range(fleet.instances)]
-    future = fleet.future_of(blocks)
+    future, there = fleet.future_of(blocks), sorted(fleet.there_at_first())
     make_engine = partial(Engine, store=fleet.shared_store(blocks.size, future=future), future=future)
     endpoints = [SimEndpoint(endpoint_id(index), index, make_engine(each)) for index, each in enumerate(settings)]
     changes = [
@@ -126,33 +126,26 @@ def play_policy(
     transfers = None
     if move and fleet.link is not None:
         transfers = TransferPlanner(fleet.link, block_size=blocks.size, rng=Random(seed + 4))
-    there = sorted(fleet.there_at_first())
     make_router = partial(
         router_type, queue=held, priority=priority, reports_cached=fleet.reports_cached, transfers=transfers
     )
-    views = [IndexView(fleet, blocks.size, rng=Random(seed + 1), tier_blind=tier_blind) for _ in (policy, *beside)]
-    router: VirtualRouter | ManyRouters
-    if beside:
-        parts = enumerate(zip((policy, *beside), views, strict=True))
-        replicas = [Replica(number, endpoints, there, *part, make_router) for number, part in parts]
-        router = ManyRouters(replicas, endpoints, there, delay_s, chance=Random(seed + 5))
-    else:
-        router = make_router([endpoints[index] for index in there], policy, views[0])
+    make_view = partial(IndexView, fleet, blocks.size, tier_blind=tier_blind)
+    parts = [(each, make_view(rng=Random(seed + 1))) for each in (policy, *beside)]
+    router, view = connect_routers(parts, endpoints, there, make_router, delay_s, chance=Random(seed + 5))
+    engines = [endpoint.engine for endpoint in endpoints] + [each.engine for each in changes if each.engine is not None]
     chance = Random(seed + 2)
-    run = VirtualTime(
+    outcomes = VirtualTime(
         blocks,
         pace,
         router,
-        router if isinstance(router, ManyRouters) else views[0],
+        view,
         index_delay_s=fleet.index_delay_s,
         changes=changes,
         transfers=transfers,
         jitter=Random(seed + 3) if seed else None,
         streams=lambda: chance.random() < streamed,
         progress=progress,
-    )
-    engines = [endpoint.engine for endpoint in endpoints] + [each.engine for each in changes if each.engine is not None]
-    outcomes = run.run()
+    ).run()
     if token_gaps is not None:
         for engine in engines:
             token_gaps.update(engine.counters.token_gaps)

@@ -216,3 +216,21 @@ class ManyRouters:
                 for replica in self._replicas:
                     replica.peers.beat(at)
                     self._tell(replica, at)
+
+
+def connect_routers(
+    parts: Sequence[tuple[Policy, IndexView]],
+    engines: Sequence[SimEndpoint],
+    there: Sequence[int],
+    make_router: MakeRouter,
+    delay_s: float | None,
+    *,
+    chance: Random,
+) -> tuple[VirtualRouter | ManyRouters, IndexView | ManyRouters]:
+    """What routes a run, and what hears its events: one router and its view, or as many as there are parts."""
+    if len(parts) == 1:
+        policy, view = parts[0]
+        return make_router([engines[index] for index in there], policy, view), view
+    replicas = [Replica(number, engines, there, *part, make_router) for number, part in enumerate(parts)]
+    routers = ManyRouters(replicas, engines, there, delay_s, chance=chance)
+    return routers, routers
