@@ -188,6 +188,31 @@ async def test_a_pin_at_another_instance_confirms_nothing() -> None:
         assert list(proxy.kv.leasing.book.released) == [("b", held.of.key)]
 
 
+class Elsewhere:
+    """Another process, which does all that it is asked to leave to it."""
+
+    def __init__(self) -> None:
+        self.told: list[Action] = []
+
+    async def claim(self, what: str, ttl_s: float) -> bool:
+        return False
+
+    def acted(self, action: Action) -> None:
+        self.told.append(action)
+
+
+async def test_a_lease_is_one_process_own() -> None:
+    """Others would take its pin for one of their hot prefixes, and take it back as cold."""
+    one, lmcache, others = Engine(), controller(lambda _: {}), Elsewhere()
+    async with serve(one.app) as url, serve(lmcache) as at, world(url, lmcache=at) as proxy:
+        proxy.kv.actions.executor.claims = others
+        await proxy.ask()
+        assert lmcache.calls["/pin"] == 1
+        [held] = proxy.kv.state.leases.leases.values()
+        assert held.held
+        assert others.told == []
+
+
 async def test_a_broken_promise_is_said_to_be_broken() -> None:
     """The engine reused next to nothing of what was pinned."""
     one, lmcache = Engine(), controller(lambda _: {})
@@ -267,6 +292,24 @@ async def test_without_a_pin_the_prompt_is_touched_before_it_would_be_evicted() 
         assert proxy.count("kvcache_actions_total", action="touch", result="done") == 1
         await proxy.ask(CALL, RESULT)
         assert proxy.results() == {"kept": 1}
+
+
+async def test_a_lease_that_ended_is_not_touched() -> None:
+    """The touch had to wait its turn; the prompt may be computed for nothing then."""
+    one = Engine(capacity_blocks=400)
+    async with serve(one.app) as url, world(url) as proxy:
+        learned(proxy)
+        await proxy.kv.scraper.scrape_all()
+        await proxy.ask()
+        await proxy.ask_others(one)
+        assert proxy.kv.leasing is not None
+        proxy.clock.advance(20)
+        proxy.kv.leasing.tick()
+        assert proxy.kv.actions.jobs.running
+        [lease] = proxy.kv.state.leases.leases.values()
+        proxy.kv.leasing.book.release(lease)
+        await proxy.settled()
+        assert one.touched == []
 
 
 @pytest.mark.parametrize(("token_s", "result"), [(0.0, {"not_worth": 1}), (0.001, {})])

@@ -112,7 +112,7 @@ class ActionExecutor:
     async def _carry_out(self, action: Action, strategy: Strategy) -> tuple[str, int | None]:
         if self.is_disabled(action):
             return "disabled", None
-        if self.claims is not None and not await self._claim(self.claims, action):
+        if self.claims is not None and not action.own and not await self._claim(self.claims, action):
             self._results.labels(action.kind, "elsewhere").inc()
             return "elsewhere", None
         started = self._clock()
@@ -122,7 +122,7 @@ class ActionExecutor:
         gone = action.kind is ActionKind.UNPIN and result == "no_effect"  # the service has forgotten the pin
         if gone or result in ("done", "dry_run"):
             strategy.done(action, self._clock())
-            if self.claims is not None:
+            if self.claims is not None and not action.own:
                 self.claims.acted(action)
         if not gone and result in ("done", "no_effect"):
             self._judge(action, had_effect=result == "done")

@@ -191,13 +191,13 @@ class Leasing:
         return Lease(of, prefix, endpoint.instance_id, lever, why, now, until, now, held), refusal
 
     def _pin(self, lease: Lease, reason: str) -> None:
-        self._executor.submit(Action(ActionKind.PIN, lease.instance, lease.prefix, f"lease {reason}"), self)
+        self._executor.submit(Action(ActionKind.PIN, lease.instance, lease.prefix, f"lease {reason}", own=True), self)
 
     def _take_back(self) -> None:
         if not self._counts:
             self.book.released.clear()
         for (instance, _), prefix in list(self.book.released.items()):
-            self._executor.submit(Action(ActionKind.UNPIN, instance, prefix, "lease over"), self)
+            self._executor.submit(Action(ActionKind.UNPIN, instance, prefix, "lease over", own=True), self)
 
     def _end_session(self, session: int) -> None:
         for lease in self.book.end_session(session):

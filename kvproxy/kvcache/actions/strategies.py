@@ -40,6 +40,7 @@ class Action:
     reason: str
     score: float | None = None  # from 0, to be kept, to 1, to go first
     source: str = ""
+    own: bool = False  # of this process alone: no other one does it instead, or counts it among what it did
 
 
 class Strategy(Protocol):
