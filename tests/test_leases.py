@@ -294,6 +294,24 @@ async def test_without_a_pin_the_prompt_is_touched_before_it_would_be_evicted() 
         assert proxy.results() == {"kept": 1}
 
 
+async def test_a_lease_that_ended_is_not_touched() -> None:
+    """The touch had to wait its turn; the prompt may be computed for nothing then."""
+    one = Engine(capacity_blocks=400)
+    async with serve(one.app) as url, world(url) as proxy:
+        learned(proxy)
+        await proxy.kv.scraper.scrape_all()
+        await proxy.ask()
+        await proxy.ask_others(one)
+        assert proxy.kv.leasing is not None
+        proxy.clock.advance(20)
+        proxy.kv.leasing.tick()
+        assert proxy.kv.actions.jobs.running
+        [lease] = proxy.kv.state.leases.leases.values()
+        proxy.kv.leasing.book.release(lease)
+        await proxy.settled()
+        assert one.touched == []
+
+
 @pytest.mark.parametrize(("token_s", "result"), [(0.0, {"not_worth": 1}), (0.001, {})])
 async def test_a_touch_has_to_save_more_than_it_costs(token_s: float, result: dict[str, int]) -> None:
     """An engine that computes the prompt in no time keeps nothing for it."""

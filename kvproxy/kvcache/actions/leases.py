@@ -207,7 +207,7 @@ class LeaseBook:
     def release(self, lease: Lease) -> None:
         """It ends. A pin of a service that counts is to be taken back."""
         del self.leases[lease.of.key]
-        lease.known.promised_until = 0.0
+        lease.known.promised_until = lease.until = 0.0
         _subtract(self.tenant_tokens, lease.of.tenant, lease.tokens)
         _subtract(self._endpoints, (lease.of.cluster, lease.of.endpoint), lease.tokens)
         if lease.lever is Lever.PIN and lease.held:

@@ -167,8 +167,8 @@ class Toucher:
 
     async def _touch(self, lease: Lease, endpoint: Endpoint) -> bool:
         began, found = self._clock(), 0
-        if lease.returned_at is not None:
-            return False
+        if lease.returned_at is not None or began >= lease.until:
+            return False  # it ended while this waited
         if self._settings.cache_strategy.dry_run:
             result = "dry_run"
         else:
