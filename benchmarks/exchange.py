@@ -27,11 +27,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.replicas import RoutersCluster
 from benchmarks.routing_cells import ROOT
 from kvproxy.config.load import load_config
 from kvproxy.kvcache.overlap.indexes import IndexState, LocalIndexes
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.replay.replicas import RoutersCluster
 from kvproxy.replay.router import SimEndpoint
 from kvproxy.routing.kv_aware import KvAware
 from kvproxy.sync.datagrams import Siblings

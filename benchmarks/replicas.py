@@ -10,11 +10,10 @@ word so many milliseconds late. Writes replicas.md of benchmarks/reports.
 from __future__ import annotations
 
 import argparse
-import heapq
 import multiprocessing
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,154 +21,20 @@ from random import Random
 from typing import Any
 
 from benchmarks.routing_cells import CAPACITY_TOKENS, ROOT, trace_of
-from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.pooled import Bound, measure_bound
+from kvproxy.replay.replicas import ManyRouters, Replica
 from kvproxy.replay.results import ReplayOutcome
-from kvproxy.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
+from kvproxy.replay.router import SimEndpoint
 from kvproxy.replay.settings import IndexMode, ReplayFleet
 from kvproxy.replay.view import IndexView, endpoint_id
 from kvproxy.replay.virtual_time import VirtualTime
-from kvproxy.routing.load import EndpointLoad
-from kvproxy.routing.policy import Policy
-from kvproxy.routing.work import Features
 from kvproxy.simulator.engine import Engine
-from kvproxy.sync import wire
-from kvproxy.sync.journal import Journal
-from kvproxy.sync.peers import Peers
-from kvproxy.sync.wire import Origin
-from kvproxy.sync.world import World
-from kvproxy.types import EndpointId
 
 TRACES = ("conv_dev", "toolagent_like_dev", "msyn_dev")
-INSTANCES, LOAD, BEAT_S = 8, 0.7, 0.5
+INSTANCES, LOAD = 8, 0.7
 ROUTERS, DELAYS_S = (2, 4, 8), (0.01, 0.05, 0.25)
 GOALS = {0.01: 1.01, 0.05: 1.03, 0.25: 1.10}
-
-
-class RoutersCluster:
-    """One router's part in the exchange (a ClusterPart)."""
-
-    def __init__(self, indexes: LocalIndexes, policy: Policy, endpoints: Sequence[SimEndpoint]) -> None:
-        self.indexes: LocalIndexes | None = indexes
-        self.policy = policy
-        self._loads = {one.id: one.load for one in endpoints}
-
-    def loads(self) -> Iterable[tuple[EndpointId, EndpointLoad]]:
-        return self._loads.items()
-
-    def load(self, endpoint: EndpointId) -> EndpointLoad | None:
-        return self._loads.get(endpoint)
-
-    def load_told(self, endpoint: EndpointId, in_flight_before: int) -> None:
-        """Nothing waits for it here."""
-
-    def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool) -> None:
-        self.policy.observe_sample(endpoint, work, busy_s, now, scraped=scraped)
-
-    def placed_elsewhere(self, endpoint: EndpointId, routed_s: float, requests: int, bound: int, now: float) -> None:
-        self.policy.placed_elsewhere(endpoint, routed_s, requests, bound, len(self._loads), now)
-
-    def drained(self) -> Mapping[EndpointId, bool]:
-        return {}
-
-    def drain(self, endpoint: EndpointId, *, draining: bool) -> None:
-        """No operator here."""
-
-
-class Scraped:
-    """One engine as every router has it, for the scrape."""
-
-    def __init__(self, engine: SimEndpoint, seen_as: Sequence[SimEndpoint]) -> None:
-        self._engine, self._seen_as = engine, seen_as
-
-    def scrape_engine(self, now: float) -> None:
-        for one in self._seen_as:
-            one.prefills = self._engine.prefills
-            one.scrape_engine(now)
-
-
-class Replica:
-    """One router with its ledgers, index, policy, and its side of the exchange."""
-
-    def __init__(self, number: int, fleet: ReplayFleet, block_size: int, engines: Sequence[SimEndpoint]) -> None:
-        self.number = number
-        self.endpoints = [SimEndpoint(one.id, one.index, one.engine) for one in engines]
-        policy = PolicySpec.parse("kv_aware").make(rng=Random(number))
-        view = IndexView(fleet, block_size, rng=Random(number + 1))
-        self.router = VirtualRouter(self.endpoints, policy, view)
-        self.view = view
-        self.sent: list[bytes] = []
-        journal = Journal(Origin("r", number, 1), on_news=lambda: None)
-        world = World({"c": RoutersCluster(view._local, policy, self.endpoints)})
-        self.peers = Peers(journal, lambda: world, send=lambda payload, to: self.sent.append(payload), beat_s=BEAT_S)
-        journal.follow(world)
-
-
-class ManyRouters:
-    """As VirtualRouter, each request by one of the routers. `delay_s` None: they tell each other nothing."""
-
-    def __init__(self, replicas: Sequence[Replica], engines: Sequence[SimEndpoint], delay_s: float | None) -> None:
-        self._replicas, self._engines, self._delay_s = replicas, engines, delay_s
-        columns = zip(*(one.endpoints for one in replicas), strict=True)
-        self.endpoints = [Scraped(engine, seen) for engine, seen in zip(engines, columns, strict=True)]
-        self._chance = Random(7)
-        self._placed: dict[str, tuple[Replica, Placement]] = {}
-        self._under_way: list[tuple[float, int, int, bytes]] = []
-        self._count, self._next_beat = 0, BEAT_S
-        self.messages = self.bytes = 0
-
-    def arrive(self, request: LiveRequest, now: float) -> Placement | None:
-        self._deliver(now)
-        replica = self._chance.choice(self._replicas)
-        inner = replica.router.arrive(request, now)
-        assert inner is not None
-        self._placed[request.name] = replica, inner
-        self._tell(replica, now)
-        return Placement(request, self._engines[inner.endpoint.index], inner.reservation, inner.settle, inner.priority)
-
-    def first_token(self, placement: Placement, now: float) -> None:
-        self._deliver(now)
-        replica, inner = self._placed[placement.request.name]
-        replica.router.first_token(inner, now)
-        self._tell(replica, now)
-
-    def finished(self, placement: Placement, now: float) -> None:
-        self._deliver(now)
-        replica, inner = self._placed.pop(placement.request.name)
-        replica.router.finished(inner, now)
-        self._tell(replica, now)
-
-    def release(self, now: float) -> Placement | None:
-        return None
-
-    def next_release_at(self, now: float) -> float | None:
-        return None
-
-    def _tell(self, replica: Replica, now: float) -> None:
-        if self._delay_s is None or len(self._replicas) == 1:
-            return
-        replica.peers.publish(now)
-        for payload in replica.sent:
-            self._count += 1
-            self.messages, self.bytes = self.messages + 1, self.bytes + len(payload)
-            heapq.heappush(self._under_way, (now + self._delay_s, self._count, replica.number, payload))
-        replica.sent.clear()
-
-    def _deliver(self, now: float) -> None:
-        if self._delay_s is None or len(self._replicas) == 1:
-            return
-        while min(self._next_beat, self._under_way[0][0] if self._under_way else now + 1.0) <= now:
-            if self._under_way and self._under_way[0][0] <= self._next_beat:
-                at, _, sender, payload = heapq.heappop(self._under_way)
-                for replica in self._replicas:
-                    if replica.number != sender:
-                        replica.peers.receive(wire.decode(payload), len(payload), at)
-            else:
-                at, self._next_beat = self._next_beat, self._next_beat + BEAT_S
-                for replica in self._replicas:
-                    replica.peers.beat(at)
-                    self._tell(replica, at)
 
 
 @dataclass(frozen=True)
@@ -200,10 +65,20 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     blocks, duration_s = fleet.blocks_of(trace), pace.duration_s(trace)
     settings = [fleet.engine_settings(blocks.size, index, duration_s) for index in range(fleet.instances)]
     engines = [SimEndpoint(endpoint_id(index), index, Engine(each)) for index, each in enumerate(settings)]
-    replicas = [Replica(number, fleet, blocks.size, engines) for number in range(cell.routers)]
-    routers = ManyRouters(replicas, engines, cell.delay_s)
+    spec, there = PolicySpec.parse("kv_aware"), range(fleet.instances)
+    replicas = [
+        Replica(
+            number,
+            engines,
+            there,
+            spec.make(rng=Random(number)),
+            IndexView(fleet, blocks.size, rng=Random(number + 1)),
+        )
+        for number in range(cell.routers)
+    ]
+    routers = ManyRouters(replicas, engines, there, cell.delay_s, chance=Random(7))
     prepared = time.process_time()
-    run = VirtualTime(blocks, pace, routers, replicas[0].view, jitter=Random(cell.seed))  # type: ignore[arg-type]
+    run = VirtualTime(blocks, pace, routers, routers, jitter=Random(cell.seed))
     outcomes: Sequence[ReplayOutcome] = run.run()
     ttfts = [one.first_token_at - one.arrived_at for one in outcomes if one.first_token_at is not None]
     prompt = sum(one.prompt_tokens for one in outcomes)

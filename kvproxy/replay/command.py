@@ -20,6 +20,7 @@ from kvproxy.replay.decided import decide_again
 from kvproxy.replay.live import LiveReplay, LiveSettings
 from kvproxy.replay.options import DEFAULT_LOAD, DEFAULT_POLICIES
 from kvproxy.replay.plot import render_html
+from kvproxy.replay.replicas import RoutersPlan
 from kvproxy.replay.report import ProgressBar
 from kvproxy.replay.reports import ROW, LiveReport, report_live
 from kvproxy.replay.results import GoodputLimits
@@ -44,6 +45,8 @@ def run(
     try:
         if args.plot and args.plot.suffix.casefold() not in (".html", ".htm"):
             raise ValueError(f"--plot writes an HTML page: name it {args.plot.with_suffix('.html')}")
+        if args.url or args.receipts:
+            _refuse_routers(args)
         if args.scenario:
             return _scenarios(args, out, err)
         if args.receipts or not args.trace:
@@ -66,6 +69,13 @@ def run(
 def _read(args: argparse.Namespace) -> Trace:
     trace = read_trace(args.trace).take_half(args.half)
     return trace.cut(args.requests) if args.requests else trace
+
+
+def _refuse_routers(args: argparse.Namespace) -> None:
+    if args.routers is not None or args.delay is not None or args.no_exchange:
+        raise ValueError(
+            "--routers, --delay and --no-exchange are of virtual time: they go with neither --url nor --receipts"
+        )
 
 
 def _scenarios(args: argparse.Namespace, out: TextIO, err: TextIO) -> int:
@@ -119,6 +129,9 @@ def _plan(args: argparse.Namespace, *, load: float = DEFAULT_LOAD) -> Comparison
         raise ValueError("--instances and --seeds are at least 1, --load is above 0, --wrong is from 0 to below 1")
     if not 0 <= args.streamed <= 1:
         raise ValueError("--streamed is a share, from 0 to 1")
+    routers = _routers(args)
+    if routers.count > 1 and any(spec.move for spec in policies):
+        raise ValueError("+move goes with one router: what one copies is not told to the others (leave out --routers)")
     fleet = replace(
         engines(args),
         instances=args.instances,
@@ -137,7 +150,18 @@ def _plan(args: argparse.Namespace, *, load: float = DEFAULT_LOAD) -> Comparison
     )
     return ComparisonPlan(fleet, policies, load=load, baseline=args.baseline, seeds=args.seeds,
                 closed_loop=not args.open_loop, prior_factor=args.prior_factor, streamed=args.streamed,
-                goodput=GoodputLimits(args.goodput_ttft, args.goodput_tpot))  # fmt: skip
+                goodput=GoodputLimits(args.goodput_ttft, args.goodput_tpot), routers=routers)  # fmt: skip
+
+
+def _routers(args: argparse.Namespace) -> RoutersPlan:
+    if args.routers is None and (args.delay is not None or args.no_exchange):
+        raise ValueError("--delay and --no-exchange are of several routers: say how many with --routers N")
+    if args.delay is not None and args.no_exchange:
+        raise ValueError("--delay says how late routers hear of each other, --no-exchange that they never do: give one")
+    count = 1 if args.routers is None else args.routers
+    if args.no_exchange:
+        return RoutersPlan(count, None)
+    return RoutersPlan(count) if args.delay is None else RoutersPlan(count, args.delay / 1000)
 
 
 def engines(args: argparse.Namespace) -> ReplayFleet:

@@ -13,6 +13,7 @@ from kvproxy.config.cluster_schema import POLICY_ALIASES, ClusterSettings, Polic
 from kvproxy.config.paths import spelling_hint
 from kvproxy.errors import KvproxyError
 from kvproxy.replay.pooled import Bound, measure_bound
+from kvproxy.replay.replicas import RoutersPlan, connect_routers
 from kvproxy.replay.report import ProgressBar, ReplayReport, announce_part
 from kvproxy.replay.results import GoodputLimits, ReplayOutcome, Summary, summarize_outcomes
 from kvproxy.replay.router import SimEndpoint, VirtualRouter
@@ -35,8 +36,6 @@ QUEUE_SUFFIX, PRIORITY_SUFFIX = "+queue", "+priority"
 BLIND_SUFFIX = "+tier_blind"
 #: ...and with KV copied between engines on demand.
 MOVE_SUFFIX = "+move"
-
-
 _SUFFIXES = (QUEUE_SUFFIX, PRIORITY_SUFFIX, BLIND_SUFFIX, MOVE_SUFFIX)
 
 
@@ -106,31 +105,36 @@ def play_policy(
     token_gaps: TokenGaps | None = None,
     progress: Callable[[int], None] = lambda finished: None,
     router_type: type[VirtualRouter] = VirtualRouter,
+    beside: Sequence[Policy] = (),
+    delay_s: float | None = None,
 ) -> Sequence[ReplayOutcome]:
     """Every request of the trace, as its client saw it. The policy is a fresh one: it learns as it goes; `streamed` is
     the share of requests whose first token it sees; with `priority` the engines schedule by what it sends; any `seed`
-    but 0 moves the arrivals a little; `token_gaps` is given the times between tokens."""
+    but 0 moves the arrivals a little; `token_gaps` is given the times between tokens. `beside`: policies of further
+    routers, each of which hears of the others after `delay_s`."""
     fleet = replace(fleet, scheduling=Scheduling.PRIORITY) if priority else fleet
     blocks, duration_s = fleet.blocks_of(trace), pace.duration_s(trace)
     settings = [fleet.engine_settings(blocks.size, index, duration_s) for index in range(fleet.instances)]
-    future = fleet.future_of(blocks)
+    future, there = fleet.future_of(blocks), sorted(fleet.there_at_first())
     make_engine = partial(Engine, store=fleet.shared_store(blocks.size, future=future), future=future)
     endpoints = [SimEndpoint(endpoint_id(index), index, make_engine(each)) for index, each in enumerate(settings)]
     changes = [
         Change(share * duration_s, endpoints[index], make_engine(settings[index]) if joins else None)
         for share, index, joins in fleet.changes()
     ]
-    view = IndexView(fleet, blocks.size, rng=Random(seed + 1), tier_blind=tier_blind)
     held = QueueSettings(limit=100_000) if queue else None
     transfers = None
     if move and fleet.link is not None:
         transfers = TransferPlanner(fleet.link, block_size=blocks.size, rng=Random(seed + 4))
-    first = [endpoints[index] for index in sorted(fleet.there_at_first())]
-    router = router_type(
-        first, policy, view, queue=held, priority=priority, reports_cached=fleet.reports_cached, transfers=transfers
+    make_router = partial(
+        router_type, queue=held, priority=priority, reports_cached=fleet.reports_cached, transfers=transfers
     )
+    make_view = partial(IndexView, fleet, blocks.size, tier_blind=tier_blind)
+    parts = [(each, make_view(rng=Random(seed + 1))) for each in (policy, *beside)]
+    router, view = connect_routers(parts, endpoints, there, make_router, delay_s, chance=Random(seed + 5))
+    engines = [endpoint.engine for endpoint in endpoints] + [each.engine for each in changes if each.engine is not None]
     chance = Random(seed + 2)
-    run = VirtualTime(
+    outcomes = VirtualTime(
         blocks,
         pace,
         router,
@@ -141,9 +145,7 @@ def play_policy(
         jitter=Random(seed + 3) if seed else None,
         streams=lambda: chance.random() < streamed,
         progress=progress,
-    )
-    engines = [endpoint.engine for endpoint in endpoints] + [each.engine for each in changes if each.engine is not None]
-    outcomes = run.run()
+    ).run()
     if token_gaps is not None:
         for engine in engines:
             token_gaps.update(engine.counters.token_gaps)
@@ -171,6 +173,7 @@ class ComparisonPlan:
     prior_factor: float = 1.0
     streamed: float = 1.0  # share of the answers
     goodput: GoodputLimits = field(default_factory=GoodputLimits)
+    routers: RoutersPlan = field(default_factory=RoutersPlan)
 
 
 def compare(trace: Trace, plan: ComparisonPlan, *, err: TextIO, bound: Bound | None = None) -> Comparison:
@@ -188,7 +191,8 @@ def compare(trace: Trace, plan: ComparisonPlan, *, err: TextIO, bound: Bound | N
         bar.begin(str(spec))
         for seed in range(1, plan.seeds + 1):
             token_gaps = TokenGaps()
-            policy = spec.make(rng=Random(seed), prior_factor=plan.prior_factor)
+            seeds = (seed + 1000 * number for number in range(plan.routers.count))
+            policy, *beside = (spec.make(rng=Random(one), prior_factor=plan.prior_factor) for one in seeds)
             outcomes = play_policy(
                 bound.trace,
                 bound.pace,
@@ -202,6 +206,8 @@ def compare(trace: Trace, plan: ComparisonPlan, *, err: TextIO, bound: Bound | N
                 streamed=plan.streamed,
                 token_gaps=token_gaps,
                 progress=bar.advance,
+                beside=beside,
+                delay_s=plan.routers.delay_s,
             )
             bar.end(requests)
             summary = summarize_outcomes(outcomes, plan.fleet.instances, token_gaps=token_gaps, limits=plan.goodput)
@@ -229,7 +235,9 @@ def _report(trace: Trace, plan: ComparisonPlan, bound: Bound, runs: dict[str, li
             "prior_factor": plan.prior_factor,
             "streamed": plan.streamed,
             "goodput": asdict(plan.goodput),
+            "routers": asdict(plan.routers),
             "requests_per_s_at_load_1": bound.capacity_per_s,
         },
+        routers=str(plan.routers) if plan.routers.count > 1 else "",
         of_trace=trace.requests if trace.requests != bound.trace.requests else 0,
     )

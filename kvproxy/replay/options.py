@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write an HTML page with plots (FILE.html)")
     _add_engine_options(parser.add_argument_group("engines"))
     _add_knowledge_options(parser.add_argument_group("what the router knows"))
+    _add_router_options(parser.add_argument_group("several routers", "workers or replicas"))
     live = parser.add_argument_group("live", "real requests instead of virtual time")
     live.add_argument("--url", metavar="URL", help="send the trace's shape to this proxy or engine")
     live.add_argument("--model", default="", help="model to ask for (default: the first the server lists)")
@@ -132,3 +133,11 @@ def _add_knowledge_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--wrong", type=float, default=0.0, metavar="X",
                        help="share of the index's entries that are false")  # fmt: skip
     group.add_argument("--prior-factor", type=float, default=1.0, metavar="X", help="error of the prior speeds")
+
+
+def _add_router_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--routers", type=int, metavar="N", help="so many decide, each request by one of them by "
+                       "chance, and tell each other what they do (1 to 64; default 1)")  # fmt: skip
+    group.add_argument("--delay", type=float, metavar="MS",
+                       help="each hears of the others so many milliseconds late (0 to 10000; default 10)")  # fmt: skip
+    group.add_argument("--no-exchange", action="store_true", help="they tell each other nothing")

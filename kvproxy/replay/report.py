@@ -79,6 +79,7 @@ class ReplayReport:
     baseline: str
     runs: Mapping[str, Sequence[Summary]]
     settings: Mapping[str, Any]
+    routers: str = ""  # how many decide and how late each hears of the others, if not one
     of_trace: int = 0
     """Requests of the trace itself, where it was repeated; 0: it was played once."""
 
@@ -141,7 +142,8 @@ class ReplayReport:
         title = f"{self.trace}, {name_half(self.half)}: {self.requests} requests"
         if self.of_trace:
             title += f" ({self.of_trace}, repeated)"
-        return f"{title}, {self.instances} instances, load {self.load:g}, hit ceiling {self.hit_ceiling:.3f}"
+        title += f", {self.instances} instances, load {self.load:g}, hit ceiling {self.hit_ceiling:.3f}"
+        return f"{title}, {self.routers}" if self.routers else title
 
     def rows(self) -> list[str]:
         """The table alone."""

@@ -36,6 +36,7 @@ class SimEndpoint:
     weight: float = 1.0
     due: float | None = None  # when the engine is to be advanced
     prefills: Reading = NOTHING_READ  # of requests that ended, as the engine counts them
+    seen_as: Sequence[SimEndpoint] = ()  # by each of several routers
 
     def __post_init__(self) -> None:
         self.ended = EndedWork(self.load)
@@ -53,6 +54,9 @@ class SimEndpoint:
         capacity_tokens = settings.capacity_blocks * settings.block_size
         state = EngineState(now, capacity_tokens, load.kv_usage, load.running, load.waiting)
         self.load.observe_engine(state)
+        for one in self.seen_as:
+            one.prefills = self.prefills
+            one.scrape_engine(now)
 
 
 @dataclass(slots=True, eq=False)

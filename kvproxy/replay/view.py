@@ -64,9 +64,9 @@ class IndexView:
         self._misleading = "GPU" if fleet.tiers is None else "CPU"  # where false entries say that blocks are
         capacity_blocks = int(fleet.capacity_tokens * fleet.index_capacity) // block_size
         state = IndexState(endpoints=fleet.instances, capacity_blocks=capacity_blocks)
-        self._local = LocalIndexes(state, learn_capacity=fleet.learn_capacity, follows_events=self._events)
+        self.local = LocalIndexes(state, learn_capacity=fleet.learn_capacity, follows_events=self._events)
         if self._events:
-            self._local.exact = frozenset(self._ids)
+            self.local.exact = frozenset(self._ids)
         self._rng = rng
         self._asked: tuple[Turn, OverlapFacts, PrefixCursor[Run]] | None = (
             None  # by the latest `facts`: the pick follows in that step
@@ -74,16 +74,16 @@ class IndexView:
         self._false_entries = fleet.wrong_share / (1.0 - fleet.wrong_share)  # for each true one
 
     def facts(self, turn: Turn) -> OverlapFacts:
-        blocks, cursor = turn.blocks, self._local.approximate.locate(turn.blocks)
+        blocks, cursor = turn.blocks, self.local.approximate.locate(turn.blocks)
         limit = (turn.prompt_tokens - 1) // self._block_size  # the last token is always computed
-        known = self._local.find_overlaps(
+        known = self.local.find_overlaps(
             cursor,
             bytes_per_token=_BYTES_PER_TOKEN,
             tokens=array("I", blocks) if self._events else None,
             cache_salt=None,
         )
         overlaps = {endpoint: self._in_tokens(overlap, limit) for endpoint, overlap in known.items()}
-        hot_tokens = self._local.approximate.hot_blocks(cursor) * self._block_size
+        hot_tokens = self.local.approximate.hot_blocks(cursor) * self._block_size
         facts = OverlapFacts(turn.prompt_tokens, overlaps, hot_tokens, turn.blocks, self._block_size)
         self._asked = turn, facts, cursor
         return facts
@@ -95,13 +95,13 @@ class IndexView:
         if self._false_entries and self._rng.random() < self._false_entries:
             self._mislead(turn)
         name = self._ids[endpoint]
-        return partial(self._settle, turn, facts.by_endpoint.get(name), self._local.route(name, cursor))
+        return partial(self._settle, turn, facts.by_endpoint.get(name), self.local.route(name, cursor))
 
     def _settle(
         self, turn: Turn, overlap: Overlap | None, entry: SpeculativeEntry, predicted: int, cached: int
     ) -> None:
         """As the proxy learns from a response."""
-        local, endpoint, cached_blocks = self._local, entry.endpoint, cached // self._block_size
+        local, endpoint, cached_blocks = self.local, entry.endpoint, cached // self._block_size
         lost = local.observe_capacity(entry, overlap, cached_tokens=cached, cached_blocks=cached_blocks)
         local.correct_prediction(
             endpoint,
@@ -115,12 +115,12 @@ class IndexView:
 
     def observe(self, endpoint: int, events: Sequence[KvEvent]) -> None:
         heard = [_on_the_wire(event) for event in events if not self._tier_blind or _is_device(event)]
-        self._local.precise.apply_events(self._ids[endpoint], 0, heard)
+        self.local.precise.apply_events(self._ids[endpoint], 0, heard)
 
     def forget(self, endpoint: int) -> None:
-        self._local.forget_endpoint(self._ids[endpoint])
-        self._local.precise.remove_endpoint(self._ids[endpoint])
-        while not self._local.precise.sweep_rows():
+        self.local.forget_endpoint(self._ids[endpoint])
+        self.local.precise.remove_endpoint(self._ids[endpoint])
+        while not self.local.precise.sweep_rows():
             pass
 
     def _in_tokens(self, overlap: Overlap, limit: int) -> Overlap:
@@ -139,10 +139,10 @@ class IndexView:
         """A false entry: some endpoint holds this prompt, or so it says."""
         endpoint = self._rng.choice(self._ids)
         if not self._events:
-            self._local.approximate.insert(endpoint, self._local.approximate.locate(turn.blocks))
+            self.local.approximate.insert(endpoint, self.local.approximate.locate(turn.blocks))
         elif turn.blocks:
             event = _on_the_wire(BlockStored(tuple(turn.blocks), None, medium=self._misleading))
-            self._local.precise.apply_events(endpoint, 0, [event])
+            self.local.precise.apply_events(endpoint, 0, [event])
 
 
 def endpoint_id(index: int) -> EndpointId:

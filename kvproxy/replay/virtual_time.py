@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from kvproxy.replay.replicas import ManyRouters
 from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
 from kvproxy.replay.settings import EngineBlocks, Pace
@@ -49,8 +50,8 @@ class VirtualTime:
         self,
         blocks: EngineBlocks,
         pace: Pace,
-        router: VirtualRouter,
-        view: CacheView,
+        router: VirtualRouter | ManyRouters,
+        view: CacheView | ManyRouters,
         *,
         index_delay_s: float = 0.0,
         sharing: Sequence[SimEndpoint] = (),

@@ -97,12 +97,38 @@ def test_engines_and_knowledge_can_be_disturbed(trace_file: Path) -> None:
     assert "small, both halves: 20 requests, 8 instances, load 0.5" in table
 
 
+def test_several_routers_are_named_and_one_is_as_ever(trace_file: Path, tmp_path: Path) -> None:
+    """`--routers 1` changes no figure; with more the title says how many, and how late each hears of the others."""
+    files = [tmp_path / f"{name}.json" for name in ("ever", "one", "late", "deaf")]
+    arguments = (trace_file, "--policy", "kv_aware,kv_aware+queue", "--instances", "2", "--json")
+    several = ((), ("--routers", "1", "--delay", "50"), ("--routers", "4", "--delay", "50"),
+               ("--routers", "3", "--no-exchange"))  # fmt: skip
+    tables = [replay(*arguments, file, *more)[1] for file, more in zip(files, several, strict=True)]
+    ever, one, late, deaf = (json.loads(file.read_text()) for file in files)
+    assert tables[0] == tables[1]
+    assert ever["policies"] == one["policies"] != late["policies"]
+    assert tables[2].splitlines()[0].endswith("routers: 4, 50 ms late")
+    assert tables[3].splitlines()[0].endswith("routers: 3, no exchange")
+    assert (late["settings"]["routers"], deaf["settings"]["routers"]["delay_s"]) == (
+        {"count": 4, "delay_s": 0.05},
+        None,
+    )
+    assert late["reference"] == ever["reference"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [(("--policy", "best"), "no policy 'best'"), (("--instances", "0"), "at least 1"), (("--wrong", "1"), "--wrong"),
      (("--baseline", "lmetric", "--policy", "kv_aware"), "not among"), (("--slow", "x"), "--slow takes numbers"),
      (("--join", "3"), "--join takes engines"), (("--leave", "9:0.5"), "are numbered from 0"),
-     (("--prefill-tokens-per-s", "0"), "must be positive")],
+     (("--prefill-tokens-per-s", "0"), "must be positive"),
+     (("--routers", "0"), "--routers is from 1 to 64, not 0"), (("--routers", "65"), "from 1 to 64"),
+     (("--routers", "2", "--delay", "-1"), "--delay is from 0 to 10000 ms, not -1"),
+     (("--routers", "2", "--delay", "nan"), "--delay is from 0"), (("--routers", "2", "--delay", "10001"), "10001"),
+     (("--delay", "5"), "say how many with --routers"), (("--no-exchange",), "say how many with --routers"),
+     (("--routers", "2", "--delay", "5", "--no-exchange"), "give one"),
+     (("--routers", "2", "--policy", "kv_aware+move"), "+move goes with one router"),
+     (("--routers", "2", "--url", "http://127.0.0.1:9"), "neither --url nor --receipts")],
 )  # fmt: skip
 def test_a_wrong_option_is_an_error_message(trace_file: Path, arguments: tuple[str, ...], message: str) -> None:
     """Not a traceback."""
