@@ -7,7 +7,7 @@ WORKDIR /src
 RUN python -m venv --without-pip /opt/kvproxy
 COPY pyproject.toml README.md LICENSE ./
 COPY kvproxy ./kvproxy
-RUN pip --python /opt/kvproxy/bin/python install --no-cache-dir ".[otel,picker]"
+RUN pip --python /opt/kvproxy/bin/python install --no-cache-dir ".[otel,picker,redis,nats]"
 
 FROM python:${PYTHON}
 LABEL org.opencontainers.image.title="kvproxy" \
