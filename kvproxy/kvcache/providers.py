@@ -233,10 +233,11 @@ class CoordinatorProvider:
         usage = await self._client.fetch_usage()
         own = [(one.instance_id, module) for one in usage.instances for module in one.modules]
         shared = [(EVERY_INSTANCE, module) for module in usage.shared_modules]
-        return [
-            TierMemory(name, _tier_of(module), module.used_bytes, module.capacity_bytes, module.usage_ratio)
-            for name, module in (*own, *shared)
-        ]
+        found: dict[tuple[str, Tier], TierMemory] = {}
+        for name, module in (*own, *shared):
+            tier = _tier_of(module)
+            found[name, tier] = _with_module(found.get((name, tier), TierMemory(name, tier, 0, 0, None)), module)
+        return tuple(found.values())
 
 
 async def is_coordinator(client: LMCacheCoordinatorClient) -> bool:
@@ -252,6 +253,13 @@ def _tier_of(module: MemoryModule) -> Tier:
     if module.shared:
         return Tier.SHARED
     return Tier.HOST if module.tier == "l1" else Tier.DISK
+
+
+def _with_module(memory: TierMemory, module: MemoryModule) -> TierMemory:
+    """Both together, as full as the fuller one is."""
+    used_bytes, capacity_bytes = memory.used_bytes + module.used_bytes, memory.capacity_bytes + module.capacity_bytes
+    shares = [share for share in (memory.share, module.usage_ratio) if share is not None]
+    return TierMemory(memory.instance_id, memory.tier, used_bytes, capacity_bytes, max(shares, default=None))
 
 
 def _tiers_of(held: HeldPrefix) -> LowerTokens:

@@ -40,6 +40,7 @@ class Peer:
         self.blocks = 0  # in its approximate indexes, as it says
         self.joining = False
         self.beat_sent_s: float | None = None  # its clock, at its latest beat
+        self.beat_at = now  # ours, when that came
         self.lag = Lag()
         self.early_bytes = 0  # of batches that wait for an earlier one, and of a standing that is not whole
         self.dropped = 0  # of these, for which there was no room
@@ -93,6 +94,7 @@ class Peer:
     def beat(self, beat: Beat, now: float) -> None:
         """How far it is: the end of what it said may have been lost."""
         self.blocks, self.joining, self.beat_sent_s = beat.blocks, beat.joining, beat.sent_s
+        self.beat_at = now
         self.lag.observe(beat.sent_s, now)
         if self._next is None and not beat.seq:
             self._next = 1

@@ -113,7 +113,7 @@ class Peers:
             elif silent_s > FORGET_S:
                 del self.known[peer.origin.place]
         beats = [(one, one.beat_sent_s) for one in self.living if one.beat_sent_s is not None]
-        self._tell(self._own_beat(now, [wire.Echo(one.origin, sent_s, now - one.heard_at) for one, sent_s in beats]))
+        self._tell(self._own_beat(now, [wire.Echo(one.origin, sent_s, now - one.beat_at) for one, sent_s in beats]))
 
     def look(self, now: float) -> None:
         """Several times a heartbeat: ask again for what is missing, and see to the end of joining."""

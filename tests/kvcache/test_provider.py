@@ -16,7 +16,15 @@ from kvproxy.errors import ClientError, NotSupported, UnknownInstance
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.overlap.lookup import LookupClient
 from kvproxy.kvcache.overlap.lookup_service import Connection
-from kvproxy.kvcache.providers import ActionKind, ControllerProvider, CoordinatorProvider, Effect, Holder, Prefix
+from kvproxy.kvcache.providers import (
+    ActionKind,
+    ControllerProvider,
+    CoordinatorProvider,
+    Effect,
+    Holder,
+    Prefix,
+    TierMemory,
+)
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import FactSource
 from kvproxy.simulator.lmcache_chunks import WorkerSettings
@@ -150,6 +158,18 @@ async def test_a_prefetch_says_what_it_found(known: int, asked: int, found: int)
         assert await provider.act(ActionKind.TRANSFER, "b", prefix) == Effect(found)
         held = {one.instance_id: one.tokens for one in await provider.lookup(prefix, timeout_s=5)}
         assert held.get("b", 0) >= found
+
+
+async def test_memory_of_one_tier_is_one() -> None:
+    """Of several stores, such as two disks: as full as the fuller one."""
+    disks = [
+        {"tier": "l2", "backend": f"fs{used}", "used_bytes": used, "capacity_bytes": 10, "usage_ratio": used / 10}
+        for used in (9, 1)
+    ]
+    said = {"instances": [{"instance_id": "a", "registered": True, "declared_capacity": True, "modules": disks}]}
+    async with serve(Fake({"/instances/usage": lambda _: said})) as url, httpx.AsyncClient() as http:
+        provider = CoordinatorProvider(LMCacheCoordinatorClient(http, url))
+        assert await provider.memory() == (TierMemory("a", Tier.DISK, 10, 20, 0.9),)
 
 
 @pytest.mark.parametrize(("keys", "found"), [(-4, 0), (10**30, 1024)])

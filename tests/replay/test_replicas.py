@@ -116,3 +116,15 @@ def test_a_plan_says_what_it_is() -> None:
     """As the report's title has it."""
     assert str(RoutersPlan(4, 0.05)) == "routers: 4, 50 ms late"
     assert str(RoutersPlan(2, None)) == "routers: 2, no exchange"
+
+
+def test_how_late_others_are_is_measured_while_they_talk() -> None:
+    """There and back is counted from the beat that is answered, whatever came after it."""
+    routers, replicas = many(0.05)
+    for number in range(40):
+        now = 0.1 * number
+        placement = routers.arrive(request(number, now), now)
+        assert placement is not None
+        routers.finished(placement, now + 0.05)
+    lags_s = [peer.lag.round_trip_s for replica in replicas for peer in replica.peers.living]
+    assert lags_s == pytest.approx([0.1, 0.1])
