@@ -55,7 +55,7 @@ def waits(routers: ManyRouters, replicas: list[Replica], now: float) -> list[flo
 
 
 def test_routers_that_hear_at_once_see_the_waits_of_one() -> None:
-    """Whoever placed a request, all know of it, of its first token, and of its end."""
+    """A request that one router placed is known to all, with its first token and its end."""
     (routers, replicas), single = many(0.0), one()
     placed = []
     for number in range(6):
