@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +19,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.routing_cells import CAPACITY_TOKENS, ROOT, TRACES, trace_of
+from benchmarks.tiers import row_of
 from kvproxy.replay.compare import PolicySpec, play_policy
 from kvproxy.replay.pooled import measure_bound, play_on_pool
 from kvproxy.replay.results import summarize_outcomes
@@ -99,32 +99,22 @@ def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
     ]  # fmt: skip
     for figure, name in (("ttft_mean_s", "mean"), ("ttft_p99_s", "p99")):
         for load in LOADS:
-            lines.append(_row(f"{name}, load {load}, no copies", ratios(figure, Cell(QUEUE, load), Cell(POOL, load))))
+            lines.append(row_of(f"{name}, load {load}, no copies", ratios(figure, Cell(QUEUE, load), Cell(POOL, load))))
             for speed in SPEEDS:
                 row = ratios(figure, Cell(MOVE, load, speed), Cell(POOL, load))
                 target = TARGETS[speed] if figure == "ttft_mean_s" else None
-                lines.append(_row(f"{name}, load {load}, {speed:g} GB/s", row, target))
+                lines.append(row_of(f"{name}, load {load}, {speed:g} GB/s", row, target))
     lines += ["", f"| a fifth of the placements false / none, mean | {' | '.join(traces)} | all | target |",
               "|---|" + "---|" * (len(traces) + 2)]  # fmt: skip
     for speed in SPEEDS:
         row = ratios("ttft_mean_s", Cell(MOVE, LOADS[0], speed, FALSE), Cell(MOVE, LOADS[0], speed))
-        lines.append(_row(f"load {LOADS[0]}, {speed:g} GB/s", row, FALSE_TARGET))
+        lines.append(row_of(f"load {LOADS[0]}, {speed:g} GB/s", row, FALSE_TARGET))
     lines += ["", f"| hit ratio | {' | '.join(traces)} |", "|---|" + "---|" * len(traces)]
     for cell in (Cell(POOL, LOADS[0]), Cell(QUEUE, LOADS[0]), *(Cell(MOVE, LOADS[0], speed) for speed in SPEEDS)):
         hits = [found[trace, cell.policy, cell.load, cell.gb_per_s, 0.0]["hit_ratio"] for trace in traces]
         speed_name = f", {cell.gb_per_s:g} GB/s" if cell.gb_per_s else ""
         lines.append(f"| {cell.policy}{speed_name} | " + " | ".join(f"{hit:.2f}" for hit in hits) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _row(what: str, ratios: Sequence[float], target: float | None = None) -> str:
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    verdict = "-"
-    if target is not None:
-        verdict = f"{target:.2f}: " + (
-            "reached" if mean <= target else f"**missed by {100 * (mean / target - 1):.0f} %**"
-        )
-    return f"| {what} | {' | '.join(f'{value:.2f}' for value in ratios)} | **{mean:.2f}** | {verdict} |"
 
 
 def main() -> None:

@@ -107,7 +107,7 @@ def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
             for speed in SPEEDS:
                 row = ratio(speed, load, figure, to=(AWARE, ""), of=(BLIND, ""))
                 target = AWARE_TARGET if figure == "ttft_mean_s" else None
-                lines.append(_row(f"{name}, {speed:g} GB/s, load {load}", row, target))
+                lines.append(row_of(f"{name}, {speed:g} GB/s, load {load}", row, target))
     lines += [
         "",
         f"| tier-aware, mean TTFT | {' | '.join(traces)} | all | target |",
@@ -116,7 +116,7 @@ def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
     for variant, target in ((FALSE, FALSE_TARGET), (FAILING, None)):
         for speed in SPEEDS:
             row = ratio(speed, LOADS[0], "ttft_mean_s", to=(AWARE, variant), of=(AWARE, ""))
-            lines.append(_row(f"{variant} / none, {speed:g} GB/s, load {LOADS[0]}", row, target))
+            lines.append(row_of(f"{variant} / none, {speed:g} GB/s, load {LOADS[0]}", row, target))
     lines += ["", "| what | " + " | ".join(traces) + " |", "|---|" + "---|" * len(traces)]
     for speed in SPEEDS:
         for policy in (BLIND, AWARE):
@@ -131,7 +131,8 @@ def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(what: str, ratios: Sequence[float], target: float | None) -> str:
+def row_of(what: str, ratios: Sequence[float], target: float | None = None) -> str:
+    """A line of a report: the ratio on each trace, their geometric mean, and whether it is what was wanted."""
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     verdict = "-"
     if target is not None:

@@ -3,12 +3,10 @@ rules. Counts are the engines' own or none; no text, no credential, no session."
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Self
 
 import msgspec
 
@@ -17,14 +15,11 @@ from kvproxy.filters.chain import WallClock
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.receipts.files import RotatingFile, list_files, list_workers
 from kvproxy.receipts.recorder import RecorderTarget
-from kvproxy.receipts.writer import Writer
+from kvproxy.receipts.writer import WritingObserver
 from kvproxy.request.exchange import Exchange, Outcome
-from kvproxy.request.observer import RequestObserver
 from kvproxy.types import Clock
 
 QUEUE = "ledger"
-#: Shutdown waits no longer for a slow disk.
-_CLOSE_S = 5.0
 _PER = 1_000_000.0  # tokens that a price is for
 
 
@@ -63,8 +58,8 @@ class _Over:
     outcome: Outcome
 
 
-class Ledger(RequestObserver):
-    """Entered before the first request and left after the last."""
+class Ledger(WritingObserver[_Over]):
+    """One line for each request that an engine answered well."""
 
     def __init__(self, settings: LedgerSettings, *, metrics: Metrics, clock: Clock, wall_clock: WallClock) -> None:
         self._prices = settings.prices
@@ -77,19 +72,7 @@ class Ledger(RequestObserver):
             period_s=settings.period,
             wall_clock=lambda: wall_clock().timestamp(),
         )
-        written, dropped, failed = (metrics.bounds.ledger.labels(each) for each in ("written", "dropped", "failed"))
-        self._writer: Writer[_Over] = Writer(
-            file, self._line, limit=settings.max_queue, written=written, dropped=dropped, failed=failed
-        )
-        metrics.bounds.queue_depth.labels(QUEUE).set_function(lambda: self._writer.waiting)
-        metrics.bounds.queue_limit.labels(QUEUE).set(settings.max_queue)
-
-    async def __aenter__(self) -> Self:
-        self._writer.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self._writer.close, _CLOSE_S)
+        super().__init__(file, queue=QUEUE, limit=settings.max_queue, results=metrics.bounds.ledger, metrics=metrics)
 
     def finished(self, exchange: Exchange, now: float) -> None:
         """Entered is what an engine answered well, whole or in part; what it refused costs nothing."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol
 
 from kvproxy.config.schema import ReceiptSettings
 from kvproxy.filters.chain import WallClock
@@ -18,16 +17,13 @@ from kvproxy.metrics.catalog import Metrics
 from kvproxy.receipts.files import RotatingFile
 from kvproxy.receipts.observed import AttemptLog, Placed
 from kvproxy.receipts.receipt import Attempt, Receipt, encode_prefixes, encode_receipt, wait_s
-from kvproxy.receipts.writer import Writer
+from kvproxy.receipts.writer import WritingObserver
 from kvproxy.request.exchange import Exchange, Outcome
-from kvproxy.request.observer import RequestObserver
 from kvproxy.types import Clock, RequestKind
 
 #: Hides a session key or a prompt's head behind a key that dies with the proxy: the hash of a name is easily guessed.
 Hash = Callable[[bytes], str]
 QUEUE = "receipts"
-#: Shutdown waits no longer for a slow disk.
-_CLOSE_S = 5.0
 
 
 def keyed_hash(key: bytes) -> Hash:
@@ -115,7 +111,7 @@ def _rounded(seconds: float) -> float:
     return round(seconds, 6)
 
 
-class Recorder(RequestObserver):
+class Recorder(WritingObserver[FinishedRequest]):
     """Entered before the first request and left after the last."""
 
     def __init__(
@@ -136,21 +132,7 @@ class Recorder(RequestObserver):
         self._hash = keyed_hash(key)
         self._key = key if settings.prefixes else None
         file = RotatingFile(Path(settings.path), max_bytes=settings.max_file, max_files=settings.max_files)
-        written, dropped, failed = (
-            metrics.bounds.receipts.labels(result) for result in ("written", "dropped", "failed")
-        )
-        self._writer: Writer[FinishedRequest] = Writer(
-            file, self._line, limit=settings.max_queue, written=written, dropped=dropped, failed=failed
-        )
-        metrics.bounds.queue_depth.labels(QUEUE).set_function(lambda: self._writer.waiting)
-        metrics.bounds.queue_limit.labels(QUEUE).set(settings.max_queue)
-
-    async def __aenter__(self) -> Self:
-        self._writer.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self._writer.close, _CLOSE_S)
+        super().__init__(file, queue=QUEUE, limit=settings.max_queue, results=metrics.bounds.receipts, metrics=metrics)
 
     def received(self, exchange: Exchange, now: float) -> None:
         """Follow the request if chance says so."""

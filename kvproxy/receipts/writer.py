@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
-from kvproxy.metrics.collectors import CounterCell
+from kvproxy.metrics.catalog import Metrics
+from kvproxy.metrics.collectors import Counter, CounterCell
 from kvproxy.receipts.files import RotatingFile
+from kvproxy.request.observer import RequestObserver
 
 log = logging.getLogger(__name__)
 
 #: Lines made before they are written. Writing lets go of the interpreter, so that the event loop has its turn often.
 SLICE = 16
+#: Shutdown waits no longer for a slow disk.
+_CLOSE_S = 5.0
 
 T = TypeVar("T")
 
@@ -110,3 +115,24 @@ class Writer(Generic[T]):
                 self._failed.inc()
                 log.exception("a line of %s cannot be written", self._file.path)
         return lines
+
+
+class WritingObserver(RequestObserver, Generic[T]):
+    """Puts a line for requests into a file. Entered before the first request and left after the last."""
+
+    def __init__(self, file: RotatingFile, *, queue: str, limit: int, results: Counter, metrics: Metrics) -> None:
+        written, dropped, failed = (results.labels(each) for each in ("written", "dropped", "failed"))
+        self._writer: Writer[T] = Writer(file, self._line, limit=limit, written=written, dropped=dropped, failed=failed)
+        metrics.bounds.queue_depth.labels(queue).set_function(lambda: self._writer.waiting)
+        metrics.bounds.queue_limit.labels(queue).set(limit)
+
+    async def __aenter__(self) -> Self:
+        self._writer.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self._writer.close, _CLOSE_S)
+
+    def _line(self, item: T) -> bytes:
+        """Of one request, in the writer's thread."""
+        raise NotImplementedError

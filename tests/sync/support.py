@@ -203,6 +203,17 @@ def pair(*, skew_s: float = 0.0) -> tuple[Bus, Node, Node]:
     return bus, one, two
 
 
+def join_third(bus: Bus) -> Node:
+    """A third one that has asked one of two for everything."""
+    three = Node(bus, "three")
+    three.peers.join(three.now)
+    bus.deliver()
+    bus.now += 0.1
+    three.peers.look(three.now)
+    bus.deliver()
+    return three
+
+
 class Deciding:
     """A running proxy that decides as one with others."""
 

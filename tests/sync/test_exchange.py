@@ -24,7 +24,7 @@ from kvproxy.sync.snapshot import take_pieces
 from kvproxy.sync.wire import Batch, Origin, Standing
 from kvproxy.sync.world import World
 from kvproxy.types import EndpointId
-from tests.sync.support import BEAT_S, A, B, Bus, Cluster, Node, Request, Sent, pair
+from tests.sync.support import BEAT_S, A, B, Bus, Cluster, Node, Request, Sent, join_third, pair
 
 
 def test_what_is_routed_in_one_is_held_in_all() -> None:
@@ -237,12 +237,7 @@ def test_two_that_start_at_once_do_not_wait_for_each_other() -> None:
 def test_a_new_one_asks_one_peer_for_everything_and_keeps_the_rest_for_later() -> None:
     """Loads count at once; deltas wait until it knows what was before them."""
     bus, one, two = pair()
-    three = Node(bus, "three")
-    three.peers.join(three.now)
-    bus.deliver()
-    bus.now += 0.1
-    three.peers.look(three.now)
-    bus.deliver()
+    three = join_third(bus)
     assert one.served + two.served == [three.origin]
     one.begin(A, 1, 2)
     one.flush()
@@ -259,12 +254,7 @@ def test_a_new_one_asks_one_peer_for_everything_and_keeps_the_rest_for_later() -
 def test_a_peer_that_dies_while_it_tells_everything_is_replaced_by_another() -> None:
     """And where there is no other, the new one goes on without."""
     bus, one, two = pair()
-    three = Node(bus, "three")
-    three.peers.join(three.now)
-    bus.deliver()
-    bus.now += 0.1
-    three.peers.look(three.now)
-    bus.deliver()
+    three = join_third(bus)
     bus.now += 3.0
     three.peers.look(three.now)
     bus.deliver()

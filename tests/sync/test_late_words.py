@@ -7,7 +7,7 @@ import pytest
 
 from kvproxy.sync import wire
 from kvproxy.sync.peers import FORGET_S, SyncStatus
-from tests.sync.support import BEAT_S, A, B, Bus, Node, pair
+from tests.sync.support import BEAT_S, A, B, Bus, Node, join_third, pair
 
 
 def test_a_load_that_was_overtaken_counts_no_more() -> None:
@@ -72,12 +72,7 @@ def test_who_was_silent_for_long_is_forgotten() -> None:
 def test_who_dies_while_another_joins_takes_its_load_along() -> None:
     """What it said meanwhile was kept for later, and does not bring it back then: nothing would ever end it."""
     bus, one, two = pair()
-    three = Node(bus, "three")
-    three.peers.join(three.now)
-    bus.deliver()
-    bus.now += 0.1
-    three.peers.look(three.now)
-    bus.deliver()
+    three = join_third(bus)
     two.begin(B, 7)
     two.flush()
     bus.deliver()
@@ -164,12 +159,7 @@ def test_prompts_that_differ_in_as_many_are_noticed() -> None:
 def test_a_snapshot_with_a_hole_is_asked_of_another() -> None:
     """A lost piece would otherwise be made up for by those behind it."""
     bus, one, two = pair()
-    three = Node(bus, "three")
-    three.peers.join(three.now)
-    bus.deliver()
-    bus.now += 0.1
-    three.peers.look(three.now)
-    bus.deliver()
+    three = join_third(bus)
     asked, other = (one, two) if one.served else (two, one)
     asked.peers.send_to(three.origin, wire.Piece(asked.origin, 0, b"first", [], True))
     asked.peers.send_to(three.origin, wire.Piece(asked.origin, 2, b"third", [], False))
