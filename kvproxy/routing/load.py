@@ -11,6 +11,7 @@ passed (`advance`); what it teaches about speeds the engine's own counters have 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Protocol
@@ -95,6 +96,7 @@ class EndpointLoad:
         "_last",
         "_live",
         "_lower",
+        "_oldest_s",
         "_pending",
         "_prefilled",
         "_presumed",
@@ -135,6 +137,7 @@ class EndpointLoad:
         self._priced_at: Features | None = None
         self._work_s = 0.0
         self._head_s = 0.0
+        self._oldest_s = math.inf  # the oldest pending request, if it is hidden
         self.held_s = 0.0  # pooled prefill seconds of requests that the router queue holds for this endpoint
         self._live: LiveBlocks | None = None  # None: nothing asks for it
         self.engine: EngineState | None = None  # of the latest scrape, however long ago that is
@@ -294,12 +297,9 @@ class EndpointLoad:
         held_s, elsewhere = slowness * self.held_s, self.elsewhere
         if not self._pending and (elsewhere is None or not elsewhere.pending[0]):
             return held_s
-        if self.hidden_requests:
-            oldest, own = next(iter(self._pending.items()))
-            if oldest.hidden and now >= self._begun + slowness * seconds_of(own, seconds):  # else none is over yet
-                return held_s + self.backlog(seconds, slowness, now).wait_s(seconds, slowness)
         if self._priced_at is not seconds:
             self._priced_at = seconds
+            self._oldest_s = self._hidden_s(seconds)
             a, b, c, d = seconds  # not seconds_of: this runs for every endpoint of every pick
             if elsewhere is None or not elsewhere.pending[0]:
                 work, head = self._work, self._head or self.head()
@@ -312,6 +312,8 @@ class EndpointLoad:
                 p, q, r, s = head
                 self._head_s = p * a + q * b + r * c + s * d
         begun = self._begun
+        if self.hidden_requests and now >= begun + slowness * self._oldest_s:  # else none is over yet
+            return held_s + self.backlog(seconds, slowness, now).wait_s(seconds, slowness)
         if elsewhere is not None:
             begun = self._begun_of_all(elsewhere, begun if self._pending else None)
         progress, elapsed = MAX_PROGRESS * slowness * self._head_s, now - begun
@@ -381,13 +383,20 @@ class EndpointLoad:
     def advance(self, seconds: Features, slowness: float, now: float) -> None:
         """Take out the hidden requests that are due: engines prefill in order of arrival, so the oldest one is when its
         own time has passed since the engine began with it. For the cluster alone, before a request is placed."""
+        if self._priced_at is seconds and now < self._begun + slowness * self._oldest_s:
+            return
         while self.hidden_requests:
-            oldest, work = next(iter(self._pending.items()))
-            due_at = self._begun + slowness * seconds_of(work, seconds)
-            if not oldest.hidden or now < due_at:
+            due_at = self._begun + slowness * self._hidden_s(seconds)
+            if now < due_at:
                 return
             self._begun = due_at
-            self._presume(oldest)
+            self._presume(next(iter(self._pending)))
+
+    def _hidden_s(self, seconds: Features) -> float:
+        """What the oldest pending request takes, if it is hidden; without end if it is not, or there is none."""
+        for oldest, work in self._pending.items():
+            return seconds_of(work, seconds) if oldest.hidden else math.inf
+        return math.inf
 
     def _void(self, reservation: Reservation, now: float) -> None:
         """Takes a request out whose first token was not seen, and with it the open sample."""
