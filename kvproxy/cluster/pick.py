@@ -145,7 +145,9 @@ class Pick(msgspec.Struct, eq=False):
         if outcome is AttemptOutcome.SUCCESS:  # nearly all: no verdict changes by it
             if self.permit is not None:
                 self.permit.record_success()
-            self.endpoint.health.record_success()
+            health = self.endpoint.health
+            if health.failures or health.unserved:
+                health.record_success()
             return
         if self.permit is not None:
             if outcome is AttemptOutcome.CLIENT_ERROR:

@@ -135,8 +135,7 @@ class EndpointLoad:
         # What `_work` and `_head` take at these seconds, until the pending work changes: most endpoints are asked again
         # before it does. None: not worked out.
         self._priced_at: Features | None = None
-        self._work_s = 0.0
-        self._head_s = 0.0
+        self._work_s = self._head_s = 0.0
         self._oldest_s = math.inf  # the oldest pending request, if it is hidden
         self.held_s = 0.0  # pooled prefill seconds of requests that the router queue holds for this endpoint
         self._live: LiveBlocks | None = None  # None: nothing asks for it
@@ -332,7 +331,9 @@ class EndpointLoad:
     def _room_s(self, now: float) -> float:
         """Until there is room for one more request."""
         room = self.room
-        return 0.0 if room is None else self._stay_s * room.shortage(self.resident_tokens, self.in_flight, now)
+        if room is None or (self.resident_tokens <= room.tokens and self.in_flight < room.requests):
+            return 0.0
+        return self._stay_s * room.shortage(self.resident_tokens, self.in_flight, now)
 
     def backlog(self, seconds: Features | None, slowness: float, now: float) -> Backlog:
         """What is pending, without the hidden requests that are over by these speeds; with None without speeds all."""
