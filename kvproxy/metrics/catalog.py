@@ -338,7 +338,7 @@ class ProcessMetrics:
             "kvproxy_workers", "Workers that serve; no series where one process does all", registry=r
         )
         self.worker_restarts = Counter("kvproxy_worker_restarts", "Workers started again after they ended", registry=r)
-        self.worker_hangs = Counter("kvproxy_worker_hangs", "Workers killed since they said nothing", registry=r)
+        self.worker_hangs = Counter("kvproxy_worker_hangs", "Workers killed since they hung", registry=r)
         self.loop_lag = Histogram(
             "kvproxy_event_loop_lag_seconds", "How late the event loop woke a task, sampled four times a second",
             buckets=LAG_BUCKETS_S, registry=r,
