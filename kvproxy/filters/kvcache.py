@@ -14,6 +14,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routes import RouteTarget
 from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
+from kvproxy.config.filter_schema import CachedTokens, RouterSettings
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.router import RouterFilter
@@ -232,8 +233,11 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
     context.on_serving.append(service.show)
     configured = context.config.clusters  # the clusters may still have older policies
     prefer = {name: prefers(settings, one.policy) for name, one in configured.items()}
-    recorded = bool(context.config.receipts.path)
-    idle = frozenset(name for name, one in configured.items() if not (recorded or needs_facts(settings, one)))
+    told = bool(context.config.receipts.path) or any(
+        isinstance(spec.settings, RouterSettings) and spec.settings.cached_tokens is CachedTokens.PREDICTED
+        for spec in context.config.filters
+    )
+    idle = frozenset(name for name, one in configured.items() if not (told or needs_facts(settings, one)))
     return KvCacheFilter(
         app,
         service,
