@@ -158,11 +158,11 @@ class Verdicts:
         self._shared_failures: dict[str, float] = {}  # when a request last failed alike on several engines
 
     def record_outcome(self, engine: Engine, outcome: AttemptOutcome, now: float) -> None:
-        """Draw the conclusions of an attempt."""
+        """Draw the conclusions of an attempt that was no success."""
         if outcome is AttemptOutcome.FAILURE:
             if engine.health.record_failure(now) and may_eject(self._members.engines, self.settings, now):
                 self._eject(engine, now)
-        elif outcome is AttemptOutcome.SUCCESS or outcome is AttemptOutcome.CLIENT_ERROR:
+        elif outcome is AttemptOutcome.CLIENT_ERROR:
             engine.health.record_success()
 
     def has_outage(self, model: str, now: float) -> bool:

@@ -64,6 +64,10 @@ class RequestMetrics:
         self.attempt_failures = Counter(
             "kvproxy_attempt_failures", "Failed attempts on endpoints", ["cluster", "endpoint", "reason"], registry=r
         )
+        self.cached_counts = Counter(
+            "kvproxy_cached_counts_written", "Counts of cached tokens put into answers whose usage had none, by whose "
+            "they are", ["source"], registry=r,
+        )  # fmt: skip  # engine, predicted
         self.local_replies = Counter(
             "kvproxy_local_replies", "Answers made by the proxy", ["status", "reason"], registry=r
         )
