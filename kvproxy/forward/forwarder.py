@@ -25,6 +25,7 @@ from kvproxy.errors import (
 )
 from kvproxy.forward.answer import Attempts, names_no_model, read_short, verdict_on
 from kvproxy.forward.asking import Asking
+from kvproxy.forward.cached_count import CachedCounts
 from kvproxy.forward.headers import RequestHead, response_headers
 from kvproxy.forward.relay import Relay
 from kvproxy.forward.request_body import RequestBody
@@ -80,6 +81,7 @@ class Forwarder:
     metrics: Metrics
     clock: Clock
     rng: random.Random
+    cached_counts: CachedCounts | None = None
 
 
 class Forwarding(msgspec.Struct, eq=False):
@@ -392,7 +394,9 @@ class Forwarding(msgspec.Struct, eq=False):
         self._exchange.outcome.ttft_s = now - self._exchange.received_at
         if "first_byte" in self._exchange.hooks:
             notify(RequestObserver.first_byte, self._exchange, now)
-        relay = Relay(self._exchange, response, self._downstream, self._asking.method == b"POST")
+        counts = self._shared.cached_counts
+        count = None if counts is None else counts.follow(self._exchange, response)
+        relay = Relay(self._exchange, response, self._downstream, self._asking.method == b"POST", count)
         headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
         if self._debug:
             headers.append((b"x-kvproxy-decision", describe_decision(pick, pick.policy, self._exchange.facts).encode()))

@@ -97,6 +97,7 @@ class Outcome(msgspec.Struct, eq=False):
     prompt_tokens: int | None = None  # the engine's own usage, when it said so
     cached_tokens: int | None = None
     completion_tokens: int | None = None
+    predicted_tokens: int | None = None  # cached, as the client was told since the engine did not say
     response_id: str = ""  # by which another request may go on from this one
     candidates: Sequence[Endpoint] = ()  # of the last pick, and what each would have cost by the policy; () if there
     costs: Sequence[float] = ()  # were more than MAX_REMEMBERED
