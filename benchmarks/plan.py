@@ -137,8 +137,8 @@ def _page(lines: list[str], worst: float, about: dict[str, str]) -> str:
             f"`kvproxy plan` in virtual time, and the same requests over HTTP through `kv_aware` to {ENGINES_COUNT} "
             f"simulated vLLM servers, load {LOAD}.",
             f"Share of prompt tokens found in cache; at most {100 * worst:.1f} points apart.",
-            "Pauses within a session are the same in both. (Until lately the servers' were scaled as session starts are, "
-            "to a quarter on agent_dev: another traffic, 6.6 points off.)",
+            "Pauses within a session are the same in both. (Before, the servers' were scaled as the starts of sessions "
+            "are, to a quarter on agent_dev: another traffic, 6.6 points off.)",
             "",
             "| trace | requests | cache | tokens an engine | predicted | measured | points | failed |",
             "|---|---|---|---|---|---|---|---|",
