@@ -160,6 +160,10 @@ class TierMetrics:
         self.tokens = CallbackGauge(
             "kvproxy_tier_tokens", "Tokens of these", ["cluster", "endpoint", "tier"], registry=r
         )
+        self.cached = CallbackGauge(
+            "kvproxy_engine_cached_tokens", "Prompt tokens an engine found cached since its start, by its own counts; "
+            "unspecified: what a connector brought", ["cluster", "endpoint", "tier"], registry=r,
+        )  # fmt: skip  # a tier, peer, unspecified
         self.bytes = CallbackGauge(
             "kvproxy_tier_bytes", "KV below engine memory, and room for it, as LMCache's coordinator says; the shared "
             "store has no instance", ["instance", "tier", "kind"], registry=r,
@@ -220,7 +224,11 @@ class TransferMetrics:
         )  # fmt: skip  # done, no_effect, timeout, ...
         self.refused = Counter(
             "kvproxy_kvcache_transfers_refused", "Transfers that were not begun", ["reason"], registry=r
-        )  # busy, budget, slow, short, held
+        )  # busy, budget, slow, held
+        self.on_demand = Counter(
+            "kvproxy_kvcache_transfers_on_demand", "Requests for which KV was copied while the router queue held them",
+            ["result"], registry=r,
+        )  # fmt: skip  # done, late, left, no_effect, timeout, ...
         self.expected = Gauge(
             "kvproxy_kvcache_expected_turns", "Turns of sessions that transfers prepare when they are due", registry=r
         )

@@ -12,10 +12,11 @@ from kvproxy.replay.compare import PolicySpec, UnknownPolicy, play_policy
 from kvproxy.replay.results import Summary, summarize_outcomes
 from kvproxy.replay.router import SimEndpoint
 from kvproxy.replay.settings import Pace, ReplayFleet
-from kvproxy.replay.transfers import LinkPlan, Transfer, TransferPlanner
+from kvproxy.replay.transfers import LinkPlan, SimTransfers
 from kvproxy.replay.view import endpoint_id
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
 from kvproxy.routing.speeds import SpeedModel, SpeedPriors
+from kvproxy.routing.transfers import Transfer
 from kvproxy.simulator.block_cache import BlockCache
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import BlockStored, EngineSettings
@@ -31,8 +32,8 @@ def endpoints() -> list[SimEndpoint]:
     return [SimEndpoint(name, index, Engine(EngineSettings(64, BLOCK))) for index, name in enumerate((A, B, C))]
 
 
-def planner(plan: LinkPlan = PLAN) -> TransferPlanner:
-    return TransferPlanner(plan, block_size=BLOCK, rng=Random(1))
+def planner(plan: LinkPlan = PLAN) -> SimTransfers:
+    return SimTransfers(plan, block_size=BLOCK, rng=Random(1))
 
 
 def published(blocks: int) -> Overlap:
@@ -147,6 +148,14 @@ def test_more_is_reused_where_it_can_be_copied() -> None:
     assert moved.hit_rate > without.hit_rate
     assert moved.ttft_mean_s < without.ttft_mean_s
     assert figures(replace(fleet, link=LinkPlan(0.5)), "kv_aware+queue+move") == without
+
+
+def test_a_copy_that_no_request_waits_for() -> None:
+    """It is made while the router queue holds the request, as the proxy does it: without a queue there is none."""
+    fleet = ReplayFleet(instances=3, link=LinkPlan(12.5, waits=False))
+    without, moved = (figures(fleet, text) for text in ("kv_aware+queue", "kv_aware+queue+move"))
+    assert moved.hit_rate > without.hit_rate
+    assert figures(fleet, "kv_aware+move") == figures(fleet, "kv_aware")
 
 
 def test_nothing_is_lost_with_engines_that_leave() -> None:

@@ -22,6 +22,7 @@ from kvproxy.kvcache.overlap.lookup_service import Connection
 from kvproxy.kvcache.overlap.lookup_task import LookupTask
 from kvproxy.kvcache.overlap.merge import HolderOverlap, in_steps
 from kvproxy.kvcache.overlap.tokens import TokenSource
+from kvproxy.kvcache.providers import Prefix
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
@@ -148,6 +149,17 @@ class OverlapSources:
         if self._uses_tokens and not facts.tokens_exact:
             self.tokens.recall_tokens(facts)
         self._assess(facts)
+
+    def add_transferred(self, facts: RequestFacts) -> None:
+        """What transfers brought of its prompt, before what a lookup said of the same endpoints."""
+        if facts.tokens is None or self.lookups.provider is None:
+            return
+        holders = self.lookups.find_transferred(Prefix(facts.tokens, facts.model, facts.request.cache_salt or ""))
+        local, known = facts.overlaps.by_endpoint, self.instance_ids()
+        brought = self.lookups.count_overlaps(
+            holders, endpoints=facts.endpoints, known=known, local=local, hashes=facts.hashes
+        )
+        facts.lookup_overlaps = [*brought, *facts.lookup_overlaps]
 
     def placed(self, facts: RequestFacts, endpoint: EndpointId) -> None:
         """The request goes there now; what an earlier attempt told the index is taken back."""
