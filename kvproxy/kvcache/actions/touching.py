@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 
 from kvproxy.clients.tokens import body_with_tokens
+from kvproxy.clients.vllm import Prefill, VllmClient
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings
@@ -15,7 +16,7 @@ from kvproxy.errors import ClientError
 from kvproxy.kvcache.actions.gaps import Gaps
 from kvproxy.kvcache.actions.job_queue import Job, JobQueue
 from kvproxy.kvcache.actions.leases import LEAST_CHANCE, Lease
-from kvproxy.kvcache.actions.signals import Signals
+from kvproxy.kvcache.actions.signals import KnownPrefix, Signals
 from kvproxy.kvcache.engines import Engines
 from kvproxy.log_lines import log_fields
 from kvproxy.metrics.catalog import Metrics
@@ -24,8 +25,9 @@ from kvproxy.types import Clock, EndpointId
 
 audit = logging.getLogger("kvproxy.audit")
 
-#: What engines are given to compute is averaged over so long.
-_HALF_LIFE_S = 60.0
+#: What engines are given to compute is averaged over so long; at first over the time since it began, but for
+#: bursts.
+_HALF_LIFE_S, _LEAST_SEEN_S = 60.0, 30.0
 #: A prompt is touched once this share of the time is over that it would stay in a cache by itself.
 TOUCHED_AT = 0.5
 #: A touch that found its prompt gone: prompts stay for a shorter time than was thought; one that found it, for longer.
@@ -45,11 +47,13 @@ class Insertions:
 
     def __init__(self) -> None:
         self._sums: dict[Place, tuple[float, float]] = {}  # tokens, decayed, and when
+        self._since: dict[Place, float] = {}
         self._factors: dict[Place, float] = {}
 
     def note(self, place: Place, tokens: int, now: float) -> None:
         """An endpoint computed so many."""
         self._sums[place] = (self._sum(place, now) + tokens, now)
+        self._since.setdefault(place, now)
 
     def judge(self, place: Place, *, found: bool) -> None:
         """A prompt that should still have been there was, or was not."""
@@ -58,12 +62,15 @@ class Insertions:
 
     def stays_s(self, place: Place, capacity_tokens: int, now: float) -> float:
         """Seconds after its last use."""
-        per_s = self._sum(place, now) * math.log(2) / _HALF_LIFE_S
+        seen_s = max(_LEAST_SEEN_S, now - self._since.get(place, now))  # else a beginning would count as a pause
+        seen = 1.0 - 0.5 ** (seen_s / _HALF_LIFE_S)
+        per_s = self._sum(place, now) * math.log(2) / _HALF_LIFE_S / seen
         return math.inf if per_s <= 0 else self._factors.get(place, 1.0) * capacity_tokens / per_s
 
     def keep_only(self, present: set[Place]) -> None:
         """Forget all other endpoints."""
         self._sums = {place: one for place, one in self._sums.items() if place in present}
+        self._since = {place: one for place, one in self._since.items() if place in present}
         self._factors = {place: one for place, one in self._factors.items() if place in present}
 
     def _sum(self, place: Place, now: float) -> float:
@@ -84,6 +91,13 @@ def is_worth(chance: float, saved_s: float, cost_s: float, *, stays_s: float, le
     """Whether a return saves more than all touches until the end cost, where a prompt stays for so long after each."""
     touches = math.ceil(left_s / max(TOUCHED_AT * stays_s, 1.0))
     return chance >= LEAST_CHANCE and chance * saved_s > touches * cost_s
+
+
+async def send_prompt(client: VllmClient, prefix: KnownPrefix, *, timeout_s: float, **fields: str) -> Prefill:
+    """A prompt whose tokens are known, to be computed or found, for one token."""
+    salt = {"cache_salt": prefix.cache_salt} if prefix.cache_salt else {}
+    rest = {"model": prefix.model, "max_tokens": 1, "temperature": 0, **salt, **fields}
+    return await client.prefill("/v1/completions", body_with_tokens("prompt", prefix.tokens, rest), timeout_s=timeout_s)
 
 
 class Toucher:
@@ -190,14 +204,9 @@ class Toucher:
 
     async def _ask_again(self, lease: Lease, endpoint: Endpoint) -> tuple[str, int]:
         """How it went, and the tokens that the engine still had."""
-        prefix = lease.prefix
-        salt = {"cache_salt": prefix.cache_salt} if prefix.cache_salt else {}
-        rest = {"model": prefix.model, "max_tokens": 1, "temperature": 0, **salt}
-        body = body_with_tokens("prompt", prefix.tokens, rest)
+        timeout_s = self._settings.background.job_timeout
         try:
-            answer = await self._engines.client(endpoint.engine).prefill(
-                "/v1/completions", body, timeout_s=self._settings.background.job_timeout
-            )
+            answer = await send_prompt(self._engines.client(endpoint.engine), lease.prefix, timeout_s=timeout_s)
         except ClientError as error:
             return error.reason, 0
         if answer.cached_tokens is None:

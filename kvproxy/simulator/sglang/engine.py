@@ -135,7 +135,9 @@ class SglangEngine:
         self.rank = rank
         events = settings.kv_events
         scheduler = replace(settings.scheduler, kv_events=events is not None, lookahead_tokens=int(settings.paired))
-        pages = RadixPages(scheduler.capacity_blocks, page_size=settings.page_size, record_events=events is not None)
+        self.pages = pages = RadixPages(
+            scheduler.capacity_blocks, page_size=settings.page_size, record_events=events is not None
+        )
         self.engine = Engine(scheduler, cache=pages)
         self.publisher = None if events is None else _publisher(settings, events, rank, wall_clock)
         self.runner = EngineRunner(
