@@ -30,7 +30,7 @@ from kvproxy.config.kvcache_actions_schema import LeaseSettings
 from kvproxy.kvcache.actions.conversations import Waiting
 from kvproxy.kvcache.actions.leases import Lease, LeaseBook, Lever, Why, choose_duration
 from kvproxy.kvcache.actions.signals import KnownPrefix
-from kvproxy.kvcache.actions.touching import LAST_TOKENS, TOUCHED_AT, Insertions, chance_of_return, is_worth
+from kvproxy.kvcache.actions.touching import LAST_TOKENS, Insertions, chance_of_return, is_worth
 from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.pooled import measure_bound
 from kvproxy.replay.results import summarize_outcomes
@@ -197,7 +197,8 @@ class LeasedTime(VirtualTime):
         tokens = array("I", bytes(4 * request.turn.prompt_tokens))
         prefix = KnownPrefix(session, "", "", deque(), whole=session, tokens=tokens)
         lever = Lever.PIN if self._pins else Lever.TOUCH
-        lease = Lease(waiting, prefix, str(endpoint.index), lever, Why.TOOL_CALL, now, now + duration_s, now, held=True)
+        lease = Lease(waiting, prefix, str(endpoint.index), lever, Why.TOOL_CALL, now, now + duration_s, now, held=True,
+                      filled=self._insertions.total(("", endpoint.id)))  # fmt: skip
         settings = endpoint.engine.settings
         capacity = None if self._pins else settings.capacity_blocks * settings.block_size
         refusal = self.book.grant(lease, self._settings, capacity_tokens=capacity)
@@ -237,7 +238,10 @@ class LeasedTime(VirtualTime):
         """As `Toucher.consider`, on a simulated engine."""
         settings, speeds = endpoint.engine.settings, self._policy.speeds
         stays_s = self._insertions.stays_s(("", endpoint.id), settings.capacity_blocks * settings.block_size, now)
-        if speeds is None or now - lease.used_at < TOUCHED_AT * stays_s or endpoint.load.pending_requests:
+        due = self._insertions.is_due(
+            ("", endpoint.id), filled=lease.filled, capacity_tokens=settings.capacity_blocks * settings.block_size
+        )
+        if speeds is None or not due or endpoint.load.pending_requests:
             return
         slowness = speeds.slowness(endpoint.id, now)
         saved_s = slowness * prefill_s(lease.tokens, 0, 0.0, speeds.seconds)
@@ -248,7 +252,7 @@ class LeasedTime(VirtualTime):
             self._unpin(lease)
             self.counts["not_worth"] += 1
             return
-        lease.used_at = now
+        lease.used_at, lease.filled = now, self._insertions.total(("", endpoint.id))
         name = f"{TOUCH}{len(self._touches)}:{lease.of.key}:{now}"
         self._touches[name] = lease
         endpoint.engine.submit(SimRequest(name, self._blocks_of[lease.of.key], lease.tokens, 1), now)

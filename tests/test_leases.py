@@ -281,16 +281,18 @@ def learned(proxy: World, *, token_s: float = 0.001) -> None:
 
 
 async def test_without_a_pin_the_prompt_is_touched_before_it_would_be_evicted() -> None:
-    """Not before half of that time is over, by its tokens alone, and no longer once its conversation goes on."""
+    """Not before half of the engine's memory took new tokens, by its tokens alone, and no longer once its conversation
+    goes on."""
     one = Engine(capacity_blocks=1360)
     async with serve(one.app) as url, world(url) as proxy:
         learned(proxy)
         await proxy.kv.scraper.scrape_all()
         await proxy.ask()
-        await proxy.ask_others(one)
+        await proxy.ask_others(one, 5)
         assert proxy.count("lease_grants_total", why="tool_call", lever="touch") == 1
         await proxy.tick(10)
         assert one.touched == []
+        await proxy.ask_others(one, 10)
         with audited() as lines:
             await proxy.tick(10)
         assert len(one.touched) == 1

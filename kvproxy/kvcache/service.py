@@ -170,7 +170,7 @@ class KvCache:
         self.feedback.show(self._metrics)
         self.state.breaks.show(self._metrics)
         self.scraper.show(self._metrics)
-        self.actions.jobs.show(self._metrics)
+        self.actions.show(self._metrics)
         if self.leasing is not None:
             self.leasing.show(self._metrics)
         if self.actions.transfers is not None:

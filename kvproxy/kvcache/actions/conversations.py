@@ -81,7 +81,7 @@ class Conversations:
         return next((found for key in reversed(keys[-LOOKED_AT:]) if (found := self._take(key)) is not None), None)
 
     def take_late(self, now: float) -> Iterator[Waiting]:
-        """Those that go on no more, as far as anybody can say."""
+        """Those that wait for too long: they are not expected to go on."""
         while self._waiting:
             first = next(iter(self._waiting.values()))
             if now - first.ended_at <= HORIZON_S:

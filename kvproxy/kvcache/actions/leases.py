@@ -61,6 +61,7 @@ class Lease:
     used_at: float  # when the engine used it last, or was told to keep it
     held: bool = False  # the engine did as it was told
     returned_at: float | None = None  # its conversation goes on
+    filled: int = 0  # tokens that the endpoint's cache had taken in all at its last use
     session: str = ""  # of SGLang, that refers to it
     prefix: KnownPrefix = field(init=False)
 

@@ -197,7 +197,8 @@ class Leasing:
             refusal = self._toucher.why_not(endpoint, len(prefix.tokens)) if lever is Lever.TOUCH else ""
         why, until = Why.TOOL_CALL if of.kind[1] else Why.CLIENT, of.ended_at + duration_s
         held = lever is Lever.TOUCH  # the engine has just used it
-        return Lease(of, prefix, endpoint.instance_id, lever, why, now, until, now, held), refusal
+        filled = self._toucher.insertions.total((of.cluster, endpoint.id))
+        return Lease(of, prefix, endpoint.instance_id, lever, why, now, until, now, held, filled=filled), refusal
 
     def _pin(self, lease: Lease, reason: str) -> None:
         self._executor.submit(Action(ActionKind.PIN, lease.instance, lease.prefix, f"lease {reason}", own=True), self)

@@ -28,9 +28,10 @@ audit = logging.getLogger("kvproxy.audit")
 #: What engines are given to compute is averaged over so long; at first over the time since it began, but for
 #: bursts.
 _HALF_LIFE_S, _LEAST_SEEN_S = 60.0, 30.0
-#: A prompt is touched once this share of the time is over that it would stay in a cache by itself.
+#: A prompt is touched once a cache took this share of its capacity in new tokens since the prompt's last use: with all
+#: of it the prompt would be gone, whether that takes seconds or hours.
 TOUCHED_AT = 0.5
-#: A touch that found its prompt gone: prompts stay for a shorter time than was thought; one that found it, for longer.
+#: A touch that found its prompt gone: prompts stay for fewer new tokens than was thought; one that found it, for more.
 _SHORTER, _LONGER = 0.5, 1.1
 #: What an engine computes of a prompt that it holds: the end of its last block.
 LAST_TOKENS = 32
@@ -43,17 +44,28 @@ Place = tuple[str, EndpointId]
 
 
 class Insertions:
-    """How fast each endpoint's cache takes new tokens, and so how long one that is not used stays in it."""
+    """How many new tokens each endpoint's cache took, and so how long one that is not used stays in it."""
 
     def __init__(self) -> None:
         self._sums: dict[Place, tuple[float, float]] = {}  # tokens, decayed, and when
         self._since: dict[Place, float] = {}
+        self._totals: dict[Place, int] = {}
         self._factors: dict[Place, float] = {}
 
     def note(self, place: Place, tokens: int, now: float) -> None:
         """An endpoint computed so many."""
         self._sums[place] = (self._sum(place, now) + tokens, now)
         self._since.setdefault(place, now)
+        self._totals[place] = self.total(place) + tokens
+
+    def total(self, place: Place) -> int:
+        """All that it took so far."""
+        return self._totals.get(place, 0)
+
+    def is_due(self, place: Place, *, filled: int, capacity_tokens: int) -> bool:
+        """Whether what was used last when it had taken `filled` is to be used again, or would soon be evicted."""
+        room = self._factors.get(place, 1.0) * capacity_tokens
+        return self.total(place) - filled >= TOUCHED_AT * room
 
     def judge(self, place: Place, *, found: bool) -> None:
         """A prompt that should still have been there was, or was not."""
@@ -71,6 +83,7 @@ class Insertions:
         """Forget all other endpoints."""
         self._sums = {place: one for place, one in self._sums.items() if place in present}
         self._since = {place: one for place, one in self._since.items() if place in present}
+        self._totals = {place: one for place, one in self._totals.items() if place in present}
         self._factors = {place: one for place, one in self._factors.items() if place in present}
 
     def _sum(self, place: Place, now: float) -> float:
@@ -157,10 +170,11 @@ class Toucher:
         capacity = None if endpoint is None else self.capacity_of(endpoint)
         if endpoint is None or capacity is None or endpoint.condition(now) is not Condition.UP:
             return True
-        stays_s = self.insertions.stays_s((lease.of.cluster, endpoint.id), capacity, now)
-        if now - lease.used_at < TOUCHED_AT * stays_s or endpoint.load.pending_requests:
+        place = (lease.of.cluster, endpoint.id)
+        due = self.insertions.is_due(place, filled=lease.filled, capacity_tokens=capacity)
+        if not due or endpoint.load.pending_requests:
             return True  # what is to be computed already goes first
-        if not self._is_worth(lease, endpoint, stays_s, now):
+        if not self._is_worth(lease, endpoint, self.insertions.stays_s(place, capacity, now), now):
             return False
         job = Job(
             ("touch", lease.instance, lease.of.key),
@@ -187,7 +201,7 @@ class Toucher:
             result = "dry_run"
         else:
             result, found = await self._ask_again(lease, endpoint)
-        lease.used_at = self._clock()
+        lease.used_at, lease.filled = self._clock(), self.insertions.total((lease.of.cluster, endpoint.id))
         self._actions.labels("touch", result).inc()
         fields = {
             "action": "touch",

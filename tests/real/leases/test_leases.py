@@ -27,8 +27,8 @@ pytestmark = pytest.mark.real
 
 #: Of 32 tokens each: 10,240 tokens.
 BLOCKS = 320
-#: Words of a prompt; some 1,500 tokens.
-WORDS = 500
+#: Words of a prompt; some 2,200 tokens.
+WORDS = 1000
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def go_on(first: str, answer: Asked) -> dict[str, Any]:
 
 
 async def test_a_touched_prompt_survives_what_evicts_others(server: Vllm, saw: Saw) -> None:
-    """Promised, touched while three times the engine's cache go by, and verified on its return; one that came at the
+    """Promised, touched while four times the engine's cache go by, and verified on its return; one that came at the
     same time without a lease is gone."""
     async with running_proxy({"a": server.url}, policy="kv_aware", filters=chain()) as proxy:
         service = service_of(proxy)
@@ -122,7 +122,7 @@ async def test_a_touched_prompt_survives_what_evicts_others(server: Vllm, saw: S
 
 @pytest.mark.parametrize(
     ("limits", "reason"),
-    [({"tenant_tokens": 2000}, "tenant_budget"), ({"endpoint_tokens": 2000}, "endpoint_budget"),
+    [({"tenant_tokens": 3000}, "tenant_budget"), ({"endpoint_tokens": 3000}, "endpoint_budget"),
      ({"max_leases": 1}, "max_leases")],
 )  # fmt: skip
 async def test_budgets_refuse(server: Vllm, limits: dict[str, int], reason: str) -> None:
