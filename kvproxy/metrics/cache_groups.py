@@ -221,7 +221,11 @@ class TransferMetrics:
         )  # fmt: skip  # done, no_effect, timeout, ...
         self.refused = Counter(
             "kvproxy_kvcache_transfers_refused", "Transfers that were not begun", ["reason"], registry=r
-        )  # busy, budget, slow, short, held
+        )  # busy, budget, slow, held
+        self.on_demand = Counter(
+            "kvproxy_kvcache_transfers_on_demand", "Requests for which KV was copied while the router queue held them",
+            ["result"], registry=r,
+        )  # fmt: skip  # done, late, left, no_effect, timeout, ...
         self.expected = Gauge(
             "kvproxy_kvcache_expected_turns", "Turns of sessions that transfers prepare when they are due", registry=r
         )

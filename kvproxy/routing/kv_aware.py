@@ -145,7 +145,7 @@ class KvAware(Policy):
             elsewhere = max(held)
         reason = "overlap" if here and here >= elsewhere else "load" if elsewhere else "no_overlap"
         own = owns[index] if not facts.hot_tokens else own_s(facts, pool.ids[index], self.speeds)
-        bound = here > 0 and is_bound(own, facts, elsewhere, len(owns), seconds)
+        bound = here > elsewhere and is_bound(own, facts, elsewhere, len(owns), seconds)
         return _CostedChoice(index, reason, costs, own_s=own, bound=bound, speeds=speeds, arrivals=arrivals)
 
     def _own_s(self, facts: OverlapFacts, pool: Pool, seconds: Features) -> tuple[list[float], list[int]]:

@@ -12,10 +12,11 @@ from kvproxy.replay.compare import PolicySpec, UnknownPolicy, play_policy
 from kvproxy.replay.results import Summary, summarize_outcomes
 from kvproxy.replay.router import SimEndpoint
 from kvproxy.replay.settings import Pace, ReplayFleet
-from kvproxy.replay.transfers import LinkPlan, Transfer, TransferPlanner
+from kvproxy.replay.transfers import LinkPlan, SimTransfers
 from kvproxy.replay.view import endpoint_id
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
 from kvproxy.routing.speeds import SpeedModel, SpeedPriors
+from kvproxy.routing.transfers import Transfer
 from kvproxy.simulator.block_cache import BlockCache
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import BlockStored, EngineSettings
@@ -31,8 +32,8 @@ def endpoints() -> list[SimEndpoint]:
     return [SimEndpoint(name, index, Engine(EngineSettings(64, BLOCK))) for index, name in enumerate((A, B, C))]
 
 
-def planner(plan: LinkPlan = PLAN) -> TransferPlanner:
-    return TransferPlanner(plan, block_size=BLOCK, rng=Random(1))
+def planner(plan: LinkPlan = PLAN) -> SimTransfers:
+    return SimTransfers(plan, block_size=BLOCK, rng=Random(1))
 
 
 def published(blocks: int) -> Overlap:

@@ -138,12 +138,12 @@ class LocalIndexes:
         short one there are keys only where something goes by them. Blocks and keys are not to be changed.
         """
         seed, prompt, kind = self._seed(model, request.cache_salt), request.prompt, request.kind
-        drops_header, sent_bytes = self.state.drops_header, prompt.size_bytes
-        short = sent_bytes <= SHORT_BYTES and not self._keyed
+        drops_header = self.state.drops_header
+        short = not self._keyed and prompt.size_bytes <= SHORT_BYTES
         if kind in RULED and not short:
             return self.sessions.identified(kind, prompt, seed, drops_header=drops_header)
-        prompt = prompt_identity(kind, sent := prompt, drops_header=drops_header)
-        prompt_bytes = sent_bytes if prompt is sent else prompt.size_bytes
+        prompt = prompt_identity(kind, prompt, drops_header=drops_header)
+        prompt_bytes = prompt.size_bytes
         if short:
             return text_blocks(prompt, seed), (), prompt_bytes, None
         keys = message_chain(prompt, seed)

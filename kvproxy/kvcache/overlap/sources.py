@@ -20,8 +20,9 @@ from kvproxy.kvcache.overlap.last_served import NO_BLOCKS, NO_NAMES, Served
 from kvproxy.kvcache.overlap.lookup import LookupClient
 from kvproxy.kvcache.overlap.lookup_service import Connection
 from kvproxy.kvcache.overlap.lookup_task import LookupTask
-from kvproxy.kvcache.overlap.merge import HolderOverlap, in_steps, preferred_endpoint
+from kvproxy.kvcache.overlap.merge import HolderOverlap, in_steps
 from kvproxy.kvcache.overlap.tokens import TokenSource
+from kvproxy.kvcache.providers import Prefix
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
@@ -120,7 +121,10 @@ class OverlapSources:
             if history is not None:
                 hashes = history.root
         cursor = indexes.approximate.locate(hashes)
-        facts = RequestFacts(cluster, indexes, request, body, model, cursor, keys, prompt_bytes, began, text, names)
+        least = self._min_tokens
+        facts = RequestFacts(
+            cluster, indexes, request, body, model, cursor, keys, prompt_bytes, began, least, text, names
+        )
         if self._uses_tokens:
             self.tokens.recall_tokens(facts)
         self._assess(facts)
@@ -146,6 +150,17 @@ class OverlapSources:
             self.tokens.recall_tokens(facts)
         self._assess(facts)
 
+    def add_transferred(self, facts: RequestFacts) -> None:
+        """What transfers brought of its prompt, before what a lookup said of the same endpoints."""
+        if facts.tokens is None or self.lookups.provider is None:
+            return
+        holders = self.lookups.find_transferred(Prefix(facts.tokens, facts.model, facts.request.cache_salt or ""))
+        local, known = facts.overlaps.by_endpoint, self.instance_ids()
+        brought = self.lookups.count_overlaps(
+            holders, endpoints=facts.endpoints, known=known, local=local, hashes=facts.hashes
+        )
+        facts.lookup_overlaps = [*brought, *facts.lookup_overlaps]
+
     def placed(self, facts: RequestFacts, endpoint: EndpointId) -> None:
         """The request goes there now; what an earlier attempt told the index is taken back."""
         earlier = facts.entry
@@ -166,7 +181,7 @@ class OverlapSources:
         return {source.value: one.believed_share(endpoint) for source, one in sources.items() if endpoint in one}
 
     def _assess(self, facts: RequestFacts) -> None:
-        """Facts and preference from everything known by now."""
+        """Facts from everything known by now."""
         tokens = facts.tokens
         if tokens:
             bytes_per_token = max(facts.tokens_bytes, 1) / len(tokens)
@@ -195,11 +210,6 @@ class OverlapSources:
         block_tokens = TEXT_BLOCK_BYTES / bytes_per_token
         hot_tokens = int(indexes.approximate.hot_blocks(cursor) * block_tokens)
         facts.overlaps = OverlapFacts(prompt_tokens, found, hot_tokens, cursor.hashes, block_tokens)
-        facts.preferred = None
-        if found:
-            facts.preferred = preferred_endpoint(
-                facts.overlaps, facts.cluster.endpoints, model=facts.model, min_tokens=self._min_tokens
-            )
 
     def _connect(self, starting: AsyncExitStack) -> None:
         connection = Connection(
