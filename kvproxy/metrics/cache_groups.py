@@ -160,6 +160,10 @@ class TierMetrics:
         self.tokens = CallbackGauge(
             "kvproxy_tier_tokens", "Tokens of these", ["cluster", "endpoint", "tier"], registry=r
         )
+        self.cached = CallbackGauge(
+            "kvproxy_engine_cached_tokens", "Prompt tokens an engine found cached since its start, by its own counts; "
+            "unspecified: what a connector brought", ["cluster", "endpoint", "tier"], registry=r,
+        )  # fmt: skip  # a tier, peer, unspecified
         self.bytes = CallbackGauge(
             "kvproxy_tier_bytes", "KV below engine memory, and room for it, as LMCache's coordinator says; the shared "
             "store has no instance", ["instance", "tier", "kind"], registry=r,
