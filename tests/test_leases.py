@@ -112,6 +112,11 @@ class World:
         one.ends = ends
         await self.settled()
 
+    def fill(self, tokens: int = 20_000) -> None:
+        """The engine's cache takes so many new tokens."""
+        assert self.kv.leasing is not None
+        self.kv.leasing._toucher.insertions.note(("default", EndpointId("a")), tokens, self.clock())
+
     async def settled(self) -> None:
         """Everything that a request or a round brought about is done."""
         await until(lambda: not self.proxy.running)
@@ -292,8 +297,8 @@ async def test_without_a_pin_the_prompt_is_touched_before_it_would_be_evicted() 
         assert proxy.count("lease_grants_total", why="tool_call", lever="touch") == 1
         await proxy.tick(10)
         assert one.touched == []
-        await proxy.ask_others(one, 10)
         with audited() as lines:
+            proxy.fill()
             await proxy.tick(10)
         assert len(one.touched) == 1
         assert (lines[0]["action"], lines[0]["result"], lines[0]["tokens"]) == ("touch", "done", one.touched[0])
@@ -309,9 +314,9 @@ async def test_a_lease_that_ended_is_not_touched() -> None:
         learned(proxy)
         await proxy.kv.scraper.scrape_all()
         await proxy.ask()
-        await proxy.ask_others(one)
         assert proxy.kv.leasing is not None
         proxy.clock.advance(20)
+        proxy.fill()
         proxy.kv.leasing.tick()
         assert proxy.kv.actions.jobs.running
         [lease] = proxy.kv.state.leases.leases.values()
@@ -328,7 +333,7 @@ async def test_a_touch_has_to_save_more_than_it_costs(token_s: float, result: di
         learned(proxy, token_s=token_s)
         await proxy.kv.scraper.scrape_all()
         await proxy.ask()
-        await proxy.ask_others(one)
+        proxy.fill()
         await proxy.tick(20)
         assert proxy.results() == result
         assert len(one.touched) == (0 if result else 1)
@@ -408,9 +413,9 @@ async def test_what_waits_to_be_computed_goes_before_a_touch() -> None:
         learned(proxy)
         await proxy.kv.scraper.scrape_all()
         await proxy.ask()
-        await proxy.ask_others(one)
         load = proxy.proxy.clusters["default"].endpoints[0].load
         reservation = load.reserve(1000, 0, proxy.clock())
+        proxy.fill()
         await proxy.tick(20)
         assert (one.touched, proxy.results()) == ([], {})
         load.release(reservation, proxy.clock())

@@ -205,9 +205,8 @@ class LeaseMetrics:
             "kvproxy_lease_held_tokens", "Tokens under lease by tenant", ["tenant"], registry=r
         )
         self.entries = CallbackGauge(
-            "kvproxy_lease_entries", "`leases`, conversations that are `waiting` to go on, known kinds of `pauses`, "
-            "and `sessions` of SGLang to be closed",
-            ["what"], registry=r,
+            "kvproxy_lease_entries", "`leases`, conversations that are `waiting`, known kinds of `pauses`, and "
+            "`sessions` of SGLang to be closed", ["what"], registry=r,
         )  # fmt: skip
 
 

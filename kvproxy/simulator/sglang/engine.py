@@ -20,7 +20,8 @@ from kvproxy.simulator.engine_io import (
 )
 from kvproxy.simulator.engine_runner import EngineRunner, SequenceProgress
 from kvproxy.simulator.kv_event_publisher import EventEncoding, KvEventPublisher, PublisherSettings
-from kvproxy.simulator.sglang.radix_pages import PageEncoder, RadixPages
+from kvproxy.simulator.sglang.page_events import PageEncoder
+from kvproxy.simulator.sglang.radix_pages import RadixPages
 from kvproxy.simulator.sglang.settings import EventSettings, SglangSettings
 from kvproxy.types import Clock
 
