@@ -130,6 +130,8 @@ class VirtualRouter:
             if not self._queue.admits(endpoint.id, engine_wait_s(endpoint, speeds, now)):
                 own_s = least_own_s(decision.request.facts, self.endpoints, speeds)
                 if self._queue.offer(request, own_s, now, tenant=request.outcome.tenant) is not None:
+                    if self._transfers is not None:
+                        self._transfers.copy_meanwhile(decision, self.endpoints, request.turn.blocks, now)
                     return None
         return self._place(request, decision, now)
 

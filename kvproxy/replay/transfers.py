@@ -9,13 +9,14 @@ it reuses, long before it computes.)
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 from kvproxy.routing.policy import Ledgered, OverlapFacts, PickRequest
-from kvproxy.routing.selector import Decision
+from kvproxy.routing.selector import Decision, decide
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.routing.transfers import LinkTerms, Transfer, TransferPlanner
 from kvproxy.simulator.engine import Engine
@@ -31,6 +32,7 @@ class LinkPlan:
     latency_s: float = 0.002
     min_tokens: int = 512  # fewer are not copied
     kv_bytes_per_token: int = 131_072
+    waits: bool = True  # a request may wait for its copy; else the router queue holds it meanwhile, or there is none
 
     @property
     def tokens_per_s(self) -> float:
@@ -53,12 +55,40 @@ class SimTransfers:
     def __init__(self, plan: LinkPlan, *, block_size: int, rng: Random) -> None:
         self._plan = plan
         self._block_size = block_size
-        terms = LinkTerms(plan.tokens_per_s, plan.latency_s, plan.min_tokens, block_size)
+        terms = LinkTerms(plan.tokens_per_s, plan.latency_s, plan.min_tokens, block_size, waits=plan.waits)
         self._planner = TransferPlanner(terms, rng=rng)
+        self._under_way: list[tuple[float, int, Engine, Sequence[int]]] = []  # that no request waits for
         self.counts = TransferCounts()
 
     def offer(self, asked: PickRequest, endpoints: Sequence[Ledgered], speeds: SpeedModel, now: float) -> PickRequest:
-        """The request with what could be copied to each engine, and the seconds that costs."""
+        """The request with what could be copied to each engine, and the seconds that costs; as it is where it would not
+        wait for that. What is over by now is in its engine's memory first."""
+        self._deliver(now)
+        return self._plan_copies(asked, endpoints, speeds, now) if self._plan.waits else asked
+
+    def copy_meanwhile(
+        self, decision: Decision[Any], endpoints: Sequence[Any], blocks: Sequence[int], now: float
+    ) -> None:
+        """The router queue holds a request, which does not wait for more than its turn."""
+        asked, speeds = decision.request, decision.decided_by.speeds
+        if self._plan.waits or speeds is None:
+            return
+        planned = decide(self._plan_copies(asked, endpoints, speeds, now), endpoints, decision.decided_by, now)
+        transfer = None if planned is None else self._planner.find_transfer(planned)
+        if transfer is not None:
+            engines = {one.id: one.engine for one in endpoints}
+            target = engines[transfer.target]
+            over_at, copied = self.begin(transfer, engines[transfer.source], target, blocks, now)
+            heapq.heappush(self._under_way, (over_at, self.counts.made, target, copied))
+
+    def _deliver(self, now: float) -> None:
+        while self._under_way and self._under_way[0][0] <= now:
+            _, _, engine, blocks = heapq.heappop(self._under_way)
+            engine.receive(blocks, now)
+
+    def _plan_copies(
+        self, asked: PickRequest, endpoints: Sequence[Ledgered], speeds: SpeedModel, now: float
+    ) -> PickRequest:
         published = {one.id: _published_tokens(asked.facts, one.id) for one in endpoints}
         return self._planner.offer(asked, endpoints, speeds, now, sources=endpoints, published=published)
 
