@@ -144,14 +144,13 @@ class LocalIndexes:
         if kind in RULED and not short:
             return self.sessions.identified(kind, prompt, seed, drops_header=drops_header)
         prompt = prompt_identity(kind, prompt, drops_header=drops_header)
-        prompt_bytes = prompt.size_bytes
-        if short:
-            return text_blocks(prompt, seed), (), prompt_bytes, None
-        keys = message_chain(prompt, seed)
-        text = None
-        if keys and kind is RequestKind.RESPONSES:
-            text = PromptText(prompt.shape, prompt.parts.__getitem__, len(prompt.parts), prompt_bytes)
-        return self.sessions.text_blocks(prompt, seed, keys), keys, prompt_bytes, text
+        keys = () if short else message_chain(prompt, seed)
+        if not keys:
+            return text_blocks(prompt, seed), (), prompt.size_bytes, None
+        text = PromptText.of_prompt(prompt)
+        prompt_bytes = text.size - 1 - text.parts + prompt.unread_bytes  # what ends the parts is none of it
+        told = text if kind is RequestKind.RESPONSES else None
+        return self.sessions.blocks_of(text, seed, keys), keys, prompt_bytes, told
 
     def note_kinds(self, kinds: Collection[EngineKind]) -> None:
         """What its engines are, of those that say it: they agree on most of what names a prompt, not on all."""
