@@ -235,6 +235,7 @@ async def turns(sessions: int, length: int) -> tuple[float, float]:
         assert fleet.controller is not None
         lmcache = (await stack.enter_async_context(Server(fleet.controller))).url
         settings = {"lmcache_endpoint": lmcache, "tokenize": {"inline": False}, "lookup_routing_timeout": 1.0}
+        settings |= {"preference_header": "x-preferred"}  # so that the preferred endpoint is told
         proxy = await started(stack, ["inference_request", {"kvcache": settings}, "router"], endpoints)
         later = preferred = whole = 0
         seen: set[bytes] = set()

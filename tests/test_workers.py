@@ -108,6 +108,52 @@ async def test_a_worker_that_stands_still_is_replaced(tmp_path: Path) -> None:
             assert not psutil.pid_exists(pids[0])
 
 
+async def test_a_worker_that_hangs_before_it_serves_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here in a filter of another distribution, which the log names."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "slow_filter.py").write_text(SLOW_FILTER)
+    (info := tmp_path / "slow_filter-1.0.dist-info").mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-filter\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kvproxy.filters]\nslow = slow_filter:FILTER\n")
+    (config := tmp_path / "c.yaml").write_text(
+        "endpoints: [http://127.0.0.1:9]\nworkers: 2\nworker_start_timeout: 10s\nadmin: {enabled: false}\n"
+        "filters: [inference_request, slow, router]\n"
+    )
+    async with kvproxy_serve("--config", str(config), "--port", "0") as kvproxy:
+        assert workers_of(kvproxy).keys() == {0, 1}
+    log = "".join(kvproxy.lines)
+    assert "does not come to serve: it is killed" in log
+    assert 'slow_filter.py", line 12 in wait_for_ever' in log
+
+
+SLOW_FILTER = """
+import sys
+import time
+from pathlib import Path
+
+from kvproxy.config.model import Model
+from kvproxy.filters.chain import FilterType
+
+
+def wait_for_ever():
+    while True:
+        time.sleep(1)
+
+
+if "worker" in sys.argv:
+    try:
+        Path(__file__).with_name("first").touch(exist_ok=False)
+    except FileExistsError:
+        pass
+    else:
+        wait_for_ever()
+
+FILTER = FilterType(Model, lambda app, settings, context: app)
+"""
+
+
 def done(texts: Sequence[str]) -> bool:
     """Whether all of these streams are whole."""
     return bool(texts) and all(text.endswith("data: [DONE]\n\n") for text in texts)

@@ -39,20 +39,16 @@ class Health:
 
     def __init__(self, settings: HealthCheckSettings) -> None:
         self.settings = settings
+        self.heard = False  # whether another process probed it since the last turn here
         self._healthy = True  # until a probe says otherwise
         self._ever_healthy = False
         self._streak = 0  # probes in a row that contradict the present verdict
-        self._failures = 0  # failed requests in a row that are its own fault
-        self._unserved = 0  # attempts in a row that served nothing, for whatever reason
+        self.failures = 0  # failed requests in a row that are its own fault
+        self.unserved = 0  # attempts in a row that served nothing, for whatever reason
         self._unserved_at = -math.inf  # the last of them
         self._ejected_until = -math.inf
         self._ejections = 0  # doublings the next ejection starts from
         self._back_at = -math.inf
-
-    @property
-    def failures(self) -> int:
-        """Failed requests in a row."""
-        return self._failures
 
     @property
     def is_healthy(self) -> bool:
@@ -90,7 +86,7 @@ class Health:
         self._streak = 0
         if well:
             self._back_at = now
-            self._unserved = 0
+            self.unserved = 0
         return True
 
     def forget_probes(self) -> None:
@@ -99,23 +95,23 @@ class Health:
 
     def unserved_in_a_row(self, now: float) -> int:
         """Latest attempts that served nothing (blame apart); 0 when the last one is too long ago to mean anything."""
-        return self._unserved if now - self._unserved_at < _FAILING_S else 0
+        return self.unserved if now - self._unserved_at < _FAILING_S else 0
 
     def record_unserved(self, now: float) -> None:
         """An attempt ended with a failure, "busy" or nothing; blame apart."""
-        self._unserved = self.unserved_in_a_row(now) + 1
+        self.unserved = self.unserved_in_a_row(now) + 1
         self._unserved_at = now
 
     def record_success(self) -> None:
         """The engine answered a request."""
-        self._failures = self._unserved = 0
+        self.failures = self.unserved = 0
 
     def record_failure(self, now: float) -> bool:
         """The engine failed a request; whether it now deserves ejection (the cluster decides if it can be spared)."""
         if now < self._ejected_until:
             return False  # requests from before the ejection, failing late
-        self._failures += 1
-        return 0 < self.settings.eject_after <= self._failures
+        self.failures += 1
+        return 0 < self.settings.eject_after <= self.failures
 
     def eject(self, now: float) -> float:
         """Take it out; for how many seconds."""
@@ -127,7 +123,7 @@ class Health:
         length_s = min(settings.eject_for * 2.0**self._ejections, settings.max_eject_for)
         self._ejections = min(self._ejections + 1, _MAX_DOUBLINGS)
         self._ejected_until = now + length_s
-        self._failures = 0
+        self.failures = 0
         return length_s
 
     def weight_factor(self, now: float) -> float:

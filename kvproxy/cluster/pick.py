@@ -142,8 +142,15 @@ class Pick(msgspec.Struct, eq=False):
             self.endpoint.priority.forget_request(self)
 
     def _record(self, outcome: AttemptOutcome, now: float) -> None:
+        if outcome is AttemptOutcome.SUCCESS:  # nearly all: no verdict changes by it
+            if self.permit is not None:
+                self.permit.record_success()
+            health = self.endpoint.health
+            if health.failures or health.unserved:
+                health.record_success()
+            return
         if self.permit is not None:
-            if outcome is AttemptOutcome.SUCCESS or outcome is AttemptOutcome.CLIENT_ERROR:
+            if outcome is AttemptOutcome.CLIENT_ERROR:
                 self.permit.record_success()
             elif outcome is AttemptOutcome.FAILURE:
                 self.permit.record_failure()

@@ -38,6 +38,8 @@ def run(file: Path, *, since: datetime | None, until: datetime | None, as_json: 
     uncounted, unpriced = (sum(getattr(one, name) for one in sums.values()) for name in ("uncounted", "unpriced"))
     if unpriced:
         print(f"{unpriced} without a price, {uncounted} of them without the engine's count", file=out)
+    if predicted := sum(one.predicted for one in sums.values()):
+        print(f"{predicted:,} cached tokens as predicted, where no engine counted them", file=out)
     if reader.broken:
         print(f"kvproxy ledger: {reader.broken} lines cannot be read", file=err)
     return 0

@@ -26,6 +26,7 @@ _JOIN_S = 3.0
 
 def main(args: argparse.Namespace) -> int:
     """Serve until the supervisor says to end, or is gone."""
+    faulthandler.register(signal.SIGUSR1)  # before a worker that hangs is killed it says where
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a terminal tells every process of it; the supervisor decides
     line = socket.socket(fileno=args.line)
@@ -33,7 +34,6 @@ def main(args: argparse.Namespace) -> int:
         assignment = receive_assignment(line)
     except EOFError:
         return 1
-    faulthandler.register(signal.SIGUSR1)  # before a worker that hangs is killed it says where
     with log_to(assignment.config.log):
         return run_loop(lambda: serve_as_worker(assignment, line))
 

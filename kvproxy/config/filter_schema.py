@@ -136,6 +136,14 @@ PathList = Annotated[
 """Paths, or the word `all`."""
 
 
+class CachedTokens(StrEnum):
+    """Whose count of cached tokens clients get, where the engine's usage has none in their API's words."""
+
+    OFF = "off"
+    ENGINE = "engine"
+    PREDICTED = "predicted"  # where the engine has none at all
+
+
 class RouterSettings(Model):
     """Settings of `router`."""
 
@@ -152,6 +160,10 @@ class RouterSettings(Model):
     health_path: str = "/health"
     """`GET` here is answered by the proxy for load balancers, without a key: 200 while every cluster has an endpoint
     that takes requests, else 503. Empty: none."""
+    cached_tokens: CachedTokens = CachedTokens.OFF
+    """Writes the count of cached tokens into an answer's usage where the client's API has a place for it and the engine
+    left it empty (docs/ledger.md): `engine`, where the engine says it elsewhere in the answer; `predicted`, where it
+    says it nowhere, as kvproxy predicted it. Answers that are longer than 1 MiB and not streamed stay as they are."""
 
 
 class TracingSettings(Model):

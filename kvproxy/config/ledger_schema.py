@@ -27,6 +27,9 @@ class LedgerSettings(Model):
     """File it is written to, one for each proxy; empty: none."""
     prices: tuple[LedgerPrice, ...] = ()
     """What tokens cost; without a rule for its model an entry has no price."""
+    bill_predicted: bool = False
+    """Price counts of cached tokens that kvproxy predicted and clients were told (`cached_tokens: predicted` of
+    `router`) as cached ones; else such prompts are priced as computed. Entries name them in either case."""
     period: Duration = Field(default=86_400.0, le=31 * 86_400.0)
     """A file holds no more than one of these, counted in UTC; 0: only its size ends it."""
     max_file: Size = Field(default=64 * 1024 * 1024, ge=4096)

@@ -197,6 +197,8 @@ class Config(Model):
     there are cores, at most 8. With 1 there is no supervisor and no exchange. Also `serve --workers`."""
     worker_timeout: Duration = Field(default=30, ge=0, le=3600)
     """A worker whose event loop stands still for so long (at least 2 s) is killed and started again; 0: never."""
+    worker_start_timeout: Duration = Field(default=120, ge=0, le=3600)
+    """So is one that does not serve so long after its start (at least 2 s); 0: never."""
     limits: LimitSettings = LimitSettings()
     """Bounds on clients."""
     timeouts: TimeoutSettings = TimeoutSettings()

@@ -8,7 +8,14 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from kvproxy.config.addresses import url_fault
-from kvproxy.config.filter_schema import FILTER_SETTINGS, AuthSettings, CorsSettings, RateLimitSettings, RouterSettings
+from kvproxy.config.filter_schema import (
+    FILTER_SETTINGS,
+    AuthSettings,
+    CachedTokens,
+    CorsSettings,
+    RateLimitSettings,
+    RouterSettings,
+)
 from kvproxy.config.kvcache_schema import KvCacheSettings, SnapshotSettings
 from kvproxy.config.paths import Finding, Path, error_at, missing_file, warning_at
 from kvproxy.config.schema import Config
@@ -115,9 +122,13 @@ def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Fi
         for name in ("enable_pinning", "enable_compression", "enable_eviction"):
             if getattr(strategy, name):
                 yield error_at((*plan, name), "needs lmcache_endpoint", follows=((*at, "lmcache_endpoint"),))
-        if settings.transfers.ahead:
-            where = (*at, "transfers", "ahead")
-            yield error_at(where, "needs lmcache_endpoint, which moves KV", follows=((*at, "lmcache_endpoint"),))
+        for name in ("ahead", "on_demand"):
+            if getattr(settings.transfers, name):
+                where = (*at, "transfers", name)
+                yield error_at(where, "needs lmcache_endpoint, which moves KV", follows=((*at, "lmcache_endpoint"),))
+    if settings.transfers.on_demand and not any(one.queue.enabled for one in config.clusters.values()):
+        why = "no cluster has a queue: KV is copied while that holds a request"
+        yield error_at((*at, "transfers", "on_demand"), why, "add `queue: {}` to a cluster")
     if settings.warming.enabled and not settings.kv_events:
         hint = "or warm by hand: kvproxy warm"
         yield error_at((*at, "warming", "enabled"), "needs kv_events: by them routing learns what was warmed", hint)
@@ -160,7 +171,13 @@ def _instances(settings: KvCacheSettings, plan: Path, config: Config) -> Iterato
             yield warning_at((*plan, name), f"no endpoint has the instance id {wanted!r}", hint)
 
 
-def _router(settings: RouterSettings, at: Path, _: Config) -> Iterator[Finding]:
+def _router(settings: RouterSettings, at: Path, config: Config) -> Iterator[Finding]:
+    predicts = settings.cached_tokens is CachedTokens.PREDICTED
+    if predicts and all(spec.name != "kvcache" for spec in config.filters):
+        yield error_at((*at, "cached_tokens"), "`predicted` needs the filter kvcache: nothing else predicts")
+    if config.ledger.bill_predicted and not predicts:
+        hint = "`router: {cached_tokens: predicted}`, or leave it out"
+        yield error_at(("ledger", "bill_predicted"), "nothing is predicted for answers", hint)
     for index, path in enumerate(settings.paths):
         if path in ("all", "/"):
             why = "every path of every engine is public, also those that load adapters, clear caches or stop it"

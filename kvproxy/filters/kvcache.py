@@ -14,8 +14,10 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routes import RouteTarget
 from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
+from kvproxy.config.filter_schema import CachedTokens, RouterSettings
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.filters.chain import FilterContext
+from kvproxy.filters.router import RouterFilter
 from kvproxy.filters.step import Step
 from kvproxy.forward.body_guard import tenant_salt
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
@@ -82,6 +84,7 @@ class KvCacheFilter(Step):
         self._prefer = prefer  # by cluster
         self._idle = idle
         self._header = service.settings.preference_header.lower().encode()
+        self._announces = bool(self._header) or not isinstance(app, RouterFilter)  # there is an app behind to read it
 
     def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
         """Waits only for a lookup service."""
@@ -122,17 +125,15 @@ class KvCacheFilter(Step):
 
     def _hand_over(self, facts: RequestFacts, exchange: Exchange, scope: Scope) -> None:
         exchange.facts = facts.overlaps
-        if self._header:
-            announce(scope, facts.preferred, header=self._header)
-        elif facts.preferred is not None:
-            scope.setdefault("state", {})[STATE_KEY] = facts.preferred
         prefers = self._prefer[facts.cluster.name]
+        if self._announces:
+            announce(scope, facts.preferred, header=self._header)
         if prefers:
             exchange.preferred = facts.preferred
         learning = KvCacheLearning(self._service, facts, prefers)
         exchange.facts_source = learning.refresh
-        if self._service.leasing is not None:
-            exchange.attach(self._service.leasing.watch(facts))
+        for watch in self._service.watches:
+            exchange.attach(watch(facts))
         exchange.observers += (learning,)
         exchange.hooks |= KvCacheLearning.hooks
 
@@ -232,8 +233,11 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
     context.on_serving.append(service.show)
     configured = context.config.clusters  # the clusters may still have older policies
     prefer = {name: prefers(settings, one.policy) for name, one in configured.items()}
-    recorded = bool(context.config.receipts.path)
-    idle = frozenset(name for name, one in configured.items() if not (recorded or needs_facts(settings, one)))
+    told = bool(context.config.receipts.path) or any(
+        isinstance(spec.settings, RouterSettings) and spec.settings.cached_tokens is CachedTokens.PREDICTED
+        for spec in context.config.filters
+    )
+    idle = frozenset(name for name, one in configured.items() if not (told or needs_facts(settings, one)))
     return KvCacheFilter(
         app,
         service,

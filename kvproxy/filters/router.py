@@ -14,13 +14,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import Routes, RouteTarget
 from kvproxy.cluster.screening import Refusal
-from kvproxy.config.filter_schema import RequestIdSettings, RouterSettings
+from kvproxy.config.filter_schema import CachedTokens, RequestIdSettings, RouterSettings
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.schema import Config
 from kvproxy.errors import QueueFull, UnsafeRequest
 from kvproxy.filters.chain import FilterContext
 from kvproxy.forward import models as model_list
 from kvproxy.forward.body_guard import BodyGuard, with_model
+from kvproxy.forward.cached_count import CachedCounts
 from kvproxy.forward.forwarder import Forwarder, Forwarding, GaveUp, HeldReply, local_status
 from kvproxy.forward.headers import RequestHeaders
 from kvproxy.forward.metrics import RouteMetrics
@@ -28,6 +29,7 @@ from kvproxy.forward.models import ModelList, ServedModels
 from kvproxy.forward.public import PublicPaths, PublicSide
 from kvproxy.forward.relay import DisconnectWatcher, new_arming
 from kvproxy.forward.request_body import RequestBody, Uploads
+from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.body import LONG_BYTES, ClientLeft
 from kvproxy.request.downstream import Downstream
 from kvproxy.request.error_reply import LocalReply, refuse
@@ -97,6 +99,7 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
                 metrics=metrics,
                 clock=context.clock,
                 rng=context.rng,
+                cached_counts=_cached_counts(settings, metrics),
             ),
             models=models,
             headers=headers,
@@ -121,6 +124,12 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
             observers=context.observers,
         )
     )
+
+
+def _cached_counts(settings: RouterSettings, metrics: Metrics) -> CachedCounts | None:
+    if settings.cached_tokens is CachedTokens.OFF:
+        return None
+    return CachedCounts(settings.cached_tokens is CachedTokens.PREDICTED, metrics)
 
 
 def _preference_headers(config: Config) -> list[bytes]:

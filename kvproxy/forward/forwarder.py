@@ -25,6 +25,7 @@ from kvproxy.errors import (
 )
 from kvproxy.forward.answer import Attempts, names_no_model, read_short, verdict_on
 from kvproxy.forward.asking import Asking
+from kvproxy.forward.cached_count import CachedCounts
 from kvproxy.forward.headers import RequestHead, response_headers
 from kvproxy.forward.relay import Relay
 from kvproxy.forward.request_body import RequestBody
@@ -80,6 +81,7 @@ class Forwarder:
     metrics: Metrics
     clock: Clock
     rng: random.Random
+    cached_counts: CachedCounts | None = None
 
 
 class Forwarding(msgspec.Struct, eq=False):
@@ -146,7 +148,7 @@ class Forwarding(msgspec.Struct, eq=False):
                 ):
                     pick = self._take(verdict, now)
                 else:
-                    pick = await self._wait_in(queue, verdict)
+                    pick = await self._wait_in(queue, verdict, now)
                 if pick is None:
                     pause_s = self._earlier.next_round() if self._earlier is not None else None
                     if pause_s is None:
@@ -165,8 +167,9 @@ class Forwarding(msgspec.Struct, eq=False):
             if self._suspects:
                 self._blame_suspects()
 
-    async def _wait_in(self, queue: RouterQueue, decision: Decision[Endpoint]) -> Pick | None:
+    async def _wait_in(self, queue: RouterQueue, decision: Decision[Endpoint], now: float) -> Pick | None:
         """The first attempt may have to wait for its turn; a request that was let in once does not queue again."""
+        notify(RequestObserver.queued, self._exchange, decision, now)
         return await queue.wait(
             decision, self._decide_refreshed, self._take, tenant=self._exchange.tenant, level=self._asking.level
         )
@@ -391,7 +394,9 @@ class Forwarding(msgspec.Struct, eq=False):
         self._exchange.outcome.ttft_s = now - self._exchange.received_at
         if "first_byte" in self._exchange.hooks:
             notify(RequestObserver.first_byte, self._exchange, now)
-        relay = Relay(self._exchange, response, self._downstream, self._asking.method == b"POST")
+        counts = self._shared.cached_counts
+        count = None if counts is None else counts.follow(self._exchange, response)
+        relay = Relay(self._exchange, response, self._downstream, self._asking.method == b"POST", count)
         headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
         if self._debug:
             headers.append((b"x-kvproxy-decision", describe_decision(pick, pick.policy, self._exchange.facts).encode()))

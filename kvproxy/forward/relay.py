@@ -4,12 +4,14 @@ the way, the end is looked at once."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 
 import msgspec
 from starlette.types import Receive
 
 from kvproxy.errors import EngineReportedError, UpstreamError
+from kvproxy.forward.cached_count import MAX_HELD_BYTES, CachedCount
 from kvproxy.request.body import SharedTimer
 from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import Exchange
@@ -42,6 +44,7 @@ class Relay(msgspec.Struct, eq=False):
     _response: UpstreamResponse
     _downstream: Downstream
     _post: bool = False
+    _count: CachedCount | None = None  # None: answers go down as they are
     _first: bytes = b""
     _last: deque[bytes] = _NO_PIECES  # of a stream, until its end; of any other answer all there is
     _failure: Exception | None = None  # of a piece that could not be passed on
@@ -51,11 +54,14 @@ class Relay(msgspec.Struct, eq=False):
         response, downstream, outcome = self._response, self._downstream, self._exchange.outcome
         status = outcome.status = response.status
         chunk = self._first = first
+        if self._count is not None and not self._count.streams:
+            chunk = await self._hold(chunk)
         streams = bool(chunk) and not response.complete
         try:
             if streams:
                 self._last = deque((chunk,), LAST_PIECES)
-                await downstream.start(status, headers, chunk, more=True)
+                count = self._count
+                await downstream.start(status, headers, chunk if count is None else count.next_piece(chunk), more=True)
                 if downstream.connection is not None:
                     response.on_piece = self._pass_on
                 while not response.complete:
@@ -64,7 +70,8 @@ class Relay(msgspec.Struct, eq=False):
                         await response.changed()
                     elif piece:
                         self._last.append(piece)
-                        await downstream.write(piece, more=True)
+                        if count is None or (piece := count.next_piece(piece)):
+                            await downstream.write(piece, more=True)
                 chunk = b""
             if rest := response.take():  # complete: what came since the last piece goes with it
                 chunk += rest
@@ -77,14 +84,29 @@ class Relay(msgspec.Struct, eq=False):
             response.on_piece = None
         outcome.end = "completed"
         if not streams:
-            await downstream.start(status, headers, chunk, more=False)
+            whole = chunk if self._count is None else self._count.finish(chunk)
+            if whole is not chunk:
+                headers = _with_length(headers, len(whole))
+            await downstream.start(status, headers, whole, more=False)
             return read_end(self._exchange, status, headers, first=self._first, tail=chunk, post=self._post)
         if chunk:
             self._last.append(chunk)
-        await downstream.write(chunk, more=False)
+        await downstream.write(chunk if self._count is None else self._count.finish(chunk), more=False)
         *earlier, last = self._last
         tail = b"".join(earlier)[-TAIL_BYTES:] + last
         return read_end(self._exchange, status, headers, first=self._first, tail=tail, post=self._post)
+
+    async def _hold(self, first: bytes) -> bytes:
+        """An answer that is not streamed, whole, so that its length can change; of a longer one, or one that breaks
+        off, its beginning."""
+        response, pieces, held_bytes = self._response, [first], len(first)
+        with contextlib.suppress(UpstreamError):  # told behind what came before it
+            while not response.complete and held_bytes <= MAX_HELD_BYTES:
+                pieces.append(await response.next_chunk())
+                held_bytes += len(pieces[-1])
+        if not response.complete or held_bytes > MAX_HELD_BYTES:
+            self._count = None
+        return b"".join(pieces)
 
     def _pass_on(self, piece: bytes) -> bool:
         """A piece has arrived while the task waits for one; False: the task has to take it, and wait for the client."""
@@ -93,6 +115,8 @@ class Relay(msgspec.Struct, eq=False):
         if connection is None or not connection.writable:
             return False
         self._last.append(piece)
+        if self._count is not None and not (piece := self._count.next_piece(piece)):
+            return True
         try:
             if "body_piece" not in self._exchange.hooks:
                 connection.write(piece, more=True)
@@ -140,6 +164,10 @@ def read_end(
     if inference is not None and inference.continuable:
         outcome.response_id = read_response_id(first)
     return None
+
+
+def _with_length(headers: Headers, length: int) -> Headers:
+    return [(name, b"%d" % length if name == b"content-length" else value) for name, value in headers]
 
 
 def _may_tell_usage(headers: Headers) -> bool:

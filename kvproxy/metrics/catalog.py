@@ -64,6 +64,10 @@ class RequestMetrics:
         self.attempt_failures = Counter(
             "kvproxy_attempt_failures", "Failed attempts on endpoints", ["cluster", "endpoint", "reason"], registry=r
         )
+        self.cached_counts = Counter(
+            "kvproxy_cached_counts_written", "Counts of cached tokens put into answers whose usage had none, by whose "
+            "they are", ["source"], registry=r,
+        )  # fmt: skip  # engine, predicted
         self.local_replies = Counter(
             "kvproxy_local_replies", "Answers made by the proxy", ["status", "reason"], registry=r
         )
@@ -335,7 +339,7 @@ class ProcessMetrics:
             "kvproxy_workers", "Workers that serve; no series where one process does all", registry=r
         )
         self.worker_restarts = Counter("kvproxy_worker_restarts", "Workers started again after they ended", registry=r)
-        self.worker_hangs = Counter("kvproxy_worker_hangs", "Workers killed since they said nothing", registry=r)
+        self.worker_hangs = Counter("kvproxy_worker_hangs", "Workers killed since they hung", registry=r)
         self.loop_lag = Histogram(
             "kvproxy_event_loop_lag_seconds", "How late the event loop woke a task, sampled four times a second",
             buckets=LAG_BUCKETS_S, registry=r,

@@ -1,5 +1,5 @@
 """The ledger: one JSON line an answered request, with its tokens by what they cost, and the price by the configured
-rules. Counts are the engines' own or none; no text, no credential, no session."""
+rules. Counts are the engines' own or none, and what was predicted is marked; no text, no credential, no session."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUEUE = "ledger"
 _PER = 1_000_000.0  # tokens that a price is for
 
 
-class LedgerEntry(msgspec.Struct, frozen=True):
+class LedgerEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """One request. None: the engine did not say; then nothing is billed as cached, and without a count of the prompt
     there is no price."""
 
@@ -37,6 +37,9 @@ class LedgerEntry(msgspec.Struct, frozen=True):
     cached: int | None
     output: int | None
     price: float | None  # None: no rule for this model, or no counts
+    #: Cached tokens as kvproxy predicted them and its client was told, since the engine said nothing. They are among
+    #: those `cached` only if they are billed.
+    predicted: int | None = None
 
 
 def price_of(prices: Sequence[LedgerPrice], model: str, uncached: int, cached: int, output: int) -> float | None:
@@ -63,6 +66,7 @@ class Ledger(WritingObserver[_Over]):
 
     def __init__(self, settings: LedgerSettings, *, metrics: Metrics, clock: Clock, wall_clock: WallClock) -> None:
         self._prices = settings.prices
+        self._bill_predicted = settings.bill_predicted
         self._clock = clock
         self._wall_clock = wall_clock
         file = RotatingFile(
@@ -83,6 +87,8 @@ class Ledger(WritingObserver[_Over]):
     def _line(self, over: _Over) -> bytes:
         outcome, ended = over.outcome, self._wall_clock() - timedelta(seconds=self._clock() - over.ended_at)
         prompt, cached, output = outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens
+        if cached is None and self._bill_predicted:
+            cached = outcome.predicted_tokens
         uncached = None if prompt is None else prompt - (cached or 0)
         price = None if uncached is None else price_of(self._prices, over.model, uncached, cached or 0, output or 0)
         entry = LedgerEntry(
@@ -96,6 +102,7 @@ class Ledger(WritingObserver[_Over]):
             cached=cached,
             output=output,
             price=price,
+            predicted=outcome.predicted_tokens,
         )
         return msgspec.json.encode(entry) + b"\n"
 
@@ -111,6 +118,7 @@ class LedgerSum:
     price: float = 0.0
     uncounted: int = 0  # requests without a count of the prompt, such as those whose client left
     unpriced: int = 0
+    predicted: int = 0  # cached tokens that no engine counted, whether billed as cached or not
 
     def add(self, entry: LedgerEntry) -> None:
         """One more request."""
@@ -121,6 +129,7 @@ class LedgerSum:
         self.price += entry.price or 0.0
         self.uncounted += entry.uncached is None
         self.unpriced += entry.price is None
+        self.predicted += entry.predicted or 0
 
 
 @dataclass(slots=True)

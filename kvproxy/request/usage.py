@@ -1,10 +1,11 @@
-"""What an answer says of itself at its end, read once and never per chunk: the engine's token counts, and the error
-events of streams (also those that the client of a broken stream gets)."""
+"""What an answer says of itself at its end, read once and never per chunk: the engine's token counts (also a count of
+cached tokens that is put in), and the error events of streams (also those that the client of a broken stream gets)."""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -48,6 +49,10 @@ _ERROR_KINDS = ("error", "response.failed")
 _BUSY_ERRORS = frozenset({"overloaded", "serviceunavailable"})
 
 
+#: Where SGLang says that cached tokens came from, if a request asks for `return_cached_tokens_details`.
+_SGLANG_TIERS = ("device", "host", "storage")
+
+
 class _Details(msgspec.Struct):
     cached_tokens: _Count = None
 
@@ -87,6 +92,7 @@ class _Answer(msgspec.Struct):
 
     usage: _Usage | None = None
     timings: Any = None  # llama.cpp's, behind its usage
+    sglext: Any = None  # SGLang's, there as well
     meta_info: _Usage | None = None
     index: int | None = None  # of one of several prompts
 
@@ -95,12 +101,23 @@ class _Answer(msgspec.Struct):
         said = self.usage or self.meta_info
         if said is None or self.index is not None:
             return None
-        if isinstance(self.timings, dict) and said.cached() is None:
-            reused = self.timings.get("cache_n")
-            said.cached_tokens = reused if type(reused) is int and 0 <= reused <= MAX_COUNT else None
+        if said.cached() is None:
+            said.cached_tokens = self._cached_elsewhere()
         if said.prompt_tokens is None and said.completion_tokens is None:
             return None if said.input_tokens is None and said.output_tokens is None else said
         return said
+
+    def _cached_elsewhere(self) -> int | None:
+        """What was cached, where the usage does not say it."""
+        if self.meta_info is not None:
+            return self.meta_info.cached()
+        if isinstance(self.timings, dict):
+            return _as_count(self.timings.get("cache_n"))
+        tiers = self.sglext.get("cached_tokens_details") if isinstance(self.sglext, dict) else None
+        if not isinstance(tiers, dict):
+            return None
+        found = [count for tier in _SGLANG_TIERS if (count := _as_count(tiers.get(tier))) is not None]
+        return min(sum(found), MAX_COUNT) if found else None
 
 
 class _Wrapped(msgspec.Struct):
@@ -118,6 +135,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int | None = None
 
 
+_NULL = msgspec.Raw(b"null")
 _NOTHING = _Usage()
 _INVALID = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _answer = msgspec.json.Decoder(_Answer)
@@ -143,23 +161,28 @@ def read_usage(tail: bytes, head: bytes = b"", *, native: bool = False) -> Usage
 
 def _last(tail: bytes, name: bytes) -> _Usage | None:
     """The counts of the last member that is called so and stands where it must."""
+    for _, rest, wraps in _places(tail, name):
+        if (found := _counts_at_top(rest, wraps=wraps)) is not None:
+            return found
+    return None
+
+
+def _places(tail: bytes, name: bytes) -> Iterator[tuple[int, bytes, bool]]:
+    """Where this name is, the last one first; what begins there, up to the end of its answer or event; and whether it
+    may stand one level down."""
     position, left = len(tail), _MAX_READ_BYTES
     for _ in range(_MAX_PLACES):
         position = tail.rfind(name, 0, position)
         if position < 0:
-            return None
+            return
         line = tail.rfind(b"\n", 0, position) + 1
         streamed = tail.startswith(b"data:", line) or (not line and tail.endswith(_EVENT_ENDS))
         end = tail.find(b"\n", position) if streamed else -1
         rest = tail[position:end] if end >= 0 else tail[position:]
         left -= len(rest)
         if left < 0:
-            return None
-        wraps = streamed and (not line or tail.find(b'"response"', line, position) >= 0)
-        found = _counts_at_top(rest, wraps=wraps)
-        if found is not None:
-            return found
-    return None
+            return
+        yield position, rest, streamed and (not line or tail.find(b'"response"', line, position) >= 0)
 
 
 def _counts_at_top(rest: bytes, *, wraps: bool) -> _Usage | None:
@@ -213,6 +236,10 @@ def _of_all(whole: bytes) -> _Usage | None:
     )
 
 
+def _as_count(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value <= MAX_COUNT else None
+
+
 def _sum(counts: Iterable[int | None]) -> int:
     return min(sum(count or 0 for count in counts), MAX_COUNT)
 
@@ -235,6 +262,66 @@ def _most(cached: int | None, prompt: int | None) -> int | None:
 
 def _either(a: int | None, b: int | None) -> int | None:
     return b if a is None else a
+
+
+#: In the usage of these APIs, where the count of cached tokens stands.
+_DETAILS = {
+    RequestKind.CHAT: "prompt_tokens_details",
+    RequestKind.COMPLETION: "prompt_tokens_details",
+    RequestKind.RESPONSES: "input_tokens_details",
+}
+
+
+class _RawAnswer(msgspec.Struct):
+    usage: msgspec.Raw = _NULL
+
+
+class _RawWrapped(msgspec.Struct):
+    response: _RawAnswer
+
+
+def write_cached(answer: bytes, kind: RequestKind, *, prompt: int, cached: int) -> bytes:
+    """The answer, or an event of a stream, with this count of cached tokens (of its `prompt` tokens) in its usage, in
+    the words of its API. As it is where its usage has that count already, or cannot be read."""
+    for position, rest, wraps in _places(answer, b'"usage"'):
+        if (counts := _counts_at_top(rest, wraps=wraps)) is not None:
+            usage = _raw_usage(rest, wraps=wraps)
+            fresh = max(0, prompt - cached - (counts.cache_creation_input_tokens or 0))
+            written = _with_cached(usage, kind, fresh=fresh, cached=cached)
+            if written is usage:
+                return answer
+            start = answer.index(usage, position)
+            return answer[:start] + written + answer[start + len(usage) :]
+    return answer
+
+
+def _raw_usage(rest: bytes, *, wraps: bool) -> bytes:
+    """The bytes of the usage that `_counts_at_top` reads."""
+    if wraps:
+        with contextlib.suppress(*_INVALID):
+            return bytes(_raw_wrapped.decode(b'{"response":{' + rest).response.usage)
+    return bytes(_raw_answer.decode(b"{" + rest).usage)
+
+
+def _with_cached(usage: bytes, kind: RequestKind, *, fresh: int, cached: int) -> bytes:
+    """`fresh`: what Anthropic's `input_tokens` leaves of the prompt."""
+    fields = _raw_fields.decode(usage)
+    if kind is RequestKind.MESSAGES:
+        if fields.get("cache_read_input_tokens", _NULL) != _NULL:
+            return usage
+        fields["cache_read_input_tokens"] = msgspec.Raw(b"%d" % cached)
+        fields["input_tokens"] = msgspec.Raw(b"%d" % fresh)
+    else:
+        details = msgspec.json.decode(fields.get(_DETAILS[kind], _NULL)) or {}
+        if details.get("cached_tokens") is not None:
+            return usage
+        fields[_DETAILS[kind]] = msgspec.Raw(msgspec.json.encode({**details, "cached_tokens": cached}))
+    return msgspec.json.encode(fields)
+
+
+_raw_answer = msgspec.json.Decoder(_RawAnswer)
+_raw_wrapped = msgspec.json.Decoder(_RawWrapped)
+_raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def read_response_id(head: bytes) -> str:

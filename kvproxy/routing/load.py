@@ -11,6 +11,7 @@ passed (`advance`); what it teaches about speeds the engine's own counters have 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Protocol
@@ -95,6 +96,7 @@ class EndpointLoad:
         "_last",
         "_live",
         "_lower",
+        "_oldest_s",
         "_pending",
         "_prefilled",
         "_presumed",
@@ -133,8 +135,8 @@ class EndpointLoad:
         # What `_work` and `_head` take at these seconds, until the pending work changes: most endpoints are asked again
         # before it does. None: not worked out.
         self._priced_at: Features | None = None
-        self._work_s = 0.0
-        self._head_s = 0.0
+        self._work_s = self._head_s = 0.0
+        self._oldest_s = math.inf  # the oldest pending request, if it is hidden
         self.held_s = 0.0  # pooled prefill seconds of requests that the router queue holds for this endpoint
         self._live: LiveBlocks | None = None  # None: nothing asks for it
         self.engine: EngineState | None = None  # of the latest scrape, however long ago that is
@@ -294,12 +296,9 @@ class EndpointLoad:
         held_s, elsewhere = slowness * self.held_s, self.elsewhere
         if not self._pending and (elsewhere is None or not elsewhere.pending[0]):
             return held_s
-        if self.hidden_requests:
-            oldest, own = next(iter(self._pending.items()))
-            if oldest.hidden and now >= self._begun + slowness * seconds_of(own, seconds):  # else none is over yet
-                return held_s + self.backlog(seconds, slowness, now).wait_s(seconds, slowness)
         if self._priced_at is not seconds:
             self._priced_at = seconds
+            self._oldest_s = self._hidden_s(seconds)
             a, b, c, d = seconds  # not seconds_of: this runs for every endpoint of every pick
             if elsewhere is None or not elsewhere.pending[0]:
                 work, head = self._work, self._head or self.head()
@@ -312,6 +311,8 @@ class EndpointLoad:
                 p, q, r, s = head
                 self._head_s = p * a + q * b + r * c + s * d
         begun = self._begun
+        if self.hidden_requests and now >= begun + slowness * self._oldest_s:  # else none is over yet
+            return held_s + self.backlog(seconds, slowness, now).wait_s(seconds, slowness)
         if elsewhere is not None:
             begun = self._begun_of_all(elsewhere, begun if self._pending else None)
         progress, elapsed = MAX_PROGRESS * slowness * self._head_s, now - begun
@@ -330,7 +331,9 @@ class EndpointLoad:
     def _room_s(self, now: float) -> float:
         """Until there is room for one more request."""
         room = self.room
-        return 0.0 if room is None else self._stay_s * room.shortage(self.resident_tokens, self.in_flight, now)
+        if room is None or (self.resident_tokens <= room.tokens and self.in_flight < room.requests):
+            return 0.0
+        return self._stay_s * room.shortage(self.resident_tokens, self.in_flight, now)
 
     def backlog(self, seconds: Features | None, slowness: float, now: float) -> Backlog:
         """What is pending, without the hidden requests that are over by these speeds; with None without speeds all."""
@@ -381,13 +384,20 @@ class EndpointLoad:
     def advance(self, seconds: Features, slowness: float, now: float) -> None:
         """Take out the hidden requests that are due: engines prefill in order of arrival, so the oldest one is when its
         own time has passed since the engine began with it. For the cluster alone, before a request is placed."""
+        if self._priced_at is seconds and now < self._begun + slowness * self._oldest_s:
+            return
         while self.hidden_requests:
-            oldest, work = next(iter(self._pending.items()))
-            due_at = self._begun + slowness * seconds_of(work, seconds)
-            if not oldest.hidden or now < due_at:
+            due_at = self._begun + slowness * self._hidden_s(seconds)
+            if now < due_at:
                 return
             self._begun = due_at
-            self._presume(oldest)
+            self._presume(next(iter(self._pending)))
+
+    def _hidden_s(self, seconds: Features) -> float:
+        """What the oldest pending request takes, if it is hidden; without end if it is not, or there is none."""
+        for oldest, work in self._pending.items():
+            return seconds_of(work, seconds) if oldest.hidden else math.inf
+        return math.inf
 
     def _void(self, reservation: Reservation, now: float) -> None:
         """Takes a request out whose first token was not seen, and with it the open sample."""

@@ -54,6 +54,7 @@ class Heard:
             deltas.Spent: self._spent,
             deltas.Retried: self._retried,
             deltas.EngineRead: lambda delta, world, now: world.hear_engine(delta),
+            deltas.Probed: lambda delta, world, now: world.hear_probe(delta, near=origin.host == journal.origin.host),
             deltas.Drained: self._drained,
         }
 

@@ -20,7 +20,7 @@ log = logging.getLogger("kvproxy")
 #: In the standalone binary the interpreter is kvproxy itself.
 COMMAND = (sys.executable, *(() if getattr(sys, "frozen", False) else ("-m", "kvproxy")), "worker")
 
-#: Looks without a word that are silence; and how long a worker has to write where it stands before it is killed.
+#: Looks without a word that are silence at least; how long a worker has to write where it stands before it is killed.
 _LOOKS, _STACKS_S = 4, 0.5
 
 
@@ -30,13 +30,13 @@ class WorkerProcess:
     def __init__(self, assignment: Assignment, command: Sequence[str] = COMMAND) -> None:
         self.assignment = assignment
         self.told = 0  # up to which of the news it knows all
-        self.ready = False
+        self.ready = self.hung = False
         self._command = command
         self._line: socket.socket | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._listening: asyncio.Task[None] | None = None
         self._came_up = asyncio.Event()  # or never will
-        self._silent = 0  # looks since the last word
+        self._silent = 0  # looks since the start, or since the last word once it serves
 
     @property
     def pid(self) -> int:
@@ -72,19 +72,30 @@ class WorkerProcess:
         finally:
             self.ready = False
 
-    async def until_hung(self, timeout_s: Callable[[], float]) -> None:
-        """Returns when it serves and has said nothing for so long (0: it may)."""
-        while self._silent < _LOOKS:  # not timed: what it said while this process stood still is read between two looks
-            await asyncio.sleep(max(timeout_s() / _LOOKS, BEAT_S))
-            self._silent = self._silent + 1 if self.ready and timeout_s() else 0
+    async def until_hung(self, *, start_s: Callable[[], float], silent_s: Callable[[], float]) -> None:
+        """Returns when it does not serve so long after its start, or serves and has said nothing for so long (0: it
+        may)."""
+        while True:  # not timed: what it said while this process stood still is read between two looks
+            await asyncio.sleep(BEAT_S)
+            self._silent += 1
+            longest_s = silent_s() if self.ready else start_s()
+            if longest_s and self._silent >= max(longest_s / BEAT_S, _LOOKS):
+                return
 
     async def kill_hung(self) -> None:
         """Let it write to its log where it stands, and end it at once."""
         assert self._process is not None
-        for number, pause_s in ((signal.SIGUSR1, _STACKS_S), (signal.SIGKILL, 0.0)):
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
-            await asyncio.sleep(pause_s)
+        self.hung = True
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGUSR1)
+        await asyncio.sleep(_STACKS_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it at once."""
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
 
     def drain(self) -> None:
         """No new requests; those it has have the drain time."""
@@ -108,10 +119,11 @@ class WorkerProcess:
         assert self._line is not None
         try:
             while words := await asyncio.get_running_loop().sock_recv(self._line, 64):
-                self._silent = 0
                 if READY in words:
                     self.ready = True
                     self._came_up.set()
+                if self.ready:
+                    self._silent = 0
         except OSError:
             pass
         finally:

@@ -143,7 +143,7 @@ class Supervisor:
                 return
             if process.told != self.served.number:
                 continue  # it was let go, to hear of what is new
-            if not self.all_ready.is_set():
+            if not self.all_ready.is_set() and not process.hung:
                 raise WorkersFailed(f"worker {slot.index} ended before all served")
             steady = served and self._clock() - began >= STEADY_S
             slot.failures = 0 if steady else slot.failures + 1
@@ -155,18 +155,21 @@ class Supervisor:
     async def _one_life(self, slot: Slot, process: WorkerProcess) -> bool:
         """From start to end; whether it came to serve."""
         slot.process = process
+        watching: list[asyncio.Task[None]] = []
         try:
             await process.begin()
+            watching += (asyncio.create_task(watch(process)) for watch in (self._end_hung, self._end_late))
             served = await process.until_ready()
             if served:
                 log.info("worker %d serves (pid %d)", slot.index, process.pid)
                 self._note_ready(process)
-            status = await self._until_ended(process)
+            status = await process.until_ended()
         except OSError as error:  # no process, no memory, no descriptors
             log.error("worker %d cannot be started: %s", slot.index, error)
             return False
         finally:
             slot.process = None
+            await cancel_tasks(watching)
             await process.close()
             for call in self.on_ended:
                 call(slot.index)
@@ -181,27 +184,21 @@ class Supervisor:
         if process.told != self.served.number:
             process.drain()
 
-    async def _until_ended(self, process: WorkerProcess) -> int:
-        """Its exit status; killed when it outlives the drain."""
-        ended = asyncio.ensure_future(process.until_ended())
-        ending = asyncio.ensure_future(self.ending.wait())
-        watching = asyncio.ensure_future(self._end_hung(process))
-        try:
-            await asyncio.wait((ended, ending), return_when=asyncio.FIRST_COMPLETED)
-            if self.ending.is_set():
-                process.drain()  # again: it may have been starting when all were told
-                async with asyncio.timeout(self.served.config.shutdown.drain + END_GRACE_S):
-                    return await ended
-            return await ended
-        except TimeoutError:
-            log.error("worker %d is killed: it outlived the drain", process.assignment.index)
-            return -signal.SIGKILL
-        finally:
-            await cancel_tasks((ended, ending, watching))
+    async def _end_late(self, process: WorkerProcess) -> None:
+        """One that outlives the drain is killed."""
+        await self.ending.wait()
+        process.drain()  # again: it may have been starting when all were told
+        await asyncio.sleep(self.served.config.shutdown.drain + END_GRACE_S)
+        log.error("worker %d is killed: it outlived the drain", process.assignment.index)
+        process.kill()
 
     async def _end_hung(self, process: WorkerProcess) -> None:
-        await process.until_hung(lambda: self.served.config.worker_timeout)
-        log.error("worker %d (pid %d) hangs: it is killed", process.assignment.index, process.pid)
+        served = self.served
+        await process.until_hung(
+            start_s=lambda: served.config.worker_start_timeout, silent_s=lambda: served.config.worker_timeout
+        )
+        hangs = "hangs" if process.ready else "does not come to serve"
+        log.error("worker %d (pid %d) %s: it is killed", process.assignment.index, process.pid, hangs)
         self._on_hung()
         await process.kill_hung()
 

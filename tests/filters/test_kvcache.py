@@ -21,7 +21,7 @@ from kvproxy.filters.kvcache import STATE_KEY, KvCacheFilter, build, needs_facts
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.kvcache.service import KvCache
 from kvproxy.request.exchange import Exchange
-from kvproxy.routing.policy import OverlapFacts
+from kvproxy.routing.policy import Overlap, OverlapFacts
 from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
 from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind
 from tests.kvcache.fleet import Place, simulated
@@ -356,8 +356,8 @@ class Forgetful(KvCache):
     """A service that knows one thing once, and then breaks."""
 
     def refresh(self, facts: RequestFacts) -> None:
-        facts.preferred = EndpointId("b")
-        facts.overlaps = OverlapFacts(7)
+        facts.min_tokens = 1
+        facts.overlaps = OverlapFacts(7, {EndpointId("b"): Overlap(7)})
         self.refresh = self._broken  # type: ignore[method-assign]
 
     def _broken(self, facts: RequestFacts) -> None:

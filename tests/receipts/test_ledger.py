@@ -79,6 +79,43 @@ async def test_each_answered_request_is_one_line(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.parametrize(("bills", "counts", "price"), [(False, (1000, None), 10.14), (True, (0, 1000), 1.14)])
+async def test_a_prediction_is_marked_and_priced_only_if_configured(
+    tmp_path: Path, bills: bool, counts: tuple[int, int | None], price: float
+) -> None:
+    """A count of the engine's beside it never is."""
+    path, prompt, usage = tmp_path / "ledger.jsonl", "Once more, the same. " * 300, b'"completion_tokens":7'
+    told = iter([b"", b"", b',"prompt_tokens_details":{"cached_tokens":64}'])
+
+    async def behave(engine: FakeEngine, call: Call, send: Any) -> None:
+        await reply(send, 200, b'{"usage":{"prompt_tokens":1000,%s%s}}' % (usage, next(told)))
+
+    settings = {"path": str(path), "prices": [{"uncached": 10_000, "cached": 1000, "output": 20_000}]}
+    async with (
+        serve(FakeEngine("a", behave)) as url,
+        running_proxy(
+            {"a": url},
+            ledger={**settings, "bill_predicted": bills},
+            filters=["inference_request", "kvcache", {"router": {"cached_tokens": "predicted"}}],
+        ) as proxy,
+    ):
+        for _ in range(3):
+            assert (await proxy.client.post("/v1/chat/completions", json=chat(prompt))).status_code == 200
+    first, second, third = entries(path)
+    assert first["predicted"] == 0
+    predicted = second["predicted"]
+    assert predicted > 800
+    left = 1000 - predicted
+    assert (second["uncached"], second["cached"]) == ((left, predicted) if bills else counts)
+    assert second["price"] == pytest.approx(price + (9 * left / 1000 if bills else 0))
+    assert (third["uncached"], third["cached"], third.get("predicted")) == (936, 64, None)
+    reader = LedgerReader(path)
+    assert reader.read()["", "m"].predicted == predicted
+    out = io.StringIO()
+    assert command.run(path, since=None, until=None, as_json=False, out=out, err=out) == 0
+    assert f"{predicted:,} cached tokens as predicted" in out.getvalue()
+
+
 async def test_what_no_engine_answered_is_not_billed(tmp_path: Path) -> None:
     """Refusals, failures of engines and of clients; an answer that broke off is, with what is known of it."""
     path, calls = tmp_path / "ledger.jsonl", iter([400, 500, 200])

@@ -94,6 +94,55 @@ async def test_a_worker_that_says_nothing_any_more_is_killed_and_started_again(
     assert not runs(first[0])
 
 
+@pytest.fixture
+async def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Supervisor]:
+    """A running one, of whose two workers none comes to serve in time until there is a file `allowed`."""
+    monkeypatch.setattr(process_module, "BEAT_S", 0.01)
+    monkeypatch.setattr(module, "LONGEST_PAUSE_S", 0.01)
+    config = CONFIG.model_copy(update={"worker_start_timeout": 0.2})
+    command = (sys.executable, "-S", "-E", str(STAND_IN), f":{tmp_path / 'allowed'}")
+    public = await bind_sockets("127.0.0.1", 0)
+    supervisor = Supervisor(Served(config), count=2, public=public, folder=tmp_path, command=command)
+    yield supervisor
+    assert not any(slot.process for slot in supervisor.slots)
+
+
+async def test_a_worker_that_hangs_before_it_serves_is_killed_and_started_again(
+    late: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether or not it says that it is there. That ends the start only once it is of no use."""
+    monkeypatch.setattr(module, "GIVE_UP_AFTER", 1000)
+    running = asyncio.create_task(late.run())
+    await until(lambda: "does not come to serve: it is killed" in caplog.text)
+    late.served.config = CONFIG
+    (tmp_path / "allowed").touch()
+    await until(lambda: running.done() or late.all_ready.is_set())
+    late.drain()
+    await asyncio.wait_for(running, 60)
+    assert all(slot.failures for slot in late.slots)
+
+
+async def test_workers_that_always_hang_before_they_serve_end_the_start(
+    late: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those that die again and again."""
+    monkeypatch.setattr(module, "GIVE_UP_AFTER", 2)
+    with pytest.raises(WorkersFailed, match="no worker can be started"):
+        await asyncio.wait_for(late.run(), 60)
+
+
+async def test_a_drain_ends_a_worker_that_hangs_before_it_serves(
+    late: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may hang for as long as it likes otherwise."""
+    monkeypatch.setattr(module, "END_GRACE_S", -1.0)
+    late.served.config = CONFIG.model_copy(update={"worker_start_timeout": 0})
+    running = asyncio.create_task(late.run())
+    await until(lambda: all(slot.process is not None and slot.process.pid for slot in late.slots))
+    late.drain()
+    await asyncio.wait_for(running, 60)
+
+
 def test_a_folder_that_a_killed_supervisor_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the next start; that of one that lives stays, and what is none of ours."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

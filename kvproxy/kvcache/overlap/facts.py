@@ -12,12 +12,13 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.last_served import NO_NAMES, RequestNames
-from kvproxy.kvcache.overlap.merge import HolderOverlap
+from kvproxy.kvcache.overlap.merge import HolderOverlap, preferred_endpoint
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
 from kvproxy.prefix.approximate.heat import Run
 from kvproxy.prefix.approximate.radix import PrefixCursor
 from kvproxy.prefix.tokens.session_hashes import PromptText
 from kvproxy.prefix.tokens.token_memory import HashedTokens
+from kvproxy.request.exchange import TransferResult
 from kvproxy.routing.policy import NO_FACTS, OverlapFacts
 from kvproxy.types import EndpointId, InferenceRequest
 
@@ -35,10 +36,10 @@ class RequestFacts(msgspec.Struct):
     keys: Sequence[int]  # one a message prefix, shortest first
     prompt_bytes: int
     started_at: float
+    min_tokens: int  # that the preferred endpoint holds
     text: PromptText | None = None  # of a conversation, by message; None: of other APIs and short prompts
     names: RequestNames = NO_NAMES  # of its session and what it goes on from
     overlaps: OverlapFacts = NO_FACTS
-    preferred: EndpointId | None = None  # the endpoint that holds most
     tokens: TokenIds | None = None  # of the prompt, or of its longest known beginning
     hashed_tokens: HashedTokens | None = None  # begins with these tokens
     tokens_exact: bool = False  # of the whole prompt
@@ -48,11 +49,18 @@ class RequestFacts(msgspec.Struct):
     lookup_overlaps: Sequence[HolderOverlap] = ()  # by a lookup that answered in time
     holders_found: int | None = None  # by a lookup that answered in time
     entry: SpeculativeEntry | None = None  # what routing told the approximate index
+    transfer: TransferResult | None = None  # of KV, while the router queue holds it
 
     @property
     def hashes(self) -> array[int]:
         """Of the prompt's text blocks. Not to be changed."""
         return self.cursor.hashes
+
+    @property
+    def preferred(self) -> EndpointId | None:
+        """The endpoint that holds most. Worked out for whoever goes by it: under most policies nothing does."""
+        endpoints = self.cluster.endpoints
+        return preferred_endpoint(self.overlaps, endpoints, model=self.model, min_tokens=self.min_tokens)
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:

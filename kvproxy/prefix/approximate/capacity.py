@@ -62,7 +62,7 @@ class Capacities:
             return False
         endpoint = entry.endpoint
         known = self._learned.get(endpoint) or self._known(endpoint)
-        held = len(entry.hashes) - entry.new_blocks
+        held = len(entry.cursor.hashes) - entry.new_blocks
         full = reused_blocks > held and lru.blocks >= _FULL * lru.capacity
         before = known.blocks
         lost = known.observe_reuse(
