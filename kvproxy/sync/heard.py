@@ -136,9 +136,8 @@ class Heard:
             self._open_again(delta, world, now)
 
     def _open_again(self, delta: deltas.Routed, world: World, now: float) -> None:
-        endpoint, indexes = EndpointId(delta.endpoint), self._indexes(world, delta.cluster, delta.endpoint)
-        if indexes is not None:
-            cursor = indexes.approximate.locate(numbers("Q", delta.hashes))
+        if (indexes := self._indexes(world, delta.cluster, delta.endpoint)) is not None:
+            endpoint, cursor = EndpointId(delta.endpoint), indexes.approximate.locate(numbers("Q", delta.hashes))
             entry = indexes.approximate.route(endpoint, cursor, in_flight=indexes.follows_events)
             self.open[delta.cluster, delta.number] = entry
         if len(self.open) > MAX_OPEN:
