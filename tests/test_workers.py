@@ -111,7 +111,7 @@ async def test_a_worker_that_stands_still_is_replaced(tmp_path: Path) -> None:
 async def test_a_worker_that_hangs_before_it_serves_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here in somebody's filter, which the log names."""
+    """Here in a filter of another distribution, which the log names."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "slow_filter.py").write_text(SLOW_FILTER)
     (info := tmp_path / "slow_filter-1.0.dist-info").mkdir()

@@ -74,6 +74,14 @@ _COMPLETED = (b"per_stage_req_latency_seconds_count", b"per_stage_req_latency_se
 #: Its labels of that kind.
 _COMPLETES = re.compile(rb'[{,](?:stage|mode)="([^"]*)"')
 
+#: Cached prompt tokens by where they came from: the metric of vLLM and that of SGLang, and what both call the places.
+_BY_SOURCE = (b"prompt_tokens_cached_by_source_total", b"cached_tokens_total")
+_SOURCE = re.compile(rb'[{,](?:cache_)?source="([^"]*)"')
+_PLACES = {b"device": "device", b"host": "host", b"disk": "disk", b"storage": "shared", b"p2p": "peer"}
+#: What a connector brought that does not say from where: LMCache's.
+UNSPECIFIED = "unspecified"
+_CAME_FROM = {name: b"came from " + name.encode() for name in (*_PLACES.values(), UNSPECIFIED)}
+
 #: Beyond it a number is no count, and no double tells it from its neighbours.
 _MOST = 2.0**53
 _MAX_DIGITS = 15
@@ -120,6 +128,7 @@ class EngineMetrics:
     external_hits_tokens: int | None = None
     prompt_tokens: int | None = None
     prompt_tokens_cached: int | None = None
+    cached_from: Mapping[str, int] = field(default_factory=dict)  # these, by tier, `peer` or UNSPECIFIED
     generation_tokens: int | None = None
     prefills: int | None = None  # of requests that ended (vLLM) or were prefilled (SGLang)
     prefill_s: float | None = None  # what these took together, time in the queue left out
@@ -184,7 +193,9 @@ def _samples(text: bytes) -> Iterator[_Sample]:
     for line in text.split(b"\n"):
         if line.startswith(_VLLM_PREFIX):
             name = _bare_name(line)
-            if name in _WANTED:
+            if name in _BY_SOURCE:
+                yield _Sample(_came_from(line), line, _rank(line), None)
+            elif name in _WANTED:
                 name = _GONE if name == _SLEEP and _AWAKE not in line else name
                 yield _Sample(name, line, _rank(line), None)
         elif line.startswith(_SGLANG_PREFIX):
@@ -195,6 +206,8 @@ def _samples(text: bytes) -> Iterator[_Sample]:
             if name in _SGLANG:
                 shard = {label: int(number) for label, number in _SHARD.findall(line)}
                 place = (shard.get(b"pp_rank", 0), shard.get(b"tp_rank", 0)) if shard else None
+                if name in _BY_SOURCE:
+                    yield _Sample(_came_from(line), line, _rank(line), place)
                 yield _Sample(_SGLANG[name], line, _rank(line), place)
 
 
@@ -202,6 +215,12 @@ def _bare_name(line: bytes) -> bytes:
     """What the sample is called, without the prefix."""
     brace = line.find(b"{")
     return line[line.find(b":") + 1 : brace if brace > 0 else line.find(b" ")]
+
+
+def _came_from(line: bytes) -> bytes:
+    """Which place a sample of cached tokens is of."""
+    label = _SOURCE.search(line)
+    return _CAME_FROM[UNSPECIFIED if label is None else _PLACES.get(label[1].partition(b"_")[0], UNSPECIFIED)]
 
 
 def _rank(line: bytes) -> int | None:
@@ -235,6 +254,7 @@ def _metrics(samples: _Samples, kind: EngineKind, started_at: float | None) -> E
         external_hits_tokens=_total(values, "external_hits_tokens"),
         prompt_tokens=prompt,
         prompt_tokens_cached=cached,
+        cached_from=_cached_from(values),
         generation_tokens=_total(values, "generation_tokens"),
         prefills=_total(values, "prefills"),
         prefill_s=_fold(values, "prefill_s", math.fsum),
@@ -245,6 +265,15 @@ def _metrics(samples: _Samples, kind: EngineKind, started_at: float | None) -> E
         asleep=_fold(values, "awake", max) == 0.0,
         gave_up_cache=_fold(values, "awake", max) == 0.0 and bool(_fold(values, "gone", max)),
     )
+
+
+def _cached_from(values: dict[bytes, list[float]]) -> dict[str, int]:
+    """By the sources' own counter; of an engine without one, its own memory and what a connector brought."""
+    found = {place: int(math.fsum(values[name])) for place, name in _CAME_FROM.items() if name in values}
+    own, brought = _total(values, "prefix_hits_tokens"), _total(values, "external_hits_tokens")
+    if found or own is None:
+        return found
+    return {"device": own, **({} if brought is None else {UNSPECIFIED: brought})}
 
 
 def _started_at(text: bytes) -> float | None:

@@ -39,6 +39,7 @@ class Health:
 
     def __init__(self, settings: HealthCheckSettings) -> None:
         self.settings = settings
+        self.heard = False  # whether another process probed it since the last turn here
         self._healthy = True  # until a probe says otherwise
         self._ever_healthy = False
         self._streak = 0  # probes in a row that contradict the present verdict

@@ -1,5 +1,4 @@
-"""Probes of a cluster's engines, and what these and attempts say: which are taken out, what is their fault, if all are
-out."""
+"""Probes of a cluster's engines, and what these and attempts say: which are out, what is their fault, if all are."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from kvproxy.cluster.screening import Screening, may_eject
 from kvproxy.config.cluster_schema import HealthCheckSettings
 from kvproxy.errors import ConnectTimeout, FirstByteTimeout, IdleTimeout, KvproxyError, NoDescriptors
 from kvproxy.resilience.breaker import BreakerState
-from kvproxy.types import Clock, Headers, Sleep
+from kvproxy.types import Clock, EndpointId, Headers, Sleep
 from kvproxy.upstream.pool import Timeouts, UpstreamPool
 
 log = logging.getLogger(__name__)
@@ -27,16 +26,12 @@ log = logging.getLogger(__name__)
 #: Asks an engine whether it is well. KvproxyError and OSError mean no.
 Probe = Callable[[Engine], Awaitable[bool]]
 
-
 #: Probes in flight at once.
 MAX_CONCURRENT = 16
-
 #: The first probes are spread over this long (or the interval, if shorter): soon, but not all at once.
 FIRST_PROBES_S = 1.0
-
 #: Share by which every pause varies either way, so that many proxies do not probe in step.
 JITTER = 0.1
-
 #: So many attempts in a row that served nothing, on every engine at least one, make an outage. One request makes three.
 _OUTAGE_ATTEMPTS = 4
 #: A kind of failure that requests had on several engines is held against none for this long.
@@ -53,8 +48,13 @@ class ProbeOutcome(StrEnum):
     NOT_SENT = "not_sent"  # for want of a socket on our side: says nothing about the engine
 
 
+#: Tells the other workers of the name of an engine that was probed, and the outcome.
+TellProbe = Callable[[EndpointId, ProbeOutcome], None]
+
+
 class Prober:
-    """One task an engine, among `tasks`. `on_result` gets every outcome, in the event loop."""
+    """One task an engine, among `tasks`. `on_result` gets every outcome, in the event loop. Of several workers
+    the one whose turn comes first probes an engine; the others hear of it, and leave out their turn."""
 
     def __init__(
         self,
@@ -84,18 +84,19 @@ class Prober:
         wanted = list(engines) if self._tasks.running else []
         for engine in self._probing.keys() - set(wanted):
             self._probing.pop(engine).cancel()
-        for engine in wanted:
-            if engine not in self._probing:
-                name = f"probe {self._cluster}/{engine.id}"
-                self._probing[engine] = self._tasks.start(self._run(engine, self._probe), name=name)
+        for engine in (one for one in wanted if one not in self._probing):
+            name = f"probe {self._cluster}/{engine.id}"
+            self._probing[engine] = self._tasks.start(self._run(engine, self._probe), name=name)
 
     async def _run(self, engine: Engine, probe: Probe) -> None:
         interval_s = self._settings.interval
         await self._sleep(self._rng.random() * min(interval_s, FIRST_PROBES_S))
         while True:
-            async with self._slots:
-                outcome = await self._ask(engine, probe)
-            self._on_result(engine, outcome)
+            if not engine.health.heard:
+                async with self._slots:
+                    outcome = await self._ask(engine, probe)
+                self._on_result(engine, outcome)
+            engine.health.heard = False
             await self._sleep(interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
 
     async def _ask(self, engine: Engine, probe: Probe) -> ProbeOutcome:
@@ -126,9 +127,8 @@ class HttpProbe:
         self._timeouts = Timeouts(settings.timeout, settings.timeout, settings.timeout)
 
     async def __call__(self, engine: Engine) -> bool:
-        headers: Headers = [(b"user-agent", b"kvproxy-health")]
-        if engine.authorization:
-            headers.append((b"authorization", engine.authorization))
+        credential: Headers = [(b"authorization", engine.authorization)] if engine.authorization else []
+        headers = [(b"user-agent", b"kvproxy-health"), *credential]
         response = await self._pool.request(engine.origin, b"GET", self._target, headers, None, timeouts=self._timeouts)
         response.abort()  # the status says it all
         return 200 <= response.status < 300
@@ -154,6 +154,7 @@ class Verdicts:
         self._screening = screening
         self._clock = clock
         self._on_return = on_return
+        self.tell_probe: TellProbe | None = None
         self._shared_failures: dict[str, float] = {}  # when a request last failed alike on several engines
 
     def record_outcome(self, engine: Engine, outcome: AttemptOutcome, now: float) -> None:
@@ -182,7 +183,7 @@ class Verdicts:
         return bool(others) and all(other.health.unserved_in_a_row(now) for other in others)
 
     def record_shared_failure(self, reason: str, now: float) -> None:
-        """A request failed in the same way on several engines, and none served it. `reason` is from a closed set."""
+        """A request failed in the same way on several engines, and none served it."""
         self._shared_failures[reason] = now
 
     def breaker_changed(self, engine: Engine) -> None:
@@ -197,26 +198,38 @@ class Verdicts:
             endpoint.metrics.count_probe(outcome.value)
         if outcome is ProbeOutcome.NOT_SENT:
             return
-        well = outcome is ProbeOutcome.OK
-        changed = engine.health.record_probe(well, self._clock())
-        if changed:
-            self._screening.invalidate()
-            if well:
+        if self.tell_probe is not None:
+            self.tell_probe(engine.id, outcome)
+        if self._conclude(engine, well=outcome is ProbeOutcome.OK):
+            if engine.health.is_healthy:
                 log.info("%s/%s is well again", self._cluster, engine.id)
-                self._on_return(engine)
             else:
                 self._count_ejection(engine, "probes")
                 log.warning("%s/%s is unhealthy: probe %s", self._cluster, engine.id, outcome)
+
+    def hear_probe(self, name: EndpointId, outcome: ProbeOutcome) -> None:
+        """Another process of this machine probed the engine of this name just now."""
+        members = self._members.find_named(name) if self.settings.active else ()
+        for one in members:
+            one.health.heard, one.metrics.last_probe = True, outcome.value
+        if members:
+            self._conclude(members[0].engine, well=outcome is ProbeOutcome.OK)
+
+    def _conclude(self, engine: Engine, *, well: bool) -> bool:
+        """From a probe; whether it changed the verdict."""
+        if changed := engine.health.record_probe(well, self._clock()):
+            self._screening.invalidate()
+            if well:
+                self._on_return(engine)
         if not well and not engine.health.is_healthy:
-            self._give_back(engine)
+            self._give_back(lambda endpoint: endpoint.engine is engine)
         elif changed:
             self.give_back_all()
+        return changed
 
     def give_back_all(self) -> None:
         """There may be an alternative now for what waits on unhealthy engines."""
-        for endpoint in self._members.all_endpoints():
-            if not endpoint.health.is_healthy:
-                _give_back(endpoint)
+        self._give_back(lambda endpoint: not endpoint.health.is_healthy)
 
     def _eject(self, engine: Engine, now: float) -> None:
         length_s = engine.health.eject(now)
@@ -224,19 +237,14 @@ class Verdicts:
         self._screening.invalidate()
         log.warning("%s/%s is ejected for %.1f s: requests failed in a row", self._cluster, engine.id, length_s)
         if not self.settings.active:  # no probe will say more
-            self._give_back(engine)
+            self._give_back(lambda endpoint: endpoint.engine is engine)
 
     def _count_ejection(self, engine: Engine, reason: str) -> None:
         for endpoint in self._members.of_engine(engine):
             endpoint.metrics.count_ejection(reason)
 
-    def _give_back(self, engine: Engine) -> None:
-        for endpoint in self._members.all_endpoints():
-            if endpoint.engine is engine:
-                _give_back(endpoint)
-
-
-def _give_back(endpoint: Endpoint) -> None:
-    """Offer what waits for a first byte here to the requests it belongs to; each decides what to do with itself."""
-    for give_back in tuple(endpoint.waiting.values()):
-        give_back()
+    def _give_back(self, concerned: Callable[[Endpoint], bool]) -> None:
+        """Offer what waits for a first byte there to its requests; each decides what to do with itself."""
+        for endpoint in filter(concerned, self._members.all_endpoints()):
+            for give_back in tuple(endpoint.waiting.values()):
+                give_back()

@@ -129,6 +129,8 @@ class TransferSettings(Model):
 
     ahead: bool = False
     """Before a session's next turn is due, by the time that its turns have taken to come."""
+    on_demand: bool = False
+    """While the router queue holds a request, to where it would then go. Needs a cluster with `queue`."""
     at_once: int = Field(default=2, ge=1, le=64)
     """Transfers under way at once, over all instances; further ones are not made."""
     tokens_per_second: int = Field(default=50_000, ge=1)

@@ -122,9 +122,13 @@ def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Fi
         for name in ("enable_pinning", "enable_compression", "enable_eviction"):
             if getattr(strategy, name):
                 yield error_at((*plan, name), "needs lmcache_endpoint", follows=((*at, "lmcache_endpoint"),))
-        if settings.transfers.ahead:
-            where = (*at, "transfers", "ahead")
-            yield error_at(where, "needs lmcache_endpoint, which moves KV", follows=((*at, "lmcache_endpoint"),))
+        for name in ("ahead", "on_demand"):
+            if getattr(settings.transfers, name):
+                where = (*at, "transfers", name)
+                yield error_at(where, "needs lmcache_endpoint, which moves KV", follows=((*at, "lmcache_endpoint"),))
+    if settings.transfers.on_demand and not any(one.queue.enabled for one in config.clusters.values()):
+        why = "no cluster has a queue: KV is copied while that holds a request"
+        yield error_at((*at, "transfers", "on_demand"), why, "add `queue: {}` to a cluster")
     if settings.warming.enabled and not settings.kv_events:
         hint = "or warm by hand: kvproxy warm"
         yield error_at((*at, "warming", "enabled"), "needs kv_events: by them routing learns what was warmed", hint)

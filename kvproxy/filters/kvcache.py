@@ -132,8 +132,8 @@ class KvCacheFilter(Step):
             exchange.preferred = facts.preferred
         learning = KvCacheLearning(self._service, facts, prefers)
         exchange.facts_source = learning.refresh
-        if self._service.leasing is not None:
-            exchange.attach(self._service.leasing.watch(facts))
+        for watch in self._service.watches:
+            exchange.attach(watch(facts))
         exchange.observers += (learning,)
         exchange.hooks |= KvCacheLearning.hooks
 

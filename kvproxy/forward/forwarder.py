@@ -148,7 +148,7 @@ class Forwarding(msgspec.Struct, eq=False):
                 ):
                     pick = self._take(verdict, now)
                 else:
-                    pick = await self._wait_in(queue, verdict)
+                    pick = await self._wait_in(queue, verdict, now)
                 if pick is None:
                     pause_s = self._earlier.next_round() if self._earlier is not None else None
                     if pause_s is None:
@@ -167,8 +167,9 @@ class Forwarding(msgspec.Struct, eq=False):
             if self._suspects:
                 self._blame_suspects()
 
-    async def _wait_in(self, queue: RouterQueue, decision: Decision[Endpoint]) -> Pick | None:
+    async def _wait_in(self, queue: RouterQueue, decision: Decision[Endpoint], now: float) -> Pick | None:
         """The first attempt may have to wait for its turn; a request that was let in once does not queue again."""
+        notify(RequestObserver.queued, self._exchange, decision, now)
         return await queue.wait(
             decision, self._decide_refreshed, self._take, tenant=self._exchange.tenant, level=self._asking.level
         )

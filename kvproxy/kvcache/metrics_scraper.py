@@ -78,8 +78,13 @@ class MetricsScraper(BackgroundTask):
 
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""
-        metrics.holdings.engine_kv_usage.set_source(self._kv_usage)
+        metrics.holdings.engine_kv_usage.set_source(
+            lambda: ((of, one.kv_usage) for of, one in self._readings() if one.kv_usage is not None)
+        )
         metrics.holdings.engine_requests.set_source(self._engine_requests)
+        metrics.tiers.cached.set_source(
+            lambda: (((*of, place), n) for of, one in self._readings() for place, n in one.cached_from.items())
+        )
         metrics.tiers.bytes.set_source(self.signals.memory_series)
 
     async def _run(self) -> None:
@@ -232,10 +237,6 @@ class MetricsScraper(BackgroundTask):
         except ClientError as error:
             log.debug("[kvcache] memory of LMCache: %s", error)
 
-    def _kv_usage(self) -> Iterator[tuple[tuple[str, ...], float]]:
-        """KV memory in use, where the engine's metrics say it and are not too old."""
-        return ((labels, one.kv_usage) for labels, one in self._readings() if one.kv_usage is not None)
-
     def _engine_requests(self) -> Iterator[tuple[tuple[str, ...], float]]:
         """Requests running and waiting at each engine."""
         for labels, metrics in self._readings():
@@ -244,6 +245,7 @@ class MetricsScraper(BackgroundTask):
                     yield (*labels, state), count
 
     def _readings(self) -> Iterator[tuple[tuple[str, str], EngineMetrics]]:
+        """What engines said that is not too old."""
         for name, cluster in self._clusters.items():
             for endpoint in cluster.endpoints:
                 if (reading := self.signals.latest_scrape(endpoint)) and reading[0] <= self.signals.max_age_s:

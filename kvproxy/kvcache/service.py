@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.actions import signals
 from kvproxy.kvcache.actions.leasing import Leasing
+from kvproxy.kvcache.actions.on_demand import OnDemand
+from kvproxy.kvcache.actions.session_holds import SessionHolds
 from kvproxy.kvcache.actions.signals import HostUse
 from kvproxy.kvcache.actions.strategy_runner import StrategyRunner
 from kvproxy.kvcache.actions.touching import Toucher
@@ -66,15 +68,9 @@ class KvCache:
         self._engines = Engines(self._pool, timeout_s=settings.request_timeout, tokenizer_url=settings.vllm_endpoint)
         self.breakers = OperationBreakers(settings.circuit_breaker, clock=clock, metrics=metrics)
         self.overlap = OverlapSources(
-            settings,
-            state=self.state,
-            clusters=clusters,
-            engines=self._engines,
-            breakers=self.breakers,
-            streams=streams,
-            metrics=metrics,
-            clock=clock,
-        )
+            settings, state=self.state, clusters=clusters, engines=self._engines, breakers=self.breakers,
+            streams=streams, metrics=metrics, clock=clock,
+        )  # fmt: skip
         #: What every request asks and tells, without a call between.
         self.gather, self.placed = self.overlap.gather, self.overlap.placed
         self.feedback = PredictionFeedback(state=self.state, lookups=self.overlap.lookups, clock=clock)
@@ -101,26 +97,25 @@ class KvCache:
             clock=clock,
             rng=random.Random() if rng is None else rng,
         )
+        self.on_demand: OnDemand | None = None
         self.warmer, self.warming = self._make_preparations(clock, random.Random() if rng is None else rng)
         self.snapshot = warm_restart(
             settings.snapshot, self.state, clusters=clusters, metrics=metrics, clock=clock, wall_clock=wall_clock
         )
         self.leasing = self.actions.leasing = self._make_leasing(clock) if settings.leases.enabled else None
+        self.watches = [one.watch for one in (self.leasing, self.on_demand) if one is not None]
         self._running = AsyncExitStack()
 
     def _make_preparations(self, clock: Clock, rng: random.Random) -> tuple[Warmer, Warming | None]:
         """What copies and what computes KV before a request needs it."""
         settings, metrics = self.settings, self._metrics
-        if settings.transfers.ahead:
+        if settings.transfers.ahead or settings.transfers.on_demand:
             self.actions.transfers = Transfers(
-                settings,
-                overlap=self.overlap,
-                executor=self.actions.executor,
-                jobs=self.actions.jobs,
-                metrics=metrics,
-                clock=clock,
-                rng=rng,
-            )
+                settings, overlap=self.overlap, executor=self.actions.executor, jobs=self.actions.jobs, metrics=metrics,
+                clock=clock, rng=rng,
+            )  # fmt: skip
+            if settings.transfers.on_demand:
+                self.on_demand = OnDemand(self.actions.transfers, self.overlap)
         warmer = Warmer(settings, engines=self._engines, metrics=metrics, clock=clock)
         if not settings.warming.enabled:
             return warmer, None
@@ -137,13 +132,12 @@ class KvCache:
 
     def _make_leasing(self, clock: Clock) -> Leasing:
         book, metrics = self.state.lease_book(self.settings), self._metrics
-        toucher = Toucher(
-            self.settings, gaps=book.gaps, clusters=self.clusters, jobs=self.actions.jobs, engines=self._engines,
-            signals=self.scraper.signals, metrics=metrics, clock=clock,
-        )  # fmt: skip
+        parts: dict[str, Any] = {"clusters": self.clusters, "jobs": self.actions.jobs, "engines": self._engines,
+                                 "signals": self.scraper.signals, "metrics": metrics, "clock": clock}  # fmt: skip
+        toucher = Toucher(self.settings, gaps=book.gaps, **parts)
         return Leasing(
             self.settings, book=book, executor=self.actions.executor, lookups=self.overlap.lookups, toucher=toucher,
-            metrics=metrics, clock=clock,
+            holds=SessionHolds(self.settings, book=book, **parts), metrics=metrics, clock=clock,
         )  # fmt: skip
 
     async def __aenter__(self) -> Self:
@@ -170,7 +164,7 @@ class KvCache:
         self.feedback.show(self._metrics)
         self.state.breaks.show(self._metrics)
         self.scraper.show(self._metrics)
-        self.actions.jobs.show(self._metrics)
+        self.actions.show(self._metrics)
         if self.leasing is not None:
             self.leasing.show(self._metrics)
         if self.actions.transfers is not None:

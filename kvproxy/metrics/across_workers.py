@@ -49,6 +49,7 @@ RULES: Mapping[str, Across] = {
             "kvproxy_tier_blocks",
             "kvproxy_tier_tokens",
             "kvproxy_tier_bytes",
+            "kvproxy_engine_cached_tokens",
             "kvproxy_engine_requests",
             "kvproxy_kvcache_snapshot_bytes",
             "kvproxy_normalize_state",

@@ -160,6 +160,10 @@ class TierMetrics:
         self.tokens = CallbackGauge(
             "kvproxy_tier_tokens", "Tokens of these", ["cluster", "endpoint", "tier"], registry=r
         )
+        self.cached = CallbackGauge(
+            "kvproxy_engine_cached_tokens", "Prompt tokens an engine found cached since its start, by its own counts; "
+            "unspecified: what a connector brought", ["cluster", "endpoint", "tier"], registry=r,
+        )  # fmt: skip  # a tier, peer, unspecified
         self.bytes = CallbackGauge(
             "kvproxy_tier_bytes", "KV below engine memory, and room for it, as LMCache's coordinator says; the shared "
             "store has no instance", ["instance", "tier", "kind"], registry=r,
@@ -173,7 +177,7 @@ class LeaseMetrics:
         self.grants = Counter(
             "kvproxy_lease_grants", "Prompts that are to be kept, by why and by what keeps them",
             ["why", "lever"], registry=r,
-        )  # fmt: skip  # tool_call, client; pin, touch
+        )  # fmt: skip  # tool_call, client; pin, session, touch
         self.refusals = Counter(
             "kvproxy_lease_refusals", "Prompts worth keeping that are not kept", ["reason"], registry=r
         )  # short, max_leases, tenant_budget, endpoint_budget, no_lever, unpriced, duplicate
@@ -201,8 +205,8 @@ class LeaseMetrics:
             "kvproxy_lease_held_tokens", "Tokens under lease by tenant", ["tenant"], registry=r
         )
         self.entries = CallbackGauge(
-            "kvproxy_lease_entries", "`leases`, conversations that are `waiting` to go on, and known kinds of `pauses`",
-            ["what"], registry=r,
+            "kvproxy_lease_entries", "`leases`, conversations that are `waiting`, known kinds of `pauses`, and "
+            "`sessions` of SGLang to be closed", ["what"], registry=r,
         )  # fmt: skip
 
 
@@ -220,7 +224,11 @@ class TransferMetrics:
         )  # fmt: skip  # done, no_effect, timeout, ...
         self.refused = Counter(
             "kvproxy_kvcache_transfers_refused", "Transfers that were not begun", ["reason"], registry=r
-        )  # busy, budget, slow, short, held
+        )  # busy, budget, slow, held
+        self.on_demand = Counter(
+            "kvproxy_kvcache_transfers_on_demand", "Requests for which KV was copied while the router queue held them",
+            ["result"], registry=r,
+        )  # fmt: skip  # done, late, left, no_effect, timeout, ...
         self.expected = Gauge(
             "kvproxy_kvcache_expected_turns", "Turns of sessions that transfers prepare when they are due", registry=r
         )

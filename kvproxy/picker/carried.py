@@ -158,6 +158,8 @@ class CarriedRequest:
         exchange.facts_source = learning.refresh
         exchange.observers = (learning, *exchange.observers)  # the others are told what it found out
         exchange.hooks |= learning.hooks
+        if service.on_demand is not None:
+            exchange.attach(service.on_demand.watch(facts))
         if "facts_known" in exchange.hooks:
             notify(RequestObserver.facts_known, exchange)
 
@@ -171,6 +173,7 @@ class CarriedRequest:
         if queue is None or isinstance(verdict, Refusal) or queue.admits(verdict, now):
             pick = self.take(verdict, now)
         else:
+            notify(RequestObserver.queued, self.exchange, verdict, now)
             header = cluster.settings.queue.priority_header.lower().encode()
             level = priority_of(self._headers, header) if header else 0
             try:

@@ -14,6 +14,7 @@ from kvproxy.types import Prompt
 MARK = b'"cache_control":'  # with the colon, since a text may be just that name
 #: What one look for marks goes into: a few ms at most. Beyond it, bytes count as they were sent.
 MAX_OBJECTS = 8192
+_MESSAGE_OBJECTS = 16  # what a message counts for besides those in it
 MAX_BYTES = 512 * 1024
 #: What does not decode.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -27,7 +28,16 @@ _NO_RAW = Raw()
 _any_mark = re.compile(rb'"cache_control"\s?:\s?\{([^{}]{0,64})\}').finditer
 _last_mark = re.compile(rb',\s?"cache_control"\s?:\s?\{[^{}]{0,64}\}(\}\]?)\Z').search
 _MOST_OF_A_MARK = 96
+#: A mark that is the last member of its object.
+_plain_mark = re.compile(rb'"cache_control"\s?:\s?\{[^{}]{0,64}\}(?=\s?\})').match
+#: How a mark begins, as all clients write it: a longer text to look for is found sooner.
+_BEGINNINGS = (b'"cache_control":{"type":"ephemeral"', b'"cache_control": {"type": "ephemeral"')
+#: A message's last mark, in its last part.
+_mark_at_end = re.compile(rb',\s?"cache_control"\s?:\s?\{[^{}]{0,64}\}(\}\s?\]\s?\})\Z').search
+#: Whether an object is written with spaces behind its colons.
+is_spaced = re.compile(rb'\{\s?"[^"\\]{0,64}"\s?:\s').match
 _space = re.compile(rb"\s{0,8}").match
+_COMMA = ord(",")
 _comma = re.compile(rb"\s{0,8},\s{0,8}").match
 
 
@@ -39,22 +49,28 @@ class _Message(msgspec.Struct, gc=False):
     content: list[_Object]
 
 
-class _Text(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    type: Raw
-    text: Raw
-
-
-class _Texts(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    role: Raw
-    content: list[_Text]
-
-
 #: The objects of something that may have marks.
 Decode = Callable[[bytes], list[_Object]]
 _decode_objects: Decode = msgspec.json.Decoder(list[_Object]).decode
 _decode_object = msgspec.json.Decoder(_Object).decode
 _decode_message = msgspec.json.Decoder(_Message).decode
-_decode_texts = msgspec.json.Decoder(_Texts).decode
+
+
+class Looks:
+    """What may still be looked into of one request."""
+
+    __slots__ = ("_left", "_left_bytes")
+
+    def __init__(self) -> None:
+        self._left, self._left_bytes = MAX_OBJECTS, MAX_BYTES
+
+    def may_look_into(self, message: bytes) -> bool:
+        """Whether it is short enough for what is left; then it counts."""
+        if len(message) > self._left_bytes:
+            return False
+        self._left -= _MESSAGE_OBJECTS + message.count(b"{")
+        self._left_bytes -= len(message)
+        return self._left >= 0
 
 
 def parts_of_message(message: bytes) -> list[_Object]:
@@ -62,25 +78,27 @@ def parts_of_message(message: bytes) -> list[_Object]:
     return _decode_message(message).content
 
 
-def has_only_texts(message: bytes) -> bool:
-    """Whether it is a role and text parts, none of them marked; a long one is not looked into."""
-    if len(message) > MAX_BYTES:
-        return False
-    try:
-        _decode_texts(message)
-    except UNREADABLE:
-        return False
-    return True
-
-
 def block_itself(block: bytes) -> list[_Object]:
     """A block of a system prompt."""
     return [_decode_object(block)]
 
 
-def tools_of_field(field: bytes) -> list[_Object]:
-    """The tools in a shape's field."""
-    return _decode_objects(field[len(b"tools:") :])
+def is_marked(message: bytes) -> bool:
+    """Whether there may be a mark in it; an unusual one (its `ttl` first) is not found."""
+    return _BEGINNINGS[is_spaced(message) is not None] in message
+
+
+def without_mark_at_end(message: bytes) -> bytes:
+    """Of the Messages API, without the mark that its last part ends with, or itself: nothing else can end so."""
+    if not message.endswith(b"}}]}"):
+        return message
+    mark = _mark_at_end(message, max(0, len(message) - _MOST_OF_A_MARK))
+    return message if mark is None else message[: mark.start()] + mark[1]
+
+
+def without_tool_marks(field: bytes) -> bytes:
+    """Of a shape's field with the tools, without their marks."""
+    return without_last_mark(field, lambda tools: _decode_objects(tools[len(b"tools:") :]))
 
 
 def without_last_mark(data: bytes, decode: Decode) -> bytes:
@@ -90,6 +108,19 @@ def without_last_mark(data: bytes, decode: Decode) -> bytes:
     if len(data) <= MAX_BYTES and MARK in data and data.count(b"{") <= MAX_OBJECTS:
         return without_marks(data, decode)
     return data
+
+
+def without_plain_marks(data: bytes, most: int) -> bytes | None:
+    """Without any marks, whatever object they are in; None: there are more of them, or one is not the last member."""
+    pieces: list[bytes] = []
+    done = 0
+    while (start := data.find(MARK, done)) >= 0:
+        mark, end = _plain_mark(data, start), len(data[done:start].rstrip()) + done
+        if mark is None or data[end - 1] != _COMMA or len(pieces) == most:
+            return None
+        pieces.append(data[done : end - 1])
+        done = mark.end()
+    return b"".join((*pieces, data[done:])) if pieces else data
 
 
 def without_marks(data: bytes, decode: Decode) -> bytes:

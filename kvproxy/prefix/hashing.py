@@ -1,6 +1,7 @@
 """Chained block hashes: the hash of a block names the whole prefix that ends with it.
 
-Every hash is xxh3_64 seeded with its parent's. Not cryptographic: a collision costs a routing mistake, never an answer.
+Every hash is seeded with its parent's: xxh3_64 of tokens and messages, xxh64 of blocks of text, where a seed costs a
+third less. Not cryptographic: a collision costs a routing mistake, never an answer.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from struct import Struct
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest, xxh64_intdigest
 
 from kvproxy.types import Prompt
 
@@ -20,8 +21,9 @@ BLOCK_SIZES = (16, 32, 64, 128, 256, 512)
 TEXT_BLOCK_BYTES = 256
 
 _TOKEN_BYTES = 4
-_SLICES = {size: Struct(f"{size}s") for size in {TEXT_BLOCK_BYTES, *(_TOKEN_BYTES * n for n in BLOCK_SIZES)}}
-_TEXT_SLICES = _SLICES[TEXT_BLOCK_BYTES].iter_unpack
+_SLICES = {size: Struct(f"{size}s") for size in (_TOKEN_BYTES * n for n in BLOCK_SIZES)}
+_ROW = 16  # blocks of text that are taken at once, which is faster
+_TEXT_SLICES, _TEXT_ROWS = (Struct(f"{TEXT_BLOCK_BYTES}s" * count).iter_unpack for count in (1, _ROW))
 #: Raw JSON never contains this byte, so it ends a part without ambiguity.
 _END_OF_PART = b"\0"
 
@@ -79,9 +81,17 @@ def token_blocks(tokens: array[int], block_size: int, seed: int) -> array[int]:
 
 def text_blocks(prompt: Prompt, seed: int) -> array[int]:
     """Hashes of the full 256-byte slices of the prompt's canonical bytes: no tokenizer needed."""
-    data, digest = canonical_bytes(prompt), xxh3_64_intdigest
-    whole = memoryview(data)[: len(data) // TEXT_BLOCK_BYTES * TEXT_BLOCK_BYTES]
-    return array("Q", [seed := digest(piece, seed) for (piece,) in _TEXT_SLICES(whole)])
+    return text_chain(canonical_bytes(prompt), seed)
+
+
+def text_chain(data: bytes, seed: int, *, start: int = 0) -> array[int]:
+    """Chained hashes of the full 256-byte slices of `data` from byte `start` on."""
+    blocks, digest = (len(data) - start) // TEXT_BLOCK_BYTES, xxh64_intdigest
+    stop, end = (start + TEXT_BLOCK_BYTES * count for count in (blocks - blocks % _ROW, blocks))
+    view = memoryview(data)
+    hashes = [seed := digest(piece, seed) for row in _TEXT_ROWS(view[start:stop]) for piece in row]
+    hashes += [seed := digest(piece, seed) for (piece,) in _TEXT_SLICES(view[stop:end])]
+    return array("Q", hashes)
 
 
 def canonical_bytes(prompt: Prompt) -> bytes:
@@ -95,7 +105,7 @@ def canonical_tail(parts: Sequence[bytes]) -> bytes:
 
 
 def chain(data: bytes, slice_bytes: int, seed: int, *, start: int = 0) -> array[int]:
-    """Chained hashes of the full slices of `data` from byte `start` on."""
+    """Chained hashes of the full slices of tokens from byte `start` on."""
     stop = start + (len(data) - start) // slice_bytes * slice_bytes
     slices = _SLICES.get(slice_bytes) or Struct(f"{slice_bytes}s")
     return _chained(slices.iter_unpack(memoryview(data)[start:stop]), seed)

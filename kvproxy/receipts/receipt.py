@@ -19,7 +19,7 @@ from hashlib import blake2b
 import msgspec
 
 from kvproxy.prefix.hygiene.causes import PrefixBreak
-from kvproxy.request.exchange import LeaseResult
+from kvproxy.request.exchange import LeaseResult, TransferResult
 from kvproxy.routing.policy import Overlap
 from kvproxy.routing.work import NO_WORK, Backlog, Features, features_of, seconds_of
 from kvproxy.types import EndpointId
@@ -99,6 +99,7 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     cache_loss: str = ""  # how the endpoint had lost its cache less than a minute before: restarted, cleared, ...
     prefix_break: PrefixBreak | None = None  # what was computed again of its session's last prompt, and why
     lease: LeaseResult | None = None  # what became of the lease on the prompt it goes on from
+    transfer: TransferResult | None = None  # of KV, while the router queue held it
 
 
 _encoder = msgspec.json.Encoder()

@@ -86,6 +86,7 @@ def compose_receipt(over: FinishedRequest, *, ended: datetime, hashed: Hash, key
         cache_loss=outcome.cache_loss,
         prefix_break=outcome.prefix_break,
         lease=outcome.lease,
+        transfer=outcome.transfer,
     )
 
 

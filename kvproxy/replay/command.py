@@ -146,7 +146,7 @@ def _plan(args: argparse.Namespace, *, load: float = DEFAULT_LOAD) -> Comparison
         wrong_share=args.wrong,
         tiers=TierPlan.parse(args.tiers) if args.tiers else None,
         eviction=args.eviction,
-        link=LinkPlan(args.link),
+        link=LinkPlan(args.link, waits=not args.no_link_wait),
     )
     return ComparisonPlan(fleet, policies, load=load, baseline=args.baseline, seeds=args.seeds,
                 closed_loop=not args.open_loop, prior_factor=args.prior_factor, streamed=args.streamed,

@@ -19,7 +19,7 @@ from kvproxy.replay.results import GoodputLimits, ReplayOutcome, Summary, summar
 from kvproxy.replay.router import SimEndpoint, VirtualRouter
 from kvproxy.replay.settings import Pace, ReplayFleet
 from kvproxy.replay.trace import Trace
-from kvproxy.replay.transfers import TransferPlanner
+from kvproxy.replay.transfers import SimTransfers
 from kvproxy.replay.view import IndexView, endpoint_id
 from kvproxy.replay.virtual_time import Change, VirtualTime
 from kvproxy.routing.fair_queue import QueueSettings
@@ -125,7 +125,7 @@ def play_policy(
     held = QueueSettings(limit=100_000) if queue else None
     transfers = None
     if move and fleet.link is not None:
-        transfers = TransferPlanner(fleet.link, block_size=blocks.size, rng=Random(seed + 4))
+        transfers = SimTransfers(fleet.link, block_size=blocks.size, rng=Random(seed + 4))
     make_router = partial(
         router_type, queue=held, priority=priority, reports_cached=fleet.reports_cached, transfers=transfers
     )

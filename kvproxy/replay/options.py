@@ -107,6 +107,11 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--link", type=float, default=12.5, metavar="GBPS",
                        help="what +move copies KV over, each way of each engine (default %(default)s; a token's KV is "
                        "128 KiB; below 1 nothing is copied)")  # fmt: skip
+    group.add_argument(
+        "--no-link-wait",
+        action="store_true",
+        help="requests wait for no copy: it is made while the router queue holds them, as by the proxy",
+    )
     group.add_argument("--prefill-tokens-per-s", type=float, metavar="X",
                        help=f"(default {timing.prefill_tokens_per_s:g})")  # fmt: skip
     group.add_argument("--quadratic-tokens", type=float, metavar="X",

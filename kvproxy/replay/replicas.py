@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from kvproxy.cluster.verdicts import ProbeOutcome, TellProbe
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
 from kvproxy.replay.view import IndexView
@@ -73,6 +74,12 @@ class RoutersCluster:
 
     def drain(self, endpoint: EndpointId, *, draining: bool) -> None:
         """No operator here."""
+
+    def watch_probes(self, tell: TellProbe) -> None:
+        """No probes here."""
+
+    def hear_probe(self, engine: EndpointId, outcome: ProbeOutcome) -> None:
+        """Nor there."""
 
 
 #: A router over these endpoints.

@@ -10,7 +10,7 @@ from kvproxy.cluster.engine_priority import ClusterPriority
 from kvproxy.cluster.pick import reserve
 from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.trace import Turn
-from kvproxy.replay.transfers import Transfer, TransferPlanner
+from kvproxy.replay.transfers import SimTransfers
 from kvproxy.replay.view import CacheView, Settle
 from kvproxy.routing import selector
 from kvproxy.routing.engine_samples import NOTHING_READ, EndedWork, Reading
@@ -19,6 +19,7 @@ from kvproxy.routing.load import EndpointLoad, Reservation
 from kvproxy.routing.policy import Best, OverlapFacts, PickRequest, Policy, best_of, engine_wait_s, least_own_s
 from kvproxy.routing.room import EngineState
 from kvproxy.routing.selector import Decision
+from kvproxy.routing.transfers import Transfer
 from kvproxy.routing.waiting_lines import AGEING, EPOCH_S, engine_priority
 from kvproxy.simulator.engine import Engine
 from kvproxy.types import EndpointId
@@ -96,7 +97,7 @@ class VirtualRouter:
         queue: QueueSettings | None = None,
         priority: bool = False,
         reports_cached: bool = True,
-        transfers: TransferPlanner | None = None,
+        transfers: SimTransfers | None = None,
     ) -> None:
         self.endpoints = list(endpoints)  # those that are there
         self._policy = policy
@@ -129,6 +130,8 @@ class VirtualRouter:
             if not self._queue.admits(endpoint.id, engine_wait_s(endpoint, speeds, now)):
                 own_s = least_own_s(decision.request.facts, self.endpoints, speeds)
                 if self._queue.offer(request, own_s, now, tenant=request.outcome.tenant) is not None:
+                    if self._transfers is not None:
+                        self._transfers.copy_meanwhile(decision, self.endpoints, request.turn.blocks, now)
                     return None
         return self._place(request, decision, now)
 

@@ -1,7 +1,6 @@
-"""Transfers on demand, in a replay: where a request may go together with the KV that another engine has of its prompt.
+"""Transfers on demand, in a replay: links between the simulated engines, and the copies over them.
 
-Part of the decision: for each engine, the prompt's longest published beginning anywhere is offered as if it were there,
-at the price of waiting for the links of both engines and of the copy itself. Is such an engine chosen, both links are
+A decision is made with what could be copied (routing/transfers.py). Is an engine chosen with a copy, both links are
 reserved, the copy is made, and the request joins the engine with it; of what the source does not have after all nothing
 is copied, and the engine computes it. (A request that joins at once, beside a copy that should be over when its turn
 comes, does worse than one that waits, and than none that copies: an engine admits a request, and with that settles what
@@ -10,24 +9,18 @@ it reuses, long before it computes.)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-import msgspec
-
-from kvproxy.routing.policy import Ledgered, Overlap, OverlapFacts, PickRequest
-from kvproxy.routing.selector import Decision
+from kvproxy.routing.policy import Ledgered, OverlapFacts, PickRequest
+from kvproxy.routing.selector import Decision, decide
 from kvproxy.routing.speeds import SpeedModel
-from kvproxy.routing.work import prefill_s
+from kvproxy.routing.transfers import LinkTerms, Transfer, TransferPlanner
 from kvproxy.simulator.engine import Engine
 from kvproxy.types import EndpointId
-
-#: Slower links are not used: the copy delays more than it saves. 1 GB/s where a token's KV is 128 KiB.
-LEAST_TOKENS_PER_S = 8192.0
-#: By how much a copy has to be faster than computing: it takes two engines' links from others besides.
-SAVES = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +32,12 @@ class LinkPlan:
     latency_s: float = 0.002
     min_tokens: int = 512  # fewer are not copied
     kv_bytes_per_token: int = 131_072
+    waits: bool = True  # a request may wait for its copy; else the router queue holds it meanwhile, or there is none
 
     @property
     def tokens_per_s(self) -> float:
         """Of one copy."""
         return self.gb_per_s * 1e9 / self.kv_bytes_per_token
-
-
-@dataclass(slots=True)
-class Transfer:
-    """From one engine to another: so many leading tokens, by then."""
-
-    source: EndpointId
-    target: EndpointId
-    tokens: int
-    over_at: float
 
 
 @dataclass(slots=True)
@@ -65,57 +49,52 @@ class TransferCounts:
     empty: int = 0  # the source had nothing (any more)
 
 
-@dataclass(slots=True)
-class _Links:
-    """When each engine's two links are free again."""
-
-    out: dict[EndpointId, float] = field(default_factory=dict)
-    into: dict[EndpointId, float] = field(default_factory=dict)
-
-
-class TransferPlanner:
-    """Between engines with a link each way. Pure but for its links and its draws of chance."""
+class SimTransfers:
+    """Copies between the simulated engines, as decisions ask for them."""
 
     def __init__(self, plan: LinkPlan, *, block_size: int, rng: Random) -> None:
         self._plan = plan
-        self._tokens_per_s = plan.tokens_per_s
         self._block_size = block_size
-        self._rng = rng
-        self._links = _Links()
-        self._offered: tuple[PickRequest, Mapping[EndpointId, Transfer]] | None = None  # by the latest `offer`
+        terms = LinkTerms(plan.tokens_per_s, plan.latency_s, plan.min_tokens, block_size, waits=plan.waits)
+        self._planner = TransferPlanner(terms, rng=rng)
+        self._under_way: list[tuple[float, int, Engine, Sequence[int]]] = []  # that no request waits for
         self.counts = TransferCounts()
 
     def offer(self, asked: PickRequest, endpoints: Sequence[Ledgered], speeds: SpeedModel, now: float) -> PickRequest:
-        """The request with what could be copied to each endpoint, and the seconds that costs."""
-        facts, self._offered = asked.facts, None
-        if self._tokens_per_s < LEAST_TOKENS_PER_S or not facts.by_endpoint:
-            return asked
-        published = {one.id: self._published_tokens(facts, one.id) for one in endpoints}
-        longest = max(published.values(), default=0)
-        holders = [one for one in endpoints if published[one.id] > max(0, longest - self._block_size)]
-        found, offered, price_s = dict(facts.by_endpoint), {}, {}
-        for target in endpoints:
-            missing = longest - (matched := facts.matched_tokens(target.id))
-            computed_s = prefill_s(missing, matched, 0.0, speeds.seconds)
-            if missing < self._plan.min_tokens or SAVES * missing / self._tokens_per_s > computed_s:
-                continue
-            transfer = self._plan_transfer(holders, target, published, missing, now)
-            wait_s = target.load.wait_s(speeds.seconds, speeds.slowness(target.id, now), now)
-            offered[target.id] = transfer
-            price_s[target.id] = max(0.0, transfer.over_at - now - wait_s) + missing / self._tokens_per_s
-            found[target.id] = Overlap(transfer.tokens, claimed_tokens=transfer.tokens)
-        if not offered:
-            return asked
-        facts = msgspec.structs.replace(facts, by_endpoint=found)
-        asked = msgspec.structs.replace(asked, facts=facts, adapter_s=price_s)
-        self._offered = asked, offered
-        return asked
+        """The request with what could be copied to each engine, and the seconds that costs; as it is where it would not
+        wait for that. What is over by now is in its engine's memory first."""
+        self._deliver(now)
+        return self._plan_copies(asked, endpoints, speeds, now) if self._plan.waits else asked
+
+    def copy_meanwhile(
+        self, decision: Decision[Any], endpoints: Sequence[Any], blocks: Sequence[int], now: float
+    ) -> None:
+        """The router queue holds a request, which does not wait for more than its turn."""
+        asked, speeds = decision.request, decision.decided_by.speeds
+        if self._plan.waits or speeds is None:
+            return
+        planned = decide(self._plan_copies(asked, endpoints, speeds, now), endpoints, decision.decided_by, now)
+        transfer = None if planned is None else self._planner.find_transfer(planned)
+        if transfer is not None:
+            engines = {one.id: one.engine for one in endpoints}
+            target = engines[transfer.target]
+            over_at, copied = self.begin(transfer, engines[transfer.source], target, blocks, now)
+            heapq.heappush(self._under_way, (over_at, self.counts.made, target, copied))
+
+    def _deliver(self, now: float) -> None:
+        while self._under_way and self._under_way[0][0] <= now:
+            _, _, engine, blocks = heapq.heappop(self._under_way)
+            engine.receive(blocks, now)
+
+    def _plan_copies(
+        self, asked: PickRequest, endpoints: Sequence[Ledgered], speeds: SpeedModel, now: float
+    ) -> PickRequest:
+        published = {one.id: _published_tokens(asked.facts, one.id) for one in endpoints}
+        return self._planner.offer(asked, endpoints, speeds, now, sources=endpoints, published=published)
 
     def find_transfer(self, decision: Decision[Any]) -> Transfer | None:
         """The one that this decision is made with."""
-        if self._offered is None or self._offered[0] is not decision.request:
-            return None
-        return self._offered[1].get(decision.endpoint.id)
+        return self._planner.find_transfer(decision)
 
     def begin(
         self, transfer: Transfer, source: Engine, target: Engine, blocks: Sequence[int], now: float
@@ -129,29 +108,14 @@ class TransferPlanner:
         self.counts.empty += not missing
         if not missing:
             return now + self._plan.latency_s, ()
-        began = max(now, self._links.out.get(transfer.source, 0.0), self._links.into.get(transfer.target, 0.0))
-        over_at = began + self._plan.latency_s + missing * self._block_size / self._tokens_per_s
-        self._links.out[transfer.source] = self._links.into[transfer.target] = over_at
+        links = self._planner.links
+        began = links.free_at(transfer.source, transfer.target, now)
+        over_at = began + self._plan.latency_s + missing * self._block_size / self._plan.tokens_per_s
+        links.reserve(transfer, over_at)
         return over_at, wanted[:held]
 
-    def _published_tokens(self, facts: OverlapFacts, endpoint: EndpointId) -> int:
-        """In the engine's memory, by its own events: what is only promised there cannot be copied."""
-        overlap = facts.by_endpoint.get(endpoint)
-        return 0 if overlap is None else min(overlap.device_tokens, overlap.claimed_tokens)
 
-    def _plan_transfer(
-        self,
-        holders: Sequence[Ledgered],
-        target: Ledgered,
-        published: Mapping[EndpointId, int],
-        missing: int,
-        now: float,
-    ) -> Transfer:
-        """From the holder whose link is free first; among equals the fewer requests wait there, the likelier."""
-        free = {one.id: max(now, self._links.out.get(one.id, 0.0)) for one in holders if one is not target}
-        earliest = min(free.values())
-        able = [one for one in holders if free.get(one.id) == earliest]
-        source = self._rng.choices(able, [1.0 / (1 + one.load.pending_requests) for one in able])[0]
-        began = max(earliest, self._links.into.get(target.id, 0.0))
-        over_at = began + self._plan.latency_s + missing / self._tokens_per_s
-        return Transfer(source.id, target.id, published[source.id], over_at)
+def _published_tokens(facts: OverlapFacts, endpoint: EndpointId) -> int:
+    """In the engine's memory, by its own events: what is only promised there cannot be copied."""
+    overlap = facts.by_endpoint.get(endpoint)
+    return 0 if overlap is None else min(overlap.device_tokens, overlap.claimed_tokens)

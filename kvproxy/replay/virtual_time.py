@@ -16,7 +16,7 @@ from kvproxy.replay.replicas import ManyRouters
 from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
 from kvproxy.replay.settings import EngineBlocks, Pace
-from kvproxy.replay.transfers import TransferPlanner
+from kvproxy.replay.transfers import SimTransfers
 from kvproxy.replay.view import CacheView
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import CacheChanged, Finished, FirstToken, KvEvent, Preempted, Rejected, SimRequest
@@ -55,7 +55,7 @@ class VirtualTime:
         *,
         index_delay_s: float = 0.0,
         sharing: Sequence[SimEndpoint] = (),
-        transfers: TransferPlanner | None = None,
+        transfers: SimTransfers | None = None,
         changes: Sequence[Change] = (),
         streams: Callable[[], bool] = lambda: True,
         jitter: Random | None = None,

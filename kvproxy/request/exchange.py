@@ -67,6 +67,21 @@ class LeaseResult(msgspec.Struct, frozen=True, omit_defaults=True):
     seconds: float = 0.0  # that computing what was reused would have taken, by the learned speeds
 
 
+#: Of a transfer that is not over.
+UNDER_WAY = "under_way"
+
+
+class TransferResult(msgspec.Struct, omit_defaults=True):
+    """KV was to be copied to an endpoint while the router queue held the request."""
+
+    endpoint: EndpointId
+    source: str  # an endpoint, or `shared`
+    tokens: int  # that were to be there then
+    #: done, late (the request went first), left (its client did), no_effect, timeout, ... as actions have it
+    result: str = UNDER_WAY
+    moved: int = 0
+
+
 class Outcome(msgspec.Struct, eq=False):
     """What really happened to a forwarded request; filled in by the router filter. (A struct, as the exchange: one is
     made in C.)"""
@@ -90,6 +105,7 @@ class Outcome(msgspec.Struct, eq=False):
     cache_loss: str = ""  # how the endpoint that answered had lost its cache shortly before
     prefix_break: PrefixBreak | None = None  # what it lost of its session's last prompt, and why
     lease: LeaseResult | None = None  # what became of the lease on the prompt it goes on from
+    transfer: TransferResult | None = None  # of KV, while it waited
 
     def client_left(self) -> None:
         """The client closed its connection before the response was complete."""

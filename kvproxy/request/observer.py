@@ -28,6 +28,7 @@ HOOKS = (
     "facts_began",
     "facts_known",
     "received",
+    "queued",
     "placed",
     "refused",
     "attempt_began",
@@ -70,6 +71,9 @@ class RequestObserver:
 
     def received(self, exchange: Exchange, now: float) -> None:
         """The router begins with the request: it is read, and will be routed."""
+
+    def queued(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
+        """It begins to wait in the router queue; where it would go now may have changed when its turn comes."""
 
     def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
         """An endpoint was chosen; its load does not count the request yet. A retry is placed again."""

@@ -178,15 +178,18 @@ class VllmMetrics:
         self._set("num_requests_waiting", load.waiting)
         self._set("num_requests_waiting_by_reason", load.waiting, "capacity")
         self._set("kv_cache_usage_perc", load.kv_usage)
-        hits = totals.prefix_cache_hits
+        hits, read = totals.prefix_cache_hits, totals.external_prefix_cache_hits
         self._count("prefix_cache_queries", totals.prefix_cache_queries)
         self._count("prefix_cache_hits", hits)
+        self._count("external_prefix_cache_hits", read)
         self._count("num_preemptions", totals.preemptions)
         self._count("prompt_tokens", totals.prompt_tokens)
-        self._count("prompt_tokens_by_source", totals.prompt_tokens - hits, "local_compute")
+        self._count("prompt_tokens_by_source", totals.prompt_tokens - hits - read, "local_compute")
         self._count("prompt_tokens_by_source", hits, "local_cache_hit")
-        self._count("prompt_tokens_cached", hits)
+        self._count("prompt_tokens_by_source", read, "external_kv_transfer")
+        self._count("prompt_tokens_cached", hits + read)
         self._count("prompt_tokens_cached_by_source", hits, "device")
+        self._count("prompt_tokens_cached_by_source", read, "external_unspecified")
         self._count("generation_tokens", totals.generation_tokens)
         return generate_latest(self._registry) + self._adapters()
 

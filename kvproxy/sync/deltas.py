@@ -6,6 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from kvproxy.clients.engine_metrics import EngineMetrics
+from kvproxy.cluster.verdicts import ProbeOutcome
 from kvproxy.routing.elsewhere import LoadRow
 from kvproxy.routing.work import Features, Finite
 
@@ -130,6 +131,14 @@ class EngineRead(_Delta, tag=13, frozen=True):
     metrics: EngineMetrics
 
 
+class Probed(_Delta, tag=14, frozen=True):
+    """How a probe of an engine went just now: to be heard by workers of the same machine."""
+
+    cluster: str
+    engine: str
+    outcome: ProbeOutcome
+
+
 class Drained(_Delta, tag=12, frozen=True):
     """An operator drains an endpoint, or does so no more."""
 
@@ -140,7 +149,7 @@ class Drained(_Delta, tag=12, frozen=True):
 
 Delta = (
     Routed | Settled | Entered | Started | SessionServed | Counted | Sample | Used | Acted | Spent | Retried
-    | EngineRead | Drained
+    | EngineRead | Probed | Drained
 )  # fmt: skip
 
 

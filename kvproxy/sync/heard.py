@@ -52,6 +52,7 @@ class Heard:
             deltas.Spent: self._spent,
             deltas.Retried: self._retried,
             deltas.EngineRead: lambda delta, world, now: world.hear_engine(delta),
+            deltas.Probed: lambda delta, world, now: world.hear_probe(delta, near=origin.host == journal.origin.host),
             deltas.Drained: self._drained,
         }
 
@@ -244,7 +245,6 @@ class Heard:
             budget.count_others(delta.requests, delta.retries, now)
 
     def _drained(self, delta: deltas.Drained, world: World, now: float) -> None:
-        part = world.clusters.get(delta.cluster)
-        if part is not None:
+        if (part := world.clusters.get(delta.cluster)) is not None:
             self._journal.heard_drain(delta.cluster, delta.endpoint, draining=delta.draining)
             part.drain(EndpointId(delta.endpoint), draining=delta.draining)

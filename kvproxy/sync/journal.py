@@ -64,8 +64,7 @@ class Journal:
         self._counted = self._budgets()
         if world.state is not None:
             world.state.on_counted = self.counted
-        if world.scraper is not None:
-            world.scraper.readings.tell = lambda *read: self.add(deltas.EngineRead(*read))
+        world.watch_engines(self.add)
         if world.actions is not None:
             world.actions.hotness.watch = self.used
         for number, table in enumerate(world.limits):

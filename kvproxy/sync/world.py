@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Protocol
 
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.verdicts import ProbeOutcome, TellProbe
 from kvproxy.filters.buckets import BucketTable
 from kvproxy.kvcache.actions.strategy_runner import StrategyRunner
 from kvproxy.kvcache.metrics_scraper import MetricsScraper
@@ -19,7 +21,7 @@ from kvproxy.routing.elsewhere import Others
 from kvproxy.routing.load import EndpointLoad
 from kvproxy.routing.policy import Policy
 from kvproxy.routing.work import Features
-from kvproxy.sync.deltas import EngineRead
+from kvproxy.sync.deltas import Delta, EngineRead, Probed
 from kvproxy.sync.wire import Origin
 from kvproxy.types import EndpointId
 
@@ -59,6 +61,12 @@ class ClusterPart(Protocol):
 
     def drain(self, endpoint: EndpointId, *, draining: bool) -> None: ...
 
+    def watch_probes(self, tell: TellProbe) -> None:
+        """`tell` hears of each probe's engine and outcome."""
+
+    def hear_probe(self, engine: EndpointId, outcome: ProbeOutcome) -> None:
+        """Another process probed it just now."""
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -93,10 +101,27 @@ class World:
         for part in self.clusters.values():
             part.policy.others = others
 
+    def watch_engines(self, add: Callable[[Delta], None]) -> None:
+        """What engines say, and how probes of them went, is added."""
+        if self.scraper is not None:
+            self.scraper.readings.tell = lambda *read: add(EngineRead(*read))
+        for name, part in self.clusters.items():
+            part.watch_probes(partial(_add_probe, add, name))
+
+    def hear_probe(self, delta: Probed, *, near: bool) -> None:
+        """Another proxy probed an engine: that says something here where it is on the same machine."""
+        part = self.clusters.get(delta.cluster)
+        if near and part is not None:
+            part.hear_probe(EndpointId(delta.engine), delta.outcome)
+
     def hear_engine(self, delta: EngineRead) -> None:
         """Another proxy read an engine."""
         if self.scraper is not None:
             self.scraper.hear(delta.cluster, delta.engine, delta.metrics)
+
+
+def _add_probe(add: Callable[[Delta], None], cluster: str, engine: EndpointId, outcome: ProbeOutcome) -> None:
+    add(Probed(cluster, engine, outcome))
 
 
 @dataclass(slots=True)
@@ -140,3 +165,9 @@ class RunningCluster:
 
     def drain(self, endpoint: EndpointId, *, draining: bool) -> None:
         self.cluster.drain_endpoint(endpoint, draining=draining)
+
+    def watch_probes(self, tell: TellProbe) -> None:
+        self.cluster.verdicts.tell_probe = tell
+
+    def hear_probe(self, engine: EndpointId, outcome: ProbeOutcome) -> None:
+        self.cluster.verdicts.hear_probe(engine, outcome)

@@ -41,6 +41,36 @@ def test_the_prefills_of_requests_that_ended() -> None:
     assert (ours.prefills, ours.prefill_s, ours.prefill_tokens) == (11, pytest.approx(0.13412985), 119)
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            'vllm:prefix_cache_hits_total{engine="0"} 7\n'
+            'vllm:prompt_tokens_cached_by_source_total{engine="0",source="device"} 1472\n'
+            'vllm:prompt_tokens_cached_by_source_total{engine="1",source="device"} 8\n'
+            'vllm:prompt_tokens_cached_by_source_total{engine="0",source="external_unspecified"} 1280\n'
+            'vllm:prompt_tokens_cached_by_source_total{engine="0",source="p2p"} 5\n',
+            {"device": 1480, "peer": 5, "unspecified": 1280},
+        ),
+        (
+            'vllm:prefix_cache_hits_total{engine="0"} 32\nvllm:external_prefix_cache_hits_total{engine="0"} 256\n',
+            {"device": 32, "unspecified": 256},
+        ),
+        (
+            'sglang:cached_tokens_total{cache_source="device",model_name="m"} 40.0\n'
+            'sglang:cached_tokens_total{cache_source="host",model_name="m"} 2.0\n'
+            'sglang:cached_tokens_total{cache_source="storage_file",model_name="m"} 3.0\n',
+            {"device": 40, "host": 2, "shared": 3},
+        ),
+        ("vllm:num_requests_running 3\n", {}),
+    ],
+    ids=["vllm", "a vllm without sources", "sglang", "nothing said"],
+)
+def test_where_cached_tokens_came_from(text: str, found: dict[str, int]) -> None:
+    """By the engine's own counters, over its ranks; what a connector does not say is `unspecified`."""
+    assert parse_engine_metrics(text.encode()).cached_from == found
+
+
 SGLANG = b"""
 sglang:num_running_reqs{engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"} 3.0
 sglang:num_running_reqs{engine_type="unified",model_name="m",pp_rank="0",tp_rank="1"} 3.0
@@ -76,6 +106,7 @@ def test_what_sglang_says_alike() -> None:
         prefix_hits_tokens=42,
         prompt_tokens=100,
         prompt_tokens_cached=42,
+        cached_from={"device": 40, "host": 2},
         prefills=4,
         prefill_s=2.0,
         prefill_tokens=58,
@@ -187,7 +218,11 @@ def test_old_names_are_understood_and_never_counted_twice() -> None:
         b'vllm:gpu_cache_usage_perc{m="x"} 0.5\nvllm:gpu_prefix_cache_queries_total 10\nvllm:gpu_prefix_cache_hits 4\n'
     )
     assert parse_engine_metrics(old) == EngineMetrics(
-        kv_usage=0.5, prefix_queries_tokens=10, prefix_hits_tokens=4, kind=EngineKind.VLLM
+        kv_usage=0.5,
+        prefix_queries_tokens=10,
+        prefix_hits_tokens=4,
+        cached_from={"device": 4},
+        kind=EngineKind.VLLM,
     )
     both = old + b'vllm:kv_cache_usage_perc{m="x"} 0.25\nvllm:prefix_cache_queries_total 11\n'
     assert parse_engine_metrics(both).kv_usage == 0.25

@@ -16,6 +16,7 @@ from kvproxy.cluster.engine import Engine as ClusterEngine
 from kvproxy.cluster.verdicts import FIRST_PROBES_S, MAX_CONCURRENT, HttpProbe, ProbeOutcome, Prober
 from kvproxy.config.cluster_schema import EndpointSettings, HealthCheckSettings
 from kvproxy.errors import ConnectError, FirstByteTimeout, NoDescriptors
+from kvproxy.types import EndpointId
 from kvproxy.upstream.pool import UpstreamPool
 from tests.cluster.conftest import MakeCluster, configs
 from tests.support.loopback import serve
@@ -97,6 +98,39 @@ async def test_every_endpoint_is_probed_at_its_own_pace(make_cluster: MakeCluste
         assert len(set(later)) == 16
         assert all(4.5 <= pause <= 5.5 for pause in later)
         assert min(later) < 5.0 < max(later)
+
+
+async def test_what_another_process_probed_is_left_out_of_one_turn(make_cluster: MakeCluster) -> None:
+    """And of no more: when that process is gone the next turn asks again."""
+    results, pauses = Results(), Pauses()
+    cluster = make_cluster("a", "b").cluster
+    async with prober_of(well, results, pauses) as prober:
+        prober.probe_engines(cluster.engines)
+        await turns()
+        cluster.verdicts.hear_probe(EndpointId("a"), ProbeOutcome.OK)
+        cluster.verdicts.hear_probe(EndpointId("gone"), ProbeOutcome.OK)
+        for expected in (["b"], ["b", "a", "b"]):
+            pauses.go_on()
+            await turns()
+            assert sorted(name for name, _ in results.seen) == sorted(expected)
+
+
+async def test_probes_of_another_process_count_as_ones_own(make_cluster: MakeCluster) -> None:
+    """For the verdict: as many failed ones in a row take an engine out, and bring it back. They are counted, told and
+    logged where they were made."""
+    bench = make_cluster("a", health=HealthCheckSettings(unhealthy_threshold=2, healthy_threshold=2))
+    verdicts, told = bench.cluster.verdicts, list[tuple[str, ProbeOutcome]]()
+    verdicts.tell_probe = lambda engine, outcome: told.append((engine, outcome))
+    health, (engine,) = bench.endpoint("a").health, bench.cluster.engines
+    verdicts.record_probe(engine, ProbeOutcome.OK)
+    verdicts.record_probe(engine, ProbeOutcome.NOT_SENT)
+    verdicts.record_probe(engine, ProbeOutcome.FAILED)
+    verdicts.hear_probe(EndpointId("a"), ProbeOutcome.TIMEOUT)
+    assert not health.is_healthy
+    verdicts.hear_probe(EndpointId("a"), ProbeOutcome.OK)
+    verdicts.record_probe(engine, ProbeOutcome.OK)
+    assert health.is_healthy
+    assert told == [("a", ProbeOutcome.OK), ("a", ProbeOutcome.FAILED), ("a", ProbeOutcome.OK)]
 
 
 async def test_a_few_are_probed_at_once(make_cluster: MakeCluster) -> None:

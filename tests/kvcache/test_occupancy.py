@@ -40,6 +40,16 @@ def test_engines_that_were_read_lately_show_their_figures(clock: FakeClock) -> N
     assert samples(metrics, "kvproxy_engine_kv_usage_ratio") == samples(metrics, "kvproxy_engine_requests") == {}
 
 
+def test_what_engines_reused_is_shown_by_endpoint_and_tier(clock: FakeClock) -> None:
+    """Their own counters, which begin again with the engine."""
+    metrics = Metrics()
+    service = service_of(clock, metrics=metrics)
+    a, b = service.clusters["c"].endpoints
+    service.scraper.signals.note_scrape(a, EngineMetrics(cached_from={"device": 1472, "unspecified": 1280}))
+    service.scraper.signals.note_scrape(b, EngineMetrics())
+    assert samples(metrics, "kvproxy_engine_cached_tokens") == {("a", "device"): 1472, ("a", "unspecified"): 1280}
+
+
 def test_the_index_is_measured_against_each_endpoints_capacity(clock: FakeClock) -> None:
     """An endpoint whose engine keeps nothing has no share."""
     metrics = Metrics()

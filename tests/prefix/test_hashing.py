@@ -5,15 +5,17 @@ from array import array
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest, xxh64_intdigest
 
 from kvproxy.prefix.hashing import (
     BLOCK_SIZES,
+    TEXT_BLOCK_BYTES,
     canonical_bytes,
     message_chain,
     mix_keys,
     root_seed,
     text_blocks,
+    text_chain,
     token_blocks,
 )
 from kvproxy.types import Prompt
@@ -72,6 +74,16 @@ def test_no_keys_leave_the_seed_alone() -> None:
     """A block without extra keys chains from its parent directly; text and bytes are one key."""
     assert mix_keys(9, ()) == 9
     assert mix_keys(9, ["x"]) == mix_keys(9, [b"x"]) != 9
+
+
+@given(st.binary(max_size=40 * TEXT_BLOCK_BYTES), st.integers(0, 3000))
+def test_text_is_hashed_in_rows_as_block_by_block(data: bytes, start: int) -> None:
+    """Each hash is xxh64 of the slice, seeded with the one before, from wherever it begins."""
+    parent, expected = 5, []
+    for at in range(start := min(start, len(data)), len(data) - TEXT_BLOCK_BYTES + 1, TEXT_BLOCK_BYTES):
+        parent = xxh64_intdigest(data[at : at + TEXT_BLOCK_BYTES], parent)
+        expected.append(parent)
+    assert text_chain(data, 5, start=start).tolist() == expected
 
 
 def test_a_grown_chat_keeps_its_text_blocks() -> None:

@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvproxy.prefix.hygiene.causes import ADVICE, Cause
 from kvproxy.prefix.hygiene.comparison import Change, find_change
 from kvproxy.prefix.hygiene.parts import digest_part
-from kvproxy.prefix.hygiene.threads import DIGEST, LENGTH, MAX_THREADS, Session, Sessions, Thread, digest_message
-from kvproxy.prefix.tokens.session_hashes import SessionHashes
+from kvproxy.prefix.hygiene.threads import DIGEST, LENGTH, MAX_THREADS, Session, Sessions, Thread, digest_messages
+from kvproxy.prefix.tokens.session_hashes import PromptText, SessionHashes
 from kvproxy.request.parse import parse_body
 from kvproxy.types import RequestKind
 
@@ -73,7 +74,7 @@ class Conversations:
         if thread is not None:
             self.sessions.grew(session, thread.grow(keys, blocks, text))
             return None
-        new = Thread(model, keys, blocks, text, self.sessions.heads.head_of(text))
+        new = Thread.begun(model, keys, blocks, text, self.sessions.heads.head_of(text))
         change = find_change(session, new, text)
         replaced = None if change is None or change.cause is Cause.MODEL_SWITCH else change.thread
         self.sessions.add(session, new, instead_of=replaced)
@@ -385,7 +386,7 @@ def test_what_is_kept_is_bounded_and_counted() -> None:
         blocks, keys, _, text = hashes.identified(MESSAGES, request.prompt, 8)
         assert text is not None
         session = sessions.use(("", str(number)))
-        sessions.add(session, Thread("m", keys, blocks, text, sessions.heads.head_of(text)))
+        sessions.add(session, Thread.begun("m", keys, blocks, text, sessions.heads.head_of(text)))
         assert len(sessions) <= 3
     assert sessions.held_bytes <= 20_000 + sessions.heads.held_bytes
     for number in range(8):
@@ -409,11 +410,13 @@ def test_no_text_is_kept() -> None:
     (thread,) = conversations.session.threads
 
     def kept(value: object) -> list[object]:
+        if isinstance(value, msgspec.Struct):
+            value = msgspec.structs.astuple(value)
         if isinstance(value, tuple | list):
             return [found for each in value for found in kept(each)]
         return [value]
 
-    held = [value for name in Thread.__slots__ for value in kept(getattr(thread, name))]
+    held = kept(thread)
     assert {value for value in held if isinstance(value, str | bytes)} == {"m", "tool", "system block"}
 
 
@@ -430,5 +433,6 @@ def test_what_cannot_be_read_is_one_part() -> None:
 def test_a_message_longer_than_its_length_can_tell_is_a_long_one() -> None:
     """Beyond 16 MiB the length is cut, and neither wraps around nor spills into the digest."""
     long = bytes(LENGTH + 1)
-    assert digest_message(long) & LENGTH == LENGTH
-    assert digest_message(long) & DIGEST == digest_part(long) & DIGEST
+    (number,) = digest_messages(PromptText(b"", (long,).__getitem__, 1, len(long)), 0, 1)
+    assert number & LENGTH == LENGTH
+    assert number & DIGEST == digest_part(long) & DIGEST

@@ -333,3 +333,67 @@ def test_a_text_with_quotes_is_the_same_in_a_part_and_as_a_string(kind: RequestK
     contents: list[Any] = [text, [part], [part | {"cache_control": MARK}], [part | {"citations": [text]}]]
     first, *others = [identity(kind, {"messages": [{"role": "user", "content": one}]}).parts for one in contents]
     assert [one == first for one in others] == [True, True, False]
+
+
+_CALL = [{"type": "text", "text": "a"}, {"type": "tool_use", "id": "t", "name": "f", "input": {"x": [{"a": 1}]}}]
+
+
+@pytest.mark.parametrize("kind", sorted(RULED))
+@pytest.mark.parametrize("compact", [True, False])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [{"type": "text", "text": 'a "quoted" text'}, {"type": "text", "text": "b"}],
+        [{"type": "text", "text": "a"}, {"type": "text", "text": 'ends with "quotes"'}],
+        [{"type": "text", "text": "a"}, {"type": "image", "source": {"data": "x"}}],
+        [{"type": "tool_result", "tool_use_id": "t", "content": "a"}, {"type": "text", "text": "b"}],
+    ],
+    ids=["quotes first", "quotes last", "an image last", "a result first"],
+)
+def test_marks_of_any_part_are_left_out(kind: RequestKind, parts: list[dict[str, Any]], *, compact: bool) -> None:
+    """Wherever they are among the parts of a message, and with whatever text around them."""
+    identities = {
+        identity(kind, {"messages": [{"role": "user", "content": content}]}, compact=compact).parts
+        for marks in range(2 ** len(parts))
+        for content in [[part | ({"cache_control": MARK} if marks >> n & 1 else {}) for n, part in enumerate(parts)]]
+    }
+    assert len(identities) == 1
+
+
+@pytest.mark.parametrize("kind", sorted(RULED))
+@pytest.mark.parametrize("name", ["name", "tool_call_id", "cache_control"])
+def test_a_member_beside_a_parts_text_is_no_field_of_the_message(kind: RequestKind, name: str) -> None:
+    """Templates print names of messages, not of parts."""
+    part = {"role": "user", "content": [{"type": "text", "text": "a", name: "b"}]}
+    field = {"role": "user", "content": "a", name: "b"}
+    assert identity(kind, {"messages": [part]}) != identity(kind, {"messages": [field]})
+
+
+def test_a_mark_in_an_argument_of_a_last_tool_call_is_prompt() -> None:
+    """Only that of the part itself is left out."""
+    inner = copy.deepcopy(_CALL)
+    inner[1]["input"]["x"][0]["cache_control"] = MARK  # type: ignore[index]
+    bodies = [{"messages": [{"role": "assistant", "content": content}]} for content in (_CALL, inner)]
+    assert identity(MESSAGES, bodies[0]) != identity(MESSAGES, bodies[1])
+
+
+def test_a_header_known_from_messages_is_left_out_of_the_same_chat() -> None:
+    """What is known by the bytes that were sent may be named by them for one API and not for another."""
+    system = {"role": "system", "content": HEADER.format(1) + "\nYou are."}
+    memo = SessionHashes()
+    for kind in (MESSAGES, CHAT, MESSAGES):
+        prompt = sent(kind, {"messages": [system, {"role": "user", "content": "Hi"}]})
+        keys = memo.identified(kind, prompt, 8)[1]
+        assert list(keys) == list(message_chain(prompt_identity(kind, prompt), 8))
+
+
+@given(
+    st.lists(st.text(st.sampled_from('a"\\\n]}{,'), min_size=1), min_size=1, max_size=3),
+    st.sampled_from([CHAT, MESSAGES]),
+)
+def test_texts_as_parts_are_told_apart(texts: list[str], kind: RequestKind) -> None:
+    """A part's text is the same as a string; two parts are not, whatever is quoted in them."""
+    parts = [{"type": "text", "text": text} for text in texts]
+    listed = identity(kind, {"messages": [{"role": "user", "content": parts}]})
+    whole = identity(kind, {"messages": [{"role": "user", "content": "".join(texts)}]})
+    assert (listed == whole) == (len(texts) == 1)

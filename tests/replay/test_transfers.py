@@ -12,10 +12,11 @@ from kvproxy.replay.compare import PolicySpec, UnknownPolicy, play_policy
 from kvproxy.replay.results import Summary, summarize_outcomes
 from kvproxy.replay.router import SimEndpoint
 from kvproxy.replay.settings import Pace, ReplayFleet
-from kvproxy.replay.transfers import LinkPlan, Transfer, TransferPlanner
+from kvproxy.replay.transfers import LinkPlan, SimTransfers
 from kvproxy.replay.view import endpoint_id
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
 from kvproxy.routing.speeds import SpeedModel, SpeedPriors
+from kvproxy.routing.transfers import LATE, LINK, Transfer
 from kvproxy.simulator.block_cache import BlockCache
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import BlockStored, EngineSettings
@@ -31,8 +32,8 @@ def endpoints() -> list[SimEndpoint]:
     return [SimEndpoint(name, index, Engine(EngineSettings(64, BLOCK))) for index, name in enumerate((A, B, C))]
 
 
-def planner(plan: LinkPlan = PLAN) -> TransferPlanner:
-    return TransferPlanner(plan, block_size=BLOCK, rng=Random(1))
+def planner(plan: LinkPlan = PLAN) -> SimTransfers:
+    return SimTransfers(plan, block_size=BLOCK, rng=Random(1))
 
 
 def published(blocks: int) -> Overlap:
@@ -52,8 +53,8 @@ def test_the_longest_is_offered_everywhere_at_its_price() -> None:
     assert [offered.facts.matched_tokens(name) for name in (A, B, C)] == [16 * BLOCK] * 3
     assert offered.adapter_s is not None
     assert set(offered.adapter_s) == {B, C}
-    copy_s = 14 * BLOCK / PLAN.tokens_per_s
-    assert offered.adapter_s[B] == pytest.approx(2 * copy_s + PLAN.latency_s)
+    copy_s = PLAN.latency_s + 14 * BLOCK / PLAN.tokens_per_s
+    assert offered.adapter_s[B] == pytest.approx((LATE + LINK) * copy_s)
     assert offered.adapter_s[C] > offered.adapter_s[B]
 
 
@@ -78,7 +79,7 @@ def test_a_copy_that_is_over_in_time_costs_the_link_alone() -> None:
     there[2].load.reserve(20_000, 0, 0.0)
     offered = planner().offer(asked(a=published(16)), there, SPEEDS, 0.0)
     assert offered.adapter_s is not None
-    assert offered.adapter_s[C] == pytest.approx(16 * BLOCK / PLAN.tokens_per_s)
+    assert offered.adapter_s[C] == pytest.approx(LINK * (PLAN.latency_s + 16 * BLOCK / PLAN.tokens_per_s))
     assert offered.adapter_s[B] > offered.adapter_s[C]
 
 
@@ -103,7 +104,7 @@ def test_both_links_are_reserved() -> None:
     assert second == pytest.approx(2 * first)
     offered = under_test.offer(asked(a=published(16)), endpoints(), SPEEDS, 0.0)
     assert offered.adapter_s is not None
-    assert offered.adapter_s[B] == pytest.approx(4 * first - PLAN.latency_s)
+    assert offered.adapter_s[B] == pytest.approx(LATE * 3 * first + LINK * first)
     assert (under_test.counts.made, under_test.counts.tokens) == (2, 32 * BLOCK)
 
 
@@ -147,6 +148,14 @@ def test_more_is_reused_where_it_can_be_copied() -> None:
     assert moved.hit_rate > without.hit_rate
     assert moved.ttft_mean_s < without.ttft_mean_s
     assert figures(replace(fleet, link=LinkPlan(0.5)), "kv_aware+queue+move") == without
+
+
+def test_a_copy_that_no_request_waits_for() -> None:
+    """It is made while the router queue holds the request, as the proxy does it: without a queue there is none."""
+    fleet = ReplayFleet(instances=3, link=LinkPlan(12.5, waits=False))
+    without, moved = (figures(fleet, text) for text in ("kv_aware+queue", "kv_aware+queue+move"))
+    assert moved.hit_rate > without.hit_rate
+    assert figures(fleet, "kv_aware+move") == figures(fleet, "kv_aware")
 
 
 def test_nothing_is_lost_with_engines_that_leave() -> None:

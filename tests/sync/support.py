@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from kvproxy.cluster.verdicts import ProbeOutcome, TellProbe
 from kvproxy.kvcache.overlap.indexes import IndexState, LocalIndexes
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
 from kvproxy.routing.kv_aware import KvAware
@@ -42,6 +43,7 @@ class Cluster:
         self.ledgers = {endpoint: EndpointLoad() for endpoint in endpoints}
         self.samples: list[tuple[EndpointId, Features, float]] = []
         self.draining: dict[EndpointId, bool] = {}
+        self.probes: list[tuple[EndpointId, ProbeOutcome]] = []
 
     def loads(self) -> Iterable[tuple[EndpointId, EndpointLoad]]:
         return self.ledgers.items()
@@ -63,6 +65,12 @@ class Cluster:
 
     def drain(self, endpoint: EndpointId, *, draining: bool) -> None:
         self.draining[endpoint] = draining
+
+    def watch_probes(self, tell: TellProbe) -> None:
+        self.tell_probe = tell
+
+    def hear_probe(self, engine: EndpointId, outcome: ProbeOutcome) -> None:
+        self.probes.append((engine, outcome))
 
 
 def chain(*blocks: int) -> array[int]:

@@ -8,8 +8,11 @@ from itertools import count
 import pytest
 from starlette.types import Send
 
+from kvproxy.cluster.verdicts import ProbeOutcome
 from kvproxy.listener.server import serve
+from kvproxy.sync.deltas import Drained, Probed
 from kvproxy.sync.peers import SyncStatus
+from kvproxy.sync.wire import Batch, Hello, Origin
 from tests.kvcache.support import Fake
 from tests.support.fake_engine import Call, FakeEngine, start_stream
 from tests.support.proxy import chat
@@ -91,6 +94,44 @@ async def test_an_engines_metrics_are_read_once_for_all() -> None:
         await scrapers[1].scrape_all()
         assert engine.calls["/metrics"] == asked + 1
         assert await both.metric('kvproxy_engine_requests{cluster="default",endpoint="a",state="running"}') == 3
+
+
+async def test_an_engine_is_probed_by_one_worker_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what it found each draws the same conclusion; it is counted once."""
+    monkeypatch.setattr("kvproxy.cluster.verdicts.FIRST_PROBES_S", 3600.0)
+    health = {"interval": "1h", "unhealthy_threshold": 3}
+    async with serve(FakeEngine("a")) as url, together({"a": url}, health=health) as both:
+        await both.synced()
+        clusters = [proxy.clusters["default"] for proxy in both.proxies]
+        for cluster in clusters:
+            cluster._prober.probe_engines(())  # none comes by itself
+        healths = [cluster.endpoints[0].health for cluster in clusters]
+        clusters[0].verdicts.record_probe(clusters[0].engines[0], ProbeOutcome.OK)
+        for failed in (1, 2):
+            clusters[0].verdicts.record_probe(clusters[0].engines[0], ProbeOutcome.UNREACHABLE)
+            await until(lambda failed=failed: [one.failed_probes for one in healths] == [failed, failed])
+        clusters[1].verdicts.record_probe(clusters[1].engines[0], ProbeOutcome.TIMEOUT)
+        await until(lambda: not any(one.is_healthy for one in healths))
+        assert all(one.heard for one in healths)
+        counted = 'kvproxy_health_probes_total{cluster="default",endpoint="a",outcome="unreachable"}'
+        assert await both.metric(counted) == 2
+        assert await both.metric('kvproxy_ejections_total{cluster="default",endpoint="a",reason="probes"}') == 1
+
+
+async def test_replicas_probe_for_themselves() -> None:
+    """What one machine cannot reach another one may."""
+    async with serve(FakeEngine("a")) as url, together({"a": url}, health={"interval": "1h"}) as both:
+        await both.synced()
+        there, cluster = both.proxies[1].sync, both.proxies[1].clusters["default"]
+        assert there is not None
+        other = Origin("elsewhere", 0, 1)
+        there.peers.receive(Hello(other), 0, both.proxies[1].clock())
+        probed = Probed("default", "a", ProbeOutcome.UNREACHABLE)
+        there.peers.receive(
+            Batch(other, 1, 0.0, [probed, Drained("default", "a", True)], []), 0, both.proxies[1].clock()
+        )
+        assert cluster.endpoints[0].draining
+        assert not cluster.endpoints[0].health.heard
 
 
 async def test_requests_of_one_worker_are_load_in_the_other() -> None:

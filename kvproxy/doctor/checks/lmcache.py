@@ -133,7 +133,8 @@ class ActionsCheck(LmcacheCheck):
         strategy = self.lmcache.settings.cache_strategy
         acts = strategy.enable_pinning or strategy.enable_compression or strategy.enable_eviction
         lever = await self.lmcache.find_transfers()
-        told = [judge_transfers(self.where, lever, wanted=self.lmcache.settings.transfers.ahead)]
+        transfers = self.lmcache.settings.transfers
+        told = [judge_transfers(self.where, lever, wanted=transfers.ahead or transfers.on_demand)]
         return [*told, *(await self._judge_strategies(strategy) if acts else ())]
 
     async def _judge_strategies(self, strategy: CacheStrategySettings) -> Sequence[Finding]:
@@ -156,7 +157,7 @@ def judge_transfers(where: str, lever: str, *, wanted: bool) -> Finding:
         return ok(where, "KV cannot be transferred: no store that instances share is known, and none reads another's")
     fix = (
         "coordinator: give the servers one --l2-adapter with `shared: true` and --coordinator-l2-event-reporting, or "
-        "--p2p-advertise-url; controller: enable_p2p at the engines; or set `transfers.ahead: false`"
+        "--p2p-advertise-url; controller: enable_p2p at the engines; or leave out `transfers`"
     )
     return warning(where, "has nothing that KV could be transferred from: `transfers` does nothing", fix)
 

@@ -1,7 +1,7 @@
 """Transfers: KV is copied into an instance's memory before a request needs it there.
 
 Ahead of a session's next turn, at the endpoint where the router would send it, from a store that its instance reads or
-from another instance.
+from another instance; and on demand (on_demand.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,8 +31,10 @@ from kvproxy.kvcache.overlap.sources import OverlapSources
 from kvproxy.kvcache.providers import ActionKind, Prefix
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import Overlap, PickRequest
+from kvproxy.routing.speeds import SpeedModel
+from kvproxy.routing.transfers import draw_source, find_holders, near_tokens
 from kvproxy.routing.work import prefill_s
-from kvproxy.types import Clock, EndpointId, Prompt, Tier
+from kvproxy.types import Clock, EndpointId, Prompt
 
 #: Sessions whose next turn is expected, and tokens of their prompts; further turns are not prepared.
 MAX_EXPECTED, MAX_EXPECTED_TOKENS = 1024, 8_000_000
@@ -41,8 +43,9 @@ MAX_EXPECTED, MAX_EXPECTED_TOKENS = 1024, 8_000_000
 LEAD, MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 0.2, 600.0
 #: Sources that hold as much as the longest, but for so many tokens, are equally good.
 STEP_TOKENS = 256
-#: Tiers from which nothing has to be transferred.
-NEAR = frozenset({Tier.DEVICE, Tier.PINNED, Tier.HOST})
+
+#: Told how a transfer went (a metric label), and the tokens it brought.
+OnTransferred = Callable[[str, int], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -69,14 +72,14 @@ class Transfers:
         clock: Clock,
         rng: random.Random,
     ) -> None:
-        self._settings = settings.transfers
+        self.settings = settings.transfers
         self._timeout_s = settings.request_timeout
         self._overlap = overlap
         self._executor = executor
         self._jobs = jobs
-        self._metrics = metrics.transfers
-        self._clock = clock
-        self._rng = rng
+        self.metrics = metrics.transfers
+        self.clock = clock
+        self.rng = rng
         self.link = Link(settings.transfers, clock=clock)
         self._pauses = SessionPauses()
         self._expected: dict[int, _Expected] = {}
@@ -84,7 +87,7 @@ class Transfers:
 
     def show(self) -> None:
         """The gauge reads it from now on."""
-        self._metrics.expected.set_function(lambda: len(self._expected))
+        self.metrics.expected.set_function(lambda: len(self._expected))
 
     def close(self) -> None:
         """Prepare no turn any more."""
@@ -102,12 +105,12 @@ class Transfers:
 
     def expect_turn(self, facts: RequestFacts, prefix: KnownPrefix, tokens: TokenIds) -> None:
         """A turn of a session is over, whose prompt has these tokens: its next one begins with them."""
-        session, now = facts.names.session, self._clock()
-        if not session or facts.request.session_ends:
+        session, now = facts.names.session, self.clock()
+        if not self.settings.ahead or not session or facts.request.session_ends:
             return
         pause_s = self._pauses.note_turn(session, facts.started_at, now)
         self._forget(session)
-        if pause_s is None or not MIN_PAUSE_S <= pause_s <= MAX_PAUSE_S or len(tokens) < self._settings.min_tokens:
+        if pause_s is None or not MIN_PAUSE_S <= pause_s <= MAX_PAUSE_S or len(tokens) < self.settings.min_tokens:
             return
         if self._expected_tokens + len(tokens) > MAX_EXPECTED_TOKENS or len(self._expected) >= MAX_EXPECTED:
             return
@@ -139,15 +142,10 @@ class Transfers:
             return False
         found = self._find_source(facts, target)
         if found is None:
-            self._metrics.refused.labels("held").inc()
+            self.metrics.refused.labels("held").inc()
             return False
         source, tokens = found
-        speeds = facts.cluster.speeds
-        compute_s = math.inf if speeds is None else prefill_s(tokens, 0, 0.0, speeds.seconds)
-        if refused := self.link.why_refused(tokens, compute_s):
-            self._metrics.refused.labels(refused).inc()
-            return False
-        return self._begin(target, prefix, tokens, source)
+        return self.begin(target, prefix, tokens, source, "next turn", facts.cluster.speeds)
 
     async def _look_up(self, facts: RequestFacts) -> bool:
         """What holds it now, into the facts; False where nothing says so."""
@@ -171,61 +169,74 @@ class Transfers:
         cluster = facts.cluster
         preferred = None if cluster.policy.uses_overlap else facts.preferred
         asked = PickRequest(facts.model, facts.request.session_key, facts.overlaps, preferred)
-        verdict = cluster.decide(asked, self._clock())
+        verdict = cluster.decide(asked, self.clock())
         return None if isinstance(verdict, Refusal) else verdict.endpoint
 
     def _find_source(self, facts: RequestFacts, target: Endpoint) -> tuple[str, int] | None:
         """The instance that the target lacks most from ("": what its own instance reads), and how much that is."""
         held, by_endpoint = facts.overlaps.by_endpoint.get(target.id, Overlap(0)), facts.overlaps.by_endpoint
         far = _far_tokens([one for one in facts.lookup_overlaps if one.endpoint == target.id], held.device_tokens)
-        if far >= self._settings.min_tokens:
+        if far >= self.settings.min_tokens:
             return "", far
         provider = self._overlap.lookups.provider
         if provider is None or not provider.copies:
             return None
         others = [one for one in facts.endpoints if one.instance_id != target.instance_id]
-        source = choose_source(others, by_endpoint, self._rng)
-        if source is None:
+        holders = find_holders(others, {name: one.tokens for name, one in by_endpoint.items()}, STEP_TOKENS)
+        if not holders:
             return None
+        source = draw_source(holders, self.rng)
         missing = by_endpoint[source.id].tokens - held.tokens
-        return (source.instance_id, missing) if missing >= self._settings.min_tokens else None
+        return (source.instance_id, missing) if missing >= self.settings.min_tokens else None
 
-    def _begin(self, target: Endpoint, prefix: KnownPrefix, tokens: int, source: str) -> bool:
-        action = Action(ActionKind.TRANSFER, target.instance_id, prefix, "next turn", source=source)
-        over = partial(self._over, target.id, prefix, action)
+    def begin(
+        self,
+        target: Endpoint,
+        prefix: KnownPrefix,
+        tokens: int,
+        source: str,
+        reason: str,
+        speeds: SpeedModel | None,
+        on_over: OnTransferred | None = None,
+    ) -> bool:
+        """Copy the prefix to the target, which lacks so many tokens of it, unless a limit or its price refuses that.
+        `source` as of Action."""
+        compute_s = math.inf if speeds is None else prefill_s(tokens, 0, 0.0, speeds.seconds)
+        if refused := self.link.why_refused(tokens, compute_s):
+            self.metrics.refused.labels(refused).inc()
+            return False
+        action = Action(ActionKind.TRANSFER, target.instance_id, prefix, reason, source=source)
+        over = partial(self._over, target.id, prefix, action, on_over)
         if not self._executor.submit(action, self, over):
             return False
         self.link.begin(tokens)
         return True
 
     def _over(
-        self, endpoint: EndpointId, prefix: KnownPrefix, action: Action, result: str, amount: int | None, took_s: float
+        self,
+        endpoint: EndpointId,
+        prefix: KnownPrefix,
+        action: Action,
+        on_over: OnTransferred | None,
+        result: str,
+        amount: int | None,
+        took_s: float,
     ) -> None:
         tokens = (amount or 0) if result == "done" else 0
         self.link.end(tokens, took_s)
-        self._metrics.seconds.labels(result).observe(took_s)
-        self._metrics.tokens.labels(endpoint).inc(tokens)
+        self.metrics.seconds.labels(result).observe(took_s)
+        self.metrics.tokens.labels(endpoint).inc(tokens)
         if tokens:
             held = Prefix(prefix.tokens, prefix.model, prefix.cache_salt)
             self._overlap.lookups.note_transfer(action.instance_id, held, tokens)
+        if on_over is not None:
+            on_over(result, tokens)
 
 
 def _far_tokens(told: Sequence[HolderOverlap], device_tokens: int) -> int:
     """What a lookup service, asked just now, knows of an endpoint beyond its engine's and its host's memory."""
-    near = [sum(tokens for tier, tokens in one.lower if tier in NEAR) if one.lower else one.tokens for one in told]
+    near = [near_tokens(Overlap(0, one.lower)) if one.lower else one.tokens for one in told]
     return max((one.tokens for one in told), default=0) - max([device_tokens, *near])
-
-
-def choose_source(
-    endpoints: Sequence[Endpoint], held: Mapping[EndpointId, Overlap], rng: random.Random
-) -> Endpoint | None:
-    """One of those that hold most, but for a step; the fewer requests wait there, the likelier."""
-    longest = max((held[one.id].tokens for one in endpoints if one.id in held), default=0)
-    if not longest:
-        return None
-    able = [one for one in endpoints if one.id in held and held[one.id].tokens > longest - STEP_TOKENS]
-    weights = [1.0 / (1 + one.load.pending_requests) for one in able]
-    return rng.choices(able, weights)[0]
 
 
 def _without_text(facts: RequestFacts, tokens: TokenIds) -> RequestFacts:

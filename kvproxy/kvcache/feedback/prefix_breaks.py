@@ -141,7 +141,7 @@ class PrefixBreaks:
         """None of the threads goes on: a new one, and what broke another, if anything did."""
         prompt, sessions = facts.request.prompt, self.sessions
         head = sessions.heads.head_of(text)
-        thread = Thread(facts.model, facts.keys, facts.hashes, text, head, header=header_of(prompt))
+        thread = Thread.begun(facts.model, facts.keys, facts.hashes, text, head, header=header_of(prompt))
         change = find_change(session, thread, text) if session.threads else None
         replaced = None if change is None or change.cause is Cause.MODEL_SWITCH else change.thread
         sessions.add(session, thread, instead_of=replaced)
@@ -190,13 +190,9 @@ class PrefixBreaks:
 
 def header_of(prompt: Prompt) -> int:
     """A digest of the billing header that the prompt came with; 0: none. Not every engine leaves it out."""
-    shape, at = prompt.shape, 0
-    while not shape.startswith(b"system:", at):
-        if (at := shape.find(b"\0", at) + 1) == 0:
-            break
-    else:
-        if found := _header_in(shape[at : at + _HEADER_WITHIN]):
-            return found
+    shape = prompt.shape
+    if shape.startswith(b"system:") and (found := _header_in(shape[:_HEADER_WITHIN])):  # it is the first of the fields
+        return found
     return _header_in(prompt.parts[0][:_HEADER_WITHIN]) if prompt.parts else 0
 
 

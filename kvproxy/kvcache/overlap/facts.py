@@ -18,6 +18,7 @@ from kvproxy.prefix.approximate.heat import Run
 from kvproxy.prefix.approximate.radix import PrefixCursor
 from kvproxy.prefix.tokens.session_hashes import PromptText
 from kvproxy.prefix.tokens.token_memory import HashedTokens
+from kvproxy.request.exchange import TransferResult
 from kvproxy.routing.policy import NO_FACTS, OverlapFacts
 from kvproxy.types import EndpointId, InferenceRequest
 
@@ -48,6 +49,7 @@ class RequestFacts(msgspec.Struct):
     lookup_overlaps: Sequence[HolderOverlap] = ()  # by a lookup that answered in time
     holders_found: int | None = None  # by a lookup that answered in time
     entry: SpeculativeEntry | None = None  # what routing told the approximate index
+    transfer: TransferResult | None = None  # of KV, while the router queue holds it
 
     @property
     def hashes(self) -> array[int]:

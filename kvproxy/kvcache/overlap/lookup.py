@@ -86,7 +86,7 @@ class LookupClient:
             raise
         self._seconds.observe(self._clock() - started)
         if self._transferred:
-            holders = [*holders, *self._find_transferred(prefix)]
+            holders = [*holders, *self.find_transferred(prefix)]
         self.hits += any(holder.tokens > 0 for holder in holders)
         return holders
 
@@ -160,7 +160,8 @@ class LookupClient:
         known = self._transferred.get(where, {})
         self._transferred[where] = {**known, instance: (tokens, _digest(prefix.tokens[:tokens]))}
 
-    def _find_transferred(self, prefix: Prefix) -> list[Holder]:
+    def find_transferred(self, prefix: Prefix) -> list[Holder]:
+        """Where its beginning was transferred lately."""
         tokens, known = prefix.tokens, self._transferred.get(_beginning(prefix), {})
         return [
             Holder(instance, count, True, ((Tier.HOST, count),))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Self
 
 from kvproxy.background_task import cancel_tasks
@@ -22,6 +23,7 @@ from kvproxy.kvcache.overlap.lookup_service import Connection
 from kvproxy.kvcache.overlap.lookup_task import LookupTask
 from kvproxy.kvcache.overlap.merge import HolderOverlap, in_steps
 from kvproxy.kvcache.overlap.tokens import TokenSource
+from kvproxy.kvcache.providers import Prefix
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
@@ -63,6 +65,8 @@ class OverlapSources:
             )
             for name, cluster in clusters.items()
         }
+        for name, cluster in clusters.items():
+            self.indexes[name].store_readers = partial(_store_readers, cluster)
         memory = state.token_memory(settings.token_cache, clock)
         self.tokens = TokenSource(
             settings, memory=memory, engines=engines, breakers=breakers, metrics=metrics, clock=clock
@@ -149,6 +153,17 @@ class OverlapSources:
             self.tokens.recall_tokens(facts)
         self._assess(facts)
 
+    def add_transferred(self, facts: RequestFacts) -> None:
+        """What transfers brought of its prompt, before what a lookup said of the same endpoints."""
+        if facts.tokens is None or self.lookups.provider is None:
+            return
+        holders = self.lookups.find_transferred(Prefix(facts.tokens, facts.model, facts.request.cache_salt or ""))
+        local, known = facts.overlaps.by_endpoint, self.instance_ids()
+        brought = self.lookups.count_overlaps(
+            holders, endpoints=facts.endpoints, known=known, local=local, hashes=facts.hashes
+        )
+        facts.lookup_overlaps = [*brought, *facts.lookup_overlaps]
+
     def placed(self, facts: RequestFacts, endpoint: EndpointId) -> None:
         """The request goes there now; what an earlier attempt told the index is taken back."""
         earlier = facts.entry
@@ -212,6 +227,10 @@ class OverlapSources:
         self._lookup_task.show(metrics)
         show_indexes(self.indexes, self._clusters, self.trust, metrics)
         self.tier_counts.show(metrics)
+
+
+def _store_readers(cluster: Cluster) -> list[EndpointId]:
+    return [endpoint.id for endpoint in cluster.endpoints if endpoint.reads_shared_kv]
 
 
 def _add_history(found: dict[EndpointId, Overlap], history: Served, step: int | None, prompt_tokens: int) -> None:

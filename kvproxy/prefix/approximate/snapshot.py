@@ -15,7 +15,8 @@ import msgspec
 from kvproxy.prefix.approximate.heat import Run
 from kvproxy.prefix.approximate.index import ApproximateIndex
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, little_endian, root_seed, text_blocks
-from kvproxy.types import EndpointId, Prompt
+from kvproxy.prefix.prompt_identity import prompt_identity
+from kvproxy.types import EndpointId, Prompt, RequestKind
 
 #: Hashes are handed out in pieces of about this size, so that no step copies all of them.
 CHUNK_BYTES = 256 * 1024
@@ -54,10 +55,19 @@ class Dumped:
     bytes_used: int
 
 
+#: A chat with something in it of what engines leave out or read alike.
+_CHAT = (
+    b'{"role":"system","content":"x-anthropic-billing-header: a;\\nb"}',
+    b'{"role":"user","content":[{"type":"text","text":"%b","cache_control":{"type":"ephemeral"}}]}'
+    % (2 * TEXT_BLOCK_BYTES * b"c"),
+)
+
+
 def fingerprint() -> int:
-    """Changes whenever the same prompt would get other hashes: block size, seeds, canonical bytes, hash function."""
+    """Changes whenever the same prompt would get other hashes: block size, seeds, identity, canonical bytes, hash
+    function."""
     seed = root_seed(block_size=TEXT_BLOCK_BYTES, model="model", lora="lora", cache_salt="salt")
-    return text_blocks(Prompt(b"shape", (b"first", bytes(2 * TEXT_BLOCK_BYTES))), seed)[-1]
+    return text_blocks(prompt_identity(RequestKind.CHAT, Prompt(b"shape", _CHAT)), seed)[-1]
 
 
 class _Writer:

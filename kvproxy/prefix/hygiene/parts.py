@@ -42,32 +42,29 @@ class PartKind(StrEnum):
     TEMPLATE = "template"
 
 
+_SYSTEM, _TOOL, _TEMPLATE = PartKind.SYSTEM, PartKind.TOOL, PartKind.TEMPLATE  # found sooner so
 _KIND_OF_FIELD = {b"tools": PartKind.TOOL, b"system": PartKind.SYSTEM, b"instructions": PartKind.SYSTEM}
 
 
-class HeadField(NamedTuple):
+class HeadField(msgspec.Struct, frozen=True, gc=False):
     """A field that shapes the prompt, or a message that is a chat's system prompt."""
 
     kind: PartKind
     digest: int
-    size: int
+    size: int  # of its value
     tools: array[int]  # a digest each; empty for other fields
 
 
-class Head(NamedTuple):
+class Head(msgspec.Struct, frozen=True, gc=False):
     """What of a head is kept."""
 
     fields: tuple[HeadField, ...]
     leading: int  # messages that are a part of it
+    held_bytes: int = 0  # about; tools that heads have in common count for each
 
     def of_kind(self, kind: PartKind) -> list[HeadField]:
         """Its fields of one kind."""
         return [field for field in self.fields if field.kind is kind]
-
-    @property
-    def held_bytes(self) -> int:
-        """About; tools that heads have in common count for each."""
-        return sum(120 + 8 * len(field.tools) for field in self.fields)
 
 
 class HeadText(NamedTuple):
@@ -85,7 +82,7 @@ def digest_part(text: bytes | memoryview) -> int:
 
 def is_system(message: bytes) -> bool:
     """Whether it is the chat's system prompt, by how it begins."""
-    return _is_system(message, 0, _ROLE_WITHIN) is not None
+    return not message.startswith(b'{"role":"user"') and _is_system(message, 0, _ROLE_WITHIN) is not None
 
 
 def fields_of(shape: bytes) -> list[bytes]:
@@ -137,18 +134,29 @@ class Heads:
 
     def head_of(self, text: PromptText) -> Head:
         """What is to be kept of the prompt's head."""
-        texts, leading = head_texts(text)
-        return Head(tuple([self._field(each) for each in texts]), leading)
+        fields, held, at, leading, shape = [], 0, 0, 0, text.shape
+        view = memoryview(shape)
+        while (end := shape.find(b"\0", at)) >= 0:
+            digest = xxh3_64_intdigest(view[at:end], SEED)
+            if shape.startswith(b"tools:", at):
+                tools = self._tools_of(view[at + len(b"tools:") : end], digest)
+                fields.append(HeadField(_TOOL, digest, end - at - len(b"tools:"), tools))
+                held += 8 * len(tools)
+            else:
+                value = shape.find(b":", at, end) + 1
+                kind = _KIND_OF_FIELD.get(shape[at : value - 1], _TEMPLATE)
+                fields.append(HeadField(kind, digest, end - (at if kind is _TEMPLATE else value), _NO_TOOLS))
+            at = end + 1
+        while leading < min(text.parts, _MAX_LEADING) and is_system(message := text.part_at(leading)):
+            fields.append(HeadField(_SYSTEM, xxh3_64_intdigest(message, SEED), len(message), _NO_TOOLS))
+            leading += 1
+        return Head(tuple(fields), leading, held + 120 * len(fields))
 
-    def _field(self, field: HeadText) -> HeadField:
-        digest = digest_part(field.text)
-        tools: array[int] = _NO_TOOLS
-        if field.kind is PartKind.TOOL:
-            known = self._tools.get(digest)
-            if known is None:
-                known = self._tools[digest] = array("Q", map(digest_part, items_of(bytes(field.text))))
-            tools = known
-        return HeadField(field.kind, digest, len(field.text), tools)
+    def _tools_of(self, value: memoryview, digest: int) -> array[int]:
+        known = self._tools.get(digest)
+        if known is None:
+            known = self._tools[digest] = array("Q", map(digest_part, items_of(bytes(value))))
+        return known
 
 
 _NO_TOOLS: array[int] = array("Q")

@@ -6,7 +6,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from kvproxy.prefix.hygiene.parts import Head, Heads, digest_part
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from kvproxy.prefix.hygiene.parts import SEED, Head, Heads
 from kvproxy.prefix.tokens.session_hashes import PromptText
 from kvproxy.types import EndpointId
 
@@ -22,51 +25,39 @@ DIGEST = (1 << 64) - 1 - LENGTH
 SessionKey = tuple[str, str]  # tenant, session
 
 
-def digest_message(message: bytes) -> int:
-    """The number that stands for it; in its lowest bits its length, as far as they can tell."""
-    return digest_part(message) & DIGEST | min(len(message), LENGTH)
+def digest_messages(text: PromptText, first: int, count: int) -> array[int]:
+    """A number for each of these messages; in its lowest bits its length, as far as they can tell."""
+    messages, part_at, digest = array("Q"), text.part_at, xxh3_64_intdigest
+    for index in range(first, count):
+        size = len(part := part_at(index))
+        messages.append(digest(part, SEED) & DIGEST | (size if size < LENGTH else LENGTH))
+    return messages
 
 
-class Thread:
-    """One conversation's last prompt that an engine prefilled."""
+class Thread(msgspec.Struct, eq=False, gc=False):
+    """One conversation's last prompt that an engine prefilled. (A struct: one is made in C.)"""
 
-    __slots__ = (
-        "at",
-        "blocks",
-        "endpoint",
-        "head",
-        "header",
-        "last_key",
-        "messages",
-        "model",
-        "parts",
-        "prompt_tokens",
-        "proved",
-    )
+    model: str
+    blocks: array[int]  # of its text, as the approximate index has them; not to be changed
+    head: Head
+    header: int  # that it began with, which is no part of its text; 0: none
+    parts: int  # messages, the head's leading ones included
+    last_key: int  # names all of the prompt
+    #: A digest of each message after the head, with its length in the lowest bits: one number, since every turn
+    #: adds some.
+    messages: array[int]
+    prompt_tokens: int = 0  # by its engine's count; 0: unknown
+    endpoint: EndpointId | None = None  # that holds it
+    at: float = 0.0  # when its request was over
+    proved: bool = False  # an engine was seen to reuse it
 
-    def __init__(
-        self,
-        model: str,
-        keys: Sequence[int],
-        blocks: array[int],
-        text: PromptText,
-        head: Head,
-        *,
-        header: int = 0,
-    ) -> None:
-        self.model = model
-        self.blocks = blocks  # of its text, as the approximate index has them; not to be changed
-        self.head = head
-        self.header = header  # that it began with, which is no part of its text; 0: none
-        self.parts = len(keys)  # messages, the head's leading ones included
-        self.last_key = keys[-1]  # names all of the prompt
-        #: A digest of each message after the head, with its length in the lowest bits: one number, since every turn
-        #: adds some.
-        self.messages = array("Q", [digest_message(text.part_at(index)) for index in range(head.leading, len(keys))])
-        self.prompt_tokens = 0  # by its engine's count; 0: unknown
-        self.endpoint: EndpointId | None = None  # that holds it
-        self.at = 0.0  # when its request was over
-        self.proved = False  # an engine was seen to reuse it
+    @classmethod
+    def begun(
+        cls, model: str, keys: Sequence[int], blocks: array[int], text: PromptText, head: Head, *, header: int = 0
+    ) -> Thread:
+        """By its first prompt."""
+        count = len(keys)
+        return cls(model, blocks, head, header, count, keys[-1], digest_messages(text, head.leading, count))
 
     @property
     def held_bytes(self) -> int:
@@ -75,10 +66,12 @@ class Thread:
 
     def grow(self, keys: Sequence[int], blocks: array[int], text: PromptText) -> int:
         """It went on with these messages; the further bytes held."""
-        parts = self.parts
-        self.messages.extend(digest_message(text.part_at(index)) for index in range(parts, len(keys)))
-        added = _MESSAGE_BYTES * (len(keys) - parts) + 8 * (len(blocks) - len(self.blocks))
-        self.parts, self.last_key, self.blocks = len(keys), keys[-1], blocks
+        parts, count = self.parts, len(keys)
+        added = 8 * (len(blocks) - len(self.blocks))
+        if count > parts:
+            self.messages += digest_messages(text, parts, count)
+            self.parts, added = count, added + _MESSAGE_BYTES * (count - parts)
+        self.last_key, self.blocks = keys[-1], blocks
         return added
 
 
@@ -96,11 +89,10 @@ class Session:
     def continued_by(self, keys: Sequence[int]) -> Thread | None:
         """The longest of the threads whose last prompt this one begins with, or is. A key names model, salt, head and
         all messages up to its own, so this is all there is to compare."""
-        found, count = None, len(keys)
+        found, longest, count = None, 0, len(keys)
         for thread in self.threads:
-            parts = thread.parts
-            if parts <= count and keys[parts - 1] == thread.last_key and (found is None or parts > found.parts):
-                found = thread
+            if longest < (parts := thread.parts) <= count and keys[parts - 1] == thread.last_key:
+                found, longest = thread, parts
         return found
 
 

@@ -5,57 +5,54 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TypeAlias
 
+import msgspec
 from xxhash import xxh3_64_intdigest
 
+from kvproxy.bounded import BoundedMapping
 from kvproxy.prefix.hashing import (
     TEXT_BLOCK_BYTES,
     canonical_bytes,
     canonical_tail,
-    chain,
-    message_chain,
-    mix_keys,
     text_blocks,
+    text_chain,
 )
-from kvproxy.prefix.prompt_identity import RULED, PartRules, rough_shape, shape_identity
+from kvproxy.prefix.prompt_identity import HEADERS, HEADS_OF_TEXT, PartRules, are_texts, header_span, shape_identity
 from kvproxy.types import Prompt, RequestKind
 
 _MAX_NAMED_BYTES = 16 * 1024 * 1024
 _ENTRY_BYTES = 250  # an entry's objects besides the hashes themselves
 #: Marked messages of one prompt before each of which the chat is kept as it began: the API takes four marks.
 _MARKS = 4
-#: What keeps messages as they were sent apart by the rules for them.
-_APART = {
-    (kind, drops_header): mix_keys(1, (kind.value, drops_header)) for kind in RULED for drops_header in (False, True)
-}
+_MAX_SHAPES, _SHAPE_BYTES = 4096, 300
+_CHAT = RequestKind.CHAT  # found sooner so
 
 
-class _Named(NamedTuple):
-    """Messages that came before: their keys, and the bytes that name them."""
-
-    keys: array[int]
-    size: int
+#: Messages that came before: the API, whether its engines drop the header, their keys, and the bytes that name them.
+_Named: TypeAlias = "tuple[RequestKind, bool, array[int], int]"
 
 
-class PromptText:
+class PromptText(msgspec.Struct):
     """The bytes that name a prompt, by message."""
 
-    __slots__ = ("_shape", "part_at", "parts", "size")
+    made_shape: bytes | Callable[[], bytes]
+    part_at: Callable[[int], bytes]
+    parts: int
+    size: int  # of `canonical_bytes`
 
-    def __init__(
-        self, shape: bytes | Callable[[], bytes], part_at: Callable[[int], bytes], parts: int, size: int
-    ) -> None:
-        self.part_at, self.parts = part_at, parts
-        self.size = size  # of `canonical_bytes`
-        self._shape = shape
+    @classmethod
+    def of_prompt(cls, prompt: Prompt) -> PromptText:
+        """Of one that is named by its own bytes."""
+        shape, parts = prompt.shape, prompt.parts
+        return cls(shape, parts.__getitem__, len(parts), sum(map(len, parts), len(shape) + 1 + len(parts)))
 
     @property
     def shape(self) -> bytes:
         """Made when it is asked for: of a chat's next turn it seldom is."""
-        if not isinstance(self._shape, bytes):
-            self._shape = self._shape()
-        return self._shape
+        if not isinstance(self.made_shape, bytes):
+            self.made_shape = self.made_shape()
+        return self.made_shape
 
 
 class SessionHashes:
@@ -71,6 +68,7 @@ class SessionHashes:
         self._known: dict[int, array[int]] = {}
         self._named: dict[int, _Named] = {}  # by the messages as they were sent
         self._named_bytes = 0
+        self._shapes: BoundedMapping[int, tuple[int, int]] = BoundedMapping(_MAX_SHAPES)
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -79,36 +77,38 @@ class SessionHashes:
     @property
     def held_bytes(self) -> int:
         """Bytes held, objects included."""
-        return self._bytes + self._named_bytes
+        return self._bytes + self._named_bytes + _SHAPE_BYTES * len(self._shapes)
 
     def text_blocks(self, prompt: Prompt, seed: int, keys: Sequence[int]) -> array[int]:
         """As `hashing.text_blocks`; `keys` is the prompt's `message_chain` of the same seed. The result is not to be
         changed."""
         if not keys:
             return text_blocks(prompt, seed)
-        size = len(prompt.shape) + 1 + sum(map(len, prompt.parts)) + len(prompt.parts)
-        return self._blocks(PromptText(prompt.shape, prompt.parts.__getitem__, len(prompt.parts), size), seed, keys)
+        return self.blocks_of(PromptText.of_prompt(prompt), seed, keys)
 
     def identified(
         self, kind: RequestKind, prompt: Prompt, seed: int, *, drops_header: bool = True
     ) -> tuple[array[int], Sequence[int], int, PromptText | None]:
         """The text blocks, the message keys and the bytes of the prompt's identity, and its text, for a kind whose
         messages have rules. Only messages that did not come in the same bytes before are looked at."""
-        rules, raw = PartRules(kind, drops_header=drops_header), prompt.parts
-        rough = rough_shape(kind, prompt.shape, drops_header=drops_header)
-        if not raw:
-            shape = shape_identity(kind, prompt.shape, drops_header=drops_header)
-            return text_blocks(Prompt(shape, ()), seed), (), len(shape), None
-        roughly = prompt if rough is prompt.shape else Prompt(rough, raw)
-        sent = message_chain(roughly, seed ^ _APART[kind, drops_header])
-        known, count = self._find_named(sent)
-        make_shape = partial(shape_identity, kind, prompt.shape, drops_header=drops_header)
-        text = PromptText(make_shape, raw.__getitem__, len(raw), 0)
-        if known is None:
-            keys, size = array("Q"), len(text.shape) + 1
+        raw = prompt.parts
+        if kind is _CHAT:
+            text = PromptText(prompt.shape, raw.__getitem__, len(raw), len(prompt.shape) + 1)
+            key = xxh3_64_intdigest(prompt.shape, seed)
         else:
-            keys, size = known.keys[:], known.size
-        key = keys[-1] if keys else xxh3_64_intdigest(text.shape, seed)
+            make = partial(shape_identity, kind, prompt.shape, drops_header=drops_header)
+            text = PromptText(make, raw.__getitem__, len(raw), 0)
+            key, text.size = self._find_shape(prompt.shape, text, seed, drops_header=drops_header)
+        if not raw:
+            return text_blocks(Prompt(text.shape, ()), seed), (), text.size - 1, None
+        begun = key
+        sent = [key := xxh3_64_intdigest(part, key) for part in raw]
+        if (hashes := self._find_plain(text, raw, seed, sent)) is not None:
+            return hashes, sent, text.size - 1 - len(raw) + prompt.unread_bytes, text
+        known, count = self._find_named(sent, kind, drops_header)
+        keys, size = (array("Q"), text.size) if known is None else (known[2][:], known[3])
+        rules = PartRules(kind, drops_header=drops_header)
+        key = keys[-1] if keys else begun
         new: list[bytes] = []
         marks: list[tuple[int, int]] = []  # where a marked message stands, and the bytes that name what is before it
         for index in range(count, len(raw)):
@@ -121,38 +121,77 @@ class SessionHashes:
             key = xxh3_64_intdigest(part, key)
             keys.append(key)
         for index, size_before in marks[-_MARKS:]:  # how the chat begins when the mark has moved on
-            self._name(sent[index - 1], keys[:index], size_before)
+            self._name(sent[index - 1], (kind, drops_header, keys[:index], size_before))
         if new:
-            self._name(sent[-1], keys, size)
+            self._name(sent[-1], (kind, drops_header, keys, size))
 
         def part_at(index: int) -> bytes:
             return new[index - count] if index >= count else rules.apply(index, raw[index])
 
         prompt_bytes = size - 1 - len(raw) + prompt.unread_bytes  # what ends the parts is none of it
         text.part_at, text.size = part_at, size
-        return self._blocks(text, seed, keys), keys, prompt_bytes, text
+        return self.blocks_of(text, seed, keys), keys, prompt_bytes, text
 
-    def _find_named(self, sent: Sequence[int]) -> tuple[_Named | None, int]:
+    def _find_shape(self, shape: bytes, text: PromptText, seed: int, *, drops_header: bool) -> tuple[int, int]:
+        """The key of a Messages shape's identity, and its bytes with what ends it: looked up by the shape without the
+        header that is new with each request."""
+        begin, end = header_span(shape) if drops_header else (0, 0)
+        rough = xxh3_64_intdigest(shape[:begin], seed ^ drops_header) if end else seed ^ drops_header
+        rough = xxh3_64_intdigest(memoryview(shape)[end:] if end else shape, rough)
+        found = self._shapes.get(rough)
+        if found is None:
+            found = self._shapes[rough] = xxh3_64_intdigest(text.shape, seed), len(text.shape) + 1
+        return found
+
+    def _find_plain(
+        self, text: PromptText, raw: tuple[bytes, ...], seed: int, sent: Sequence[int]
+    ) -> array[int] | None:
+        """The blocks of messages that are named by the bytes that were sent; None: some are not. What is known by its
+        bytes is named by them."""
+        if not raw[-1].startswith(HEADS_OF_TEXT):
+            return None
+        known, count = self._known, len(raw)
+        for key in reversed(sent):
+            if (hashes := known.get(key)) is not None:
+                break
+            count -= 1
+        else:
+            hashes = None
+        if not are_texts(raw, count) or raw[0].startswith(HEADERS):
+            return None
+        text.size = sum(map(len, raw), text.size + len(raw))
+        if hashes is not None and count == len(raw):
+            del known[key]
+            known[key] = hashes
+            return hashes
+        hashes = text_blocks(Prompt(text.shape, raw), seed) if hashes is None else _continued(hashes, text)
+        self._keep(sent[-1], hashes)
+        return hashes
+
+    def _find_named(self, sent: Sequence[int], kind: RequestKind, drops_header: bool) -> tuple[_Named | None, int]:
         """The longest beginning that came before, and its messages."""
-        named = self._named
-        for count in range(len(sent), 0, -1):
-            known = named.pop(sent[count - 1], None)
+        named, count = self._named, len(sent)
+        for key in reversed(sent):
+            known = named.pop(key, None)
             if known is not None:
-                named[sent[count - 1]] = known
-                return known, count
+                named[key] = known
+                if known[0] is kind and known[1] is drops_header:
+                    return known, count
+            count -= 1
         return None, 0
 
-    def _name(self, sent: int, keys: array[int], size: int) -> None:
-        """Neither is changed from now on."""
+    def _name(self, sent: int, messages: _Named) -> None:
+        """Its keys are not changed from now on."""
         named = self._named
-        if sent in named or _size(keys) > _MAX_NAMED_BYTES:
+        if sent in named or _size(messages[2]) > _MAX_NAMED_BYTES:
             return
-        named[sent] = _Named(keys, size)
-        self._named_bytes += _size(keys)
+        named[sent] = messages
+        self._named_bytes += _size(messages[2])
         while self._named_bytes > _MAX_NAMED_BYTES:
-            self._named_bytes -= _size(named.pop(next(iter(named))).keys)
+            self._named_bytes -= _size(named.pop(next(iter(named)))[2])
 
-    def _blocks(self, text: PromptText, seed: int, keys: Sequence[int]) -> array[int]:
+    def blocks_of(self, text: PromptText, seed: int, keys: Sequence[int]) -> array[int]:
+        """As `hashing.text_blocks` of a text with messages, whose keys these are. Not to be changed."""
         known, whole = self._known, keys[-1]
         hashes = known.pop(whole, None)
         if hashes is not None:
@@ -196,4 +235,4 @@ def _continued(earlier: array[int], text: PromptText) -> array[int]:
         offset, tail = 0, canonical_bytes(Prompt(text.shape, tuple(parts)))
     else:
         tail = canonical_tail(parts)
-    return earlier + chain(tail, TEXT_BLOCK_BYTES, earlier[-1], start=covered - offset)
+    return earlier + text_chain(tail, earlier[-1], start=covered - offset)

@@ -16,9 +16,10 @@ from kvproxy.config.load import check_config
 from kvproxy.kvcache.actions.executor import SPEED_AGE_S, Link
 from kvproxy.kvcache.actions.gaps import SessionPauses
 from kvproxy.kvcache.actions.job_queue import Job
-from kvproxy.kvcache.actions.transfers import MAX_PAUSE_S, MIN_PAUSE_S, Transfers, _far_tokens, choose_source
+from kvproxy.kvcache.actions.transfers import MAX_PAUSE_S, MIN_PAUSE_S, Transfers, _far_tokens
 from kvproxy.kvcache.overlap.merge import HolderOverlap
-from kvproxy.routing.policy import FactSource, Overlap
+from kvproxy.routing.policy import FactSource
+from kvproxy.routing.transfers import draw_source, find_holders
 from kvproxy.simulator.lmcache_chunks import WorkerSettings
 from kvproxy.simulator.lmcache_controller import ControllerApp, ControllerSettings, create_controller_app
 from kvproxy.simulator.lmcache_coordinator import CoordinatorApp, CoordinatorSettings, create_coordinator_app
@@ -324,9 +325,9 @@ def test_a_source_is_one_of_the_longest_and_rather_an_idle_one() -> None:
     a, b, c = cluster.endpoints
     for _ in range(3):
         b.load.reserve(100, 0, 0.0)
-    held = {a.id: Overlap(1024), b.id: Overlap(1100), c.id: Overlap(512)}
+    holders = find_holders((a, b, c), {a.id: 1024, b.id: 1100, c.id: 512}, 256)
+    assert holders == [a, b]
     rng = random.Random(1)
-    chosen = [choose_source((a, b, c), held, rng) for _ in range(2000)]
-    assert c not in chosen
+    chosen = [draw_source(holders, rng) for _ in range(2000)]
     assert 0.75 < chosen.count(a) / 2000 < 0.85
-    assert choose_source((a, b, c), {}, rng) is None
+    assert find_holders((a, b, c), {}, 256) == []

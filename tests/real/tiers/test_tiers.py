@@ -21,6 +21,7 @@ from tests.real.kvcache import ask, chat_tokens, decided, with_kvcache
 from tests.real.prompts import chat, text
 from tests.real.tiers.conftest import Tiers
 from tests.support.proxy import running_proxy
+from tests.support.until import until
 
 pytestmark = pytest.mark.real
 
@@ -171,6 +172,34 @@ async def test_a_stale_placement_costs_once(tiers: Tiers, directory: LMCacheCoor
     assert (wrong.predicted, wrong.source) == (whole_chunks(tokens), "lmcache_coordinator")
     assert wrong.cached_tokens < CHUNK
     assert [name for name in "ab" if f"{name}:" in matched] == [wrong.endpoint]  # which has computed it since
+
+
+async def test_kv_is_copied_while_a_request_waits(tiers: Tiers, directory: LMCacheCoordinatorClient, saw: Saw) -> None:
+    """From the disk into the memory of b's server, while b is at work on another prompt: the request is placed by that,
+    and its engine reuses what was predicted."""
+    body = chat(MID.name, text(600, seed="queued"))
+    tokens = await chat_tokens(tiers.pair.a.url, body)
+    async with httpx.AsyncClient(timeout=120) as http:
+        await http.post(f"{tiers.pair.a.url}/v1/chat/completions", json=body)
+    await until_placed(tiers, tokens, {("mp-a", "l1"), ("mp-a", "l2")})
+    await drop_memory(tiers, directory, tokens, "mp-a")
+    await until_placed(tiers, tokens, {("mp-a", "l2")})
+    settings = with_kvcache(**tiers.kvcache, transfers={"on_demand": True, "min_tokens": 512, "timeout": "10s"})
+    queue = {"admit_below": "1ms"}
+    async with running_proxy(tiers.endpoints[1:], filters=settings, policy="kv_aware", queue=queue) as proxy:
+        await ask(proxy.client, chat(MID.name, text(600, seed="a first prompt, from which speeds are learned")))
+        long = asyncio.create_task(ask(proxy.client, chat(MID.name, text(2500, seed="at work"))))
+        await until(lambda: proxy.proxy.clusters["default"].endpoints[0].load.in_flight == 1)
+        answer = await ask(proxy.client, body)
+        await long
+        done = proxy.metric("kvproxy_kvcache_transfers_on_demand_total", result="done")
+        held = await places(tiers, tokens)
+    reused = f"reused {answer.cached_tokens} of {len(tokens)}"
+    saw(f"predicted {answer.predicted} ({answer.source}), {reused}; then {held[0]}")
+    assert done == 1
+    assert all(("mp-b", "l1") in one for one in held)
+    assert answer.cached_tokens >= whole_chunks(tokens) - 1
+    assert answer.predicted <= answer.cached_tokens + 32
 
 
 class Killing(LMCacheCoordinatorClient):

@@ -1,0 +1,180 @@
+"""Transfers on demand: where a request may go together with KV that lies elsewhere. The proxy and replays ask this.
+
+Part of the decision: for each endpoint, the prompt's longest published beginning anywhere is offered as if it were
+there, at the price of waiting for the links of both ends and of the copy itself. Beginning the copy reserves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvproxy.routing.policy import Ledgered, Overlap, OverlapFacts, PickRequest, own_s
+from kvproxy.routing.selector import Decision
+from kvproxy.routing.speeds import SpeedModel
+from kvproxy.types import EndpointId, Tier
+
+#: Slower links are not used: the copy delays more than it saves. 1 GB/s where a token's KV is 128 KiB.
+LEAST_TOKENS_PER_S = 8192.0
+#: By how much a copy has to be faster than computing: it takes two engines' links from others besides.
+SAVES = 2.0
+#: Of the seconds that a request waits for its copy, and of those that links are taken: an engine that waits for a copy
+#: goes on with others, and a link with time to spare costs little. Tuned on halves of the traces that no report shows.
+LATE, LINK = 0.5, 0.02
+#: Tiers from which nothing has to be transferred.
+NEAR = frozenset({Tier.DEVICE, Tier.PINNED, Tier.HOST})
+#: The source of what an endpoint's own instance reads: a shared store, a disk.
+STORE = EndpointId("")
+NOTHING: Mapping[EndpointId, int] = {}
+
+LedgeredT = TypeVar("LedgeredT", bound=Ledgered)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTerms:
+    """What a copy takes, and what it must be worth."""
+
+    tokens_per_s: float  # of one copy; infinite: not known yet
+    latency_s: float
+    min_tokens: int  # fewer are not copied
+    step_tokens: int  # who holds as much as the longest, but for so many tokens, is as good a source
+    lands: Tier = Tier.DEVICE
+    waits: bool = True  # a request may wait for its copy; else it is over before the request's turn there
+
+
+@dataclass(slots=True)
+class Transfer:
+    """From one endpoint, or a STORE, to another: so many leading tokens, by then."""
+
+    source: EndpointId
+    target: EndpointId
+    tokens: int
+    over_at: float
+
+
+@dataclass(slots=True)
+class Links:
+    """When each endpoint's two links are free again."""
+
+    out: dict[EndpointId, float] = field(default_factory=dict)
+    into: dict[EndpointId, float] = field(default_factory=dict)
+
+    def reserve(self, transfer: Transfer, over_at: float) -> None:
+        """Both are taken until then."""
+        self.into[transfer.target] = over_at
+        if transfer.source != STORE:
+            self.out[transfer.source] = over_at
+
+    def free_at(self, source: EndpointId, target: EndpointId, now: float) -> float:
+        """When a copy could begin."""
+        return max(now, self.out.get(source, 0.0), self.into.get(target, 0.0))
+
+
+class TransferPlanner:
+    """Between endpoints with a link each way. Pure but for its links and its draws of chance."""
+
+    def __init__(self, terms: LinkTerms, *, rng: Random) -> None:
+        self.terms = terms
+        self.links = Links()
+        self._rng = rng
+        self._offered: tuple[PickRequest, Mapping[EndpointId, Transfer]] | None = None  # by the latest `offer`
+
+    def offer(
+        self,
+        asked: PickRequest,
+        endpoints: Sequence[Ledgered],
+        speeds: SpeedModel,
+        now: float,
+        *,
+        sources: Sequence[Ledgered],
+        published: Mapping[EndpointId, int],
+        stored: Mapping[EndpointId, int] = NOTHING,
+    ) -> PickRequest:
+        """The request with what could be copied to each endpoint, and the seconds that costs. `published`: leading
+        tokens that each of the `sources` could give; `stored`: those that an endpoint's own instance could bring
+        nearer."""
+        facts, self._offered = asked.facts, None
+        if self.terms.tokens_per_s < LEAST_TOKENS_PER_S:
+            return asked
+        found, offered, price_s = dict(facts.by_endpoint), {}, dict(asked.adapter_s or {})
+        for target in endpoints:
+            held = facts.by_endpoint.get(target.id, Overlap(0))
+            transfer = self._plan_transfer(sources, target, near_tokens(held), published, stored, now)
+            if transfer is None:
+                continue
+            missing = transfer.tokens - near_tokens(held)
+            copy_s, overlap = missing / self.terms.tokens_per_s, self._landed(held, transfer.tokens)
+            with_copy = OverlapFacts(facts.prompt_tokens, {target.id: overlap})
+            saved_s = own_s(facts, target.id, speeds) - own_s(with_copy, target.id, speeds)
+            if saved_s < (SAVES * copy_s if transfer.source != STORE else 0.0):
+                continue
+            wait_s = target.load.wait_s(speeds.seconds, speeds.slowness(target.id, now), now)
+            late_s = max(0.0, transfer.over_at - now - wait_s)
+            if late_s and not self.terms.waits:
+                continue
+            offered[target.id], found[target.id] = transfer, overlap
+            price_s[target.id] = price_s.get(target.id, 0.0) + LATE * late_s + LINK * (self.terms.latency_s + copy_s)
+        if not offered:
+            return asked
+        facts = msgspec.structs.replace(facts, by_endpoint=found)
+        asked = msgspec.structs.replace(asked, facts=facts, adapter_s=price_s)
+        self._offered = asked, offered
+        return asked
+
+    def find_transfer(self, decision: Decision[Any]) -> Transfer | None:
+        """The one that this decision is made with."""
+        if self._offered is None or self._offered[0] is not decision.request:
+            return None
+        return self._offered[1].get(decision.endpoint.id)
+
+    def _plan_transfer(
+        self,
+        sources: Sequence[Ledgered],
+        target: Ledgered,
+        near: int,
+        published: Mapping[EndpointId, int],
+        stored: Mapping[EndpointId, int],
+        now: float,
+    ) -> Transfer | None:
+        """From its own store where that holds as much; else from the holder whose link is free first, and among equals
+        the fewer requests wait there, the likelier."""
+        step, source, tokens = self.terms.step_tokens, STORE, stored.get(target.id, 0)
+        able = find_holders([one for one in sources if one.id != target.id], published, step)
+        if able and tokens <= max([published[one.id] for one in able]) - step:
+            out = self.links.out
+            earliest = min([max(now, out.get(one.id, 0.0)) for one in able])
+            source = draw_source([one for one in able if out.get(one.id, 0.0) <= earliest], self._rng).id
+            tokens = published[source]
+        if tokens - near < self.terms.min_tokens:
+            return None
+        began = self.links.free_at(source, target.id, now)
+        return Transfer(
+            source, target.id, tokens, began + self.terms.latency_s + (tokens - near) / self.terms.tokens_per_s
+        )
+
+    def _landed(self, held: Overlap, tokens: int) -> Overlap:
+        """What the endpoint holds once the copy is there."""
+        if self.terms.lands is Tier.DEVICE:
+            return Overlap(tokens, claimed_tokens=tokens)
+        device = min(held.device_tokens, tokens)
+        return Overlap(device, ((self.terms.lands, tokens - device),), claimed_tokens=tokens)
+
+
+def find_holders(endpoints: Sequence[LedgeredT], held: Mapping[EndpointId, int], step: int) -> Sequence[LedgeredT]:
+    """Those that hold as much as the longest, but for a step."""
+    longest = max([held.get(one.id, 0) for one in endpoints], default=0)
+    return [one for one in endpoints if held.get(one.id, 0) > max(0, longest - step)]
+
+
+def draw_source(holders: Sequence[LedgeredT], rng: Random) -> LedgeredT:
+    """One of them; the fewer requests wait there, the likelier."""
+    return rng.choices(holders, [1.0 / (1 + one.load.pending_requests) for one in holders])[0]
+
+
+def near_tokens(overlap: Overlap) -> int:
+    """Leading tokens from which nothing has to be transferred."""
+    return overlap.device_tokens + sum([tokens for tier, tokens in overlap.lower if tier in NEAR])

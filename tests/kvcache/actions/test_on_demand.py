@@ -1,0 +1,283 @@
+"""Transfers on demand: KV is copied while the router queue holds a request, which waits for nothing but its turn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvproxy.config.load import check_config
+from kvproxy.kvcache.actions.on_demand import OnDemand
+from kvproxy.receipts.explain import explain_receipt
+from kvproxy.receipts.receipt import Receipt, decode_receipt
+from tests.kvcache.support import A, B, Fake, controller, long_text, tokenize
+from tests.support.loopback import serve
+from tests.support.proxy import RunningProxy, running_proxy
+from tests.support.until import until
+
+TEXT = long_text("t", 1300)
+HELD = 1280
+FILLER = long_text("f", 60_000)
+
+
+@dataclass
+class Stage:
+    """Endpoint `a` holds the beginning of TEXT and takes no new requests, `b` is busy: the queue holds what comes."""
+
+    proxy: RunningProxy
+    service: Fake
+    on_demand: OnDemand
+    go_on: asyncio.Event
+    asked: list[asyncio.Task[httpx.Response]] = field(default_factory=list)
+
+    @property
+    def queue(self) -> int:
+        """Requests that wait."""
+        queue = self.proxy.proxy.clusters["default"].queue
+        assert queue is not None
+        return len(queue)
+
+    async def ask(self, text: str) -> asyncio.Task[httpx.Response]:
+        """A request that waits."""
+        before = self.queue
+        task = asyncio.create_task(self.proxy.client.post("/v1/chat/completions", json=body(text)))
+        self.asked.append(task)
+        await until(lambda: self.queue == before + 1)
+        return task
+
+    async def finish(self) -> list[httpx.Response]:
+        """The engine goes on, and all is answered."""
+        self.go_on.set()
+        return await asyncio.gather(*self.asked)
+
+    def result(self, result: str) -> float:
+        """Requests for which a copy ended so."""
+        return self.proxy.metric("kvproxy_kvcache_transfers_on_demand_total", result=result)
+
+
+def body(text: str) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": text}]}
+
+
+def held_by_a(tokens: list[int]) -> dict[str, Any]:
+    beginning = tokenize(body(TEXT))["tokens"][:HELD]
+    return {"a": ["LocalCPUBackend", HELD]} if tokens[:HELD] == beginning else {}
+
+
+def moved(asked: dict[str, Any]) -> dict[str, Any]:
+    """All of it, at once."""
+    return {"event_id": "x", "num_tokens": len(asked["tokens"])}
+
+
+@contextlib.asynccontextmanager
+async def stage(service: Fake, receipts: Path | None = None, **transfers: Any) -> AsyncIterator[Stage]:
+    """The proxy with both engines, one of them at work on a long prompt."""
+    go_on = asyncio.Event()
+
+    async def answer(_: dict[str, Any]) -> dict[str, Any]:
+        await go_on.wait()
+        usage = {"prompt_tokens": 1301, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": HELD}}
+        return {"choices": [], "usage": usage}
+
+    engines = [Fake({"/tokenize": tokenize, "/v1/chat/completions": answer}) for _ in "ab"]
+    async with serve(service) as url, serve(engines[0]) as a, serve(engines[1]) as b:
+        kvcache = {
+            "lmcache_endpoint": url,
+            "provider": "controller",
+            "engine_metrics_interval": 0,
+            "lookup_routing_timeout": "60s",
+            "request_timeout": "60s",
+            "transfers": {"on_demand": True, **transfers},
+            "retry": {"base_backoff": 0, "max_backoff": 0},
+        }
+        more: dict[str, Any] = {} if receipts is None else {"receipts": {"path": str(receipts)}}
+        filters = ["inference_request", {"kvcache": kvcache}, "router"]
+        async with running_proxy({"a": a, "b": b}, policy="kv_aware", queue={}, filters=filters, **more) as proxy:
+            cluster, kv = proxy.proxy.clusters["default"], proxy.proxy.kvcache
+            assert kv is not None
+            assert kv.on_demand is not None
+            await until(lambda: kv.overlap.lookups.possible)
+            cluster.drain_endpoint(A)
+            staged = Stage(proxy, service, kv.on_demand, go_on)
+            staged.asked.append(asyncio.create_task(proxy.client.post("/v1/chat/completions", json=body(FILLER))))
+            await until(lambda: engines[1].calls["/v1/chat/completions"] == 1)
+            yield staged
+            go_on.set()
+
+
+async def test_a_request_that_waits_finds_the_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """From the holder into the memory of where it goes, though the holder itself takes no requests; known to the
+    decision, written down with its reason, and told by the receipt."""
+    caplog.set_level(logging.INFO, "kvproxy.audit")
+    service, path = controller(held_by_a, move=moved), tmp_path / "receipts.jsonl"
+    async with stage(service, path) as staged:
+        waits = await staged.ask(TEXT)
+        await until(lambda: service.calls["/move"] == 1)
+        assert not waits.done()
+        await until(lambda: staged.on_demand._waiting == {})
+        answers = await staged.finish()
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert staged.result("done") == 1
+        assert staged.proxy.metric("kvproxy_kvcache_transferred_tokens_total", endpoint="b") == HELD
+    (asked,) = service.bodies["/move"]
+    assert (asked["old_position"][0], asked["new_position"][0], len(asked["tokens"])) == ("a", "b", HELD)
+    line = next(one for one in caplog.messages if "action=transfer" in one)
+    assert "instance=b" in line
+    assert "reason=queued" in line
+    assert "source=a" in line
+    receipt = receipts_of(path)[1300]
+    assert receipt.facts[B].tokens == HELD
+    assert receipt.transfer is not None
+    assert (receipt.transfer.endpoint, receipt.transfer.source, receipt.transfer.result) == (B, A, "done")
+    assert "1280 tokens were to come to b from a" in explain_receipt(receipt)
+
+
+def receipts_of(path: Path) -> dict[int, Receipt]:
+    """By hundreds of prompt tokens."""
+    read = [decode_receipt(line) for line in path.read_bytes().splitlines()]
+    return {(one.prompt_tokens or 0) // 100 * 100: one for one in read}
+
+
+async def test_a_copy_that_fails_is_computed(caplog: pytest.LogCaptureFixture) -> None:
+    """The source is gone: the request is answered in its turn, and the links are free."""
+    service = controller(held_by_a, move=lambda _: (500, {"error": "no such worker"}))
+    async with stage(service) as staged:
+        await staged.ask(TEXT)
+        await until(lambda: staged.on_demand._waiting == {} and service.calls["/move"] >= 1)
+        answers = await staged.finish()
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert staged.result("done") == 0
+        assert staged.on_demand._transfers.link.running == 0
+
+
+async def test_a_copy_that_brings_nothing_is_not_believed() -> None:
+    """What the source has lost meanwhile."""
+    service = controller(held_by_a, move=lambda _: {"event_id": "x", "num_tokens": 0})
+    async with stage(service) as staged:
+        await staged.ask(TEXT)
+        await until(lambda: staged.on_demand._waiting == {} and service.calls["/move"] == 1)
+        await staged.finish()
+        assert staged.result("no_effect") == 1
+
+
+@dataclass
+class Slow:
+    """A `/move` that ends when it is told to."""
+
+    end: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __call__(self, asked: dict[str, Any]) -> dict[str, Any]:
+        await self.end.wait()
+        return moved(asked)
+
+
+async def test_a_request_goes_when_its_turn_comes() -> None:
+    """The copy is late: it is answered before that is over."""
+    slow = Slow()
+    service = controller(held_by_a, move=slow)
+    async with stage(service, timeout="60s") as staged:
+        await staged.ask(TEXT)
+        await until(lambda: service.calls["/move"] == 1)
+        answers = await staged.finish()
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert staged.result("late") == 1
+        assert list(staged.on_demand._waiting.values()) == [[]]
+        slow.end.set()
+        await until(lambda: staged.on_demand._waiting == {})
+        assert staged.on_demand._transfers.link.running == 0
+
+
+async def test_a_copy_that_does_not_end_is_given_up() -> None:
+    slow = Slow()
+    service = controller(held_by_a, move=slow)
+    async with stage(service, timeout="10ms") as staged:
+        await staged.ask(TEXT)
+        await until(lambda: staged.on_demand._waiting == {} and service.calls["/move"] == 1)
+        slow.end.set()
+        await staged.finish()
+        assert staged.result("timeout") == 1
+
+
+async def test_a_client_that_leaves_leaves_nothing_behind() -> None:
+    """Its copy goes on, for others that come with the same; of the request nothing is kept."""
+    slow = Slow()
+    service = controller(held_by_a, move=slow)
+    async with stage(service, timeout="60s") as staged:
+        leaving = await staged.ask(TEXT)
+        await until(lambda: service.calls["/move"] == 1)
+        staged.asked.remove(leaving)
+        leaving.cancel()
+        await until(lambda: staged.queue == 0 and staged.result("left") == 1)
+        assert list(staged.on_demand._waiting.values()) == [[]]
+        slow.end.set()
+        await until(lambda: staged.on_demand._waiting == {})
+        assert staged.on_demand._transfers.link.running == 0
+        await staged.finish()
+
+
+async def test_requests_with_the_same_beginning_share_a_copy() -> None:
+    slow = Slow()
+    service = controller(held_by_a, move=slow)
+    async with stage(service, timeout="60s") as staged:
+        for tail in ("one", "another"):
+            await staged.ask(f"{TEXT} {tail}")
+            await until(lambda: service.calls["/move"] == 1)
+        assert [len(waiting) for waiting in staged.on_demand._waiting.values()] == [2]
+        slow.end.set()
+        await until(lambda: staged.on_demand._waiting == {})
+        await staged.finish()
+        assert staged.result("done") == 2
+    assert service.calls["/move"] == 1
+
+
+async def test_a_busy_link_is_left_alone() -> None:
+    """`at_once` are under way: the next request goes without."""
+    other = long_text("u", 1300)
+
+    def layout(tokens: list[int]) -> dict[str, Any]:
+        return {"a": ["LocalCPUBackend", HELD]} if len(tokens) < 2000 else {}
+
+    slow = Slow()
+    service = controller(layout, move=slow)
+    async with stage(service, timeout="60s", at_once=1) as staged:
+        await staged.ask(TEXT)
+        await until(lambda: service.calls["/move"] == 1)
+        await staged.ask(other)
+        assert staged.proxy.metric("kvproxy_kvcache_transfers_refused_total", reason="busy") == 1
+        answers = await staged.finish()
+        slow.end.set()
+        assert [answer.status_code for answer in answers] == [200, 200, 200]
+    assert service.calls["/move"] == 1
+
+
+async def test_nothing_is_copied_that_is_computed_as_fast() -> None:
+    """Fewer tokens than `min_tokens`."""
+    service = controller(held_by_a, move=moved)
+    async with stage(service, min_tokens=HELD + 1) as staged:
+        await staged.ask(TEXT)
+        await staged.finish()
+    assert service.calls["/move"] == 0
+
+
+@pytest.mark.parametrize(
+    ("queue", "lmcache", "said"),
+    [({}, "", "needs lmcache_endpoint"), (None, "http://127.0.0.1:9", "no cluster has a queue")],
+)
+def test_it_needs_a_queue_and_a_service(queue: dict[str, Any] | None, lmcache: str, said: str) -> None:
+    """Refused where it could do nothing."""
+    kvcache = {"transfers": {"on_demand": True}, **({"lmcache_endpoint": lmcache} if lmcache else {})}
+    raw: dict[str, Any] = {
+        "endpoints": ["http://127.0.0.1:9"],
+        "policy": "kv_aware",
+        "filters": ["inference_request", {"kvcache": kvcache}, "router"],
+    }
+    config, problems = check_config(raw if queue is None else {**raw, "queue": queue})
+    assert config is None
+    assert any(said in problem.message for problem in problems)
