@@ -30,6 +30,8 @@ from kvproxy.replay.tier_plan import TierPlan
 LOADS, INSTANCES = (0.7, 0.9), 8
 SPEEDS = (20.0, 5.0, 1.5)
 AWARE, BLIND = "kv_aware", "kv_aware+tier_blind"
+#: All host memory is one store that every engine reads at the same speed: where a prompt was does not matter.
+ONE_STORE = "one store"
 FALSE, FAILING = "a fifth of the placements false", "a fifth of the reads fail"
 AWARE_TARGET, FALSE_TARGET = 0.65, 1.05
 
@@ -46,6 +48,7 @@ class Cell:
 
 CELLS = (
     *(Cell(policy, speed, load=load) for load in LOADS for speed in SPEEDS for policy in (BLIND, AWARE)),
+    *(Cell(AWARE, speed, ONE_STORE, load) for load in LOADS for speed in SPEEDS),
     *(Cell(AWARE, speed, variant) for speed in SPEEDS for variant in (FALSE, FAILING)),
 )
 
@@ -66,6 +69,8 @@ class Job:
             plan = TierPlan(
                 device=0.25, host=4.0, gb_per_s=cell.gb_per_s, failing_reads=5 if cell.variant == FAILING else 0
             )
+            if cell.variant == ONE_STORE:
+                plan = TierPlan(device=0.25, host=0.0, shared=4.0 * INSTANCES, shared_gb_per_s=cell.gb_per_s)
             played = replace(fleet, tiers=plan, wrong_share=0.2 if cell.variant == FALSE else 0.0)
             spec = PolicySpec.parse(cell.policy)
             policy = spec.make(rng=Random(1))
@@ -108,6 +113,11 @@ def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
                 row = ratio(speed, load, figure, to=(AWARE, ""), of=(BLIND, ""))
                 target = AWARE_TARGET if figure == "ttft_mean_s" else None
                 lines.append(row_of(f"{name}, {speed:g} GB/s, load {load}", row, target))
+    lines += ["", f"| {ONE_STORE} / tier-blind | {' | '.join(traces)} | all |", "|---|" + "---|" * (len(traces) + 1)]
+    for load in LOADS:
+        for speed in SPEEDS:
+            row = ratio(speed, load, "ttft_mean_s", to=(AWARE, ONE_STORE), of=(BLIND, ""))
+            lines.append(row_of(f"mean TTFT, {speed:g} GB/s, load {load}", row).removesuffix(" - |"))
     lines += [
         "",
         f"| tier-aware, mean TTFT | {' | '.join(traces)} | all | target |",
