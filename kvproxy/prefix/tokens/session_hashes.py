@@ -27,6 +27,8 @@ _ENTRY_BYTES = 250  # an entry's objects besides the hashes themselves
 _MARKS = 4
 _MAX_SHAPES, _SHAPE_BYTES = 4096, 300
 _CHAT = RequestKind.CHAT  # found sooner so
+_STRING = b'system:"'
+_HEADER = _STRING + b"x-anthropic-billing-header"
 
 
 #: Messages that came before: the API, whether its engines drop the header, their keys, and the bytes that name them.
@@ -92,13 +94,12 @@ class SessionHashes:
         """The text blocks, the message keys and the bytes of the prompt's identity, and its text, for a kind whose
         messages have rules. Only messages that did not come in the same bytes before are looked at."""
         raw = prompt.parts
-        if kind is _CHAT:
-            text = PromptText(prompt.shape, raw.__getitem__, len(raw), len(prompt.shape) + 1)
-            key = xxh3_64_intdigest(prompt.shape, seed)
+        shape = prompt.shape
+        text = PromptText(shape, raw.__getitem__, len(raw), len(shape) + 1)
+        if kind is _CHAT or not shape or _is_string(shape):
+            key = xxh3_64_intdigest(shape, seed)
         else:
-            make = partial(shape_identity, kind, prompt.shape, drops_header=drops_header)
-            text = PromptText(make, raw.__getitem__, len(raw), 0)
-            key, text.size = self._find_shape(prompt.shape, text, seed, drops_header=drops_header)
+            key = self._find_shape(kind, shape, text, seed, drops_header=drops_header)
         if not raw:
             return text_blocks(Prompt(text.shape, ()), seed), (), text.size - 1, None
         begun = key
@@ -132,16 +133,17 @@ class SessionHashes:
         text.part_at, text.size = part_at, size
         return self.blocks_of(text, seed, keys), keys, prompt_bytes, text
 
-    def _find_shape(self, shape: bytes, text: PromptText, seed: int, *, drops_header: bool) -> tuple[int, int]:
-        """The key of a Messages shape's identity, and its bytes with what ends it: looked up by the shape without the
-        header that is new with each request."""
+    def _find_shape(self, kind: RequestKind, shape: bytes, text: PromptText, seed: int, *, drops_header: bool) -> int:
+        """The key of a shape's identity, looked up by the shape without the header that is new with each request."""
+        text.made_shape = partial(shape_identity, kind, shape, drops_header=drops_header)
         begin, end = header_span(shape) if drops_header else (0, 0)
         rough = xxh3_64_intdigest(shape[:begin], seed ^ drops_header) if end else seed ^ drops_header
         rough = xxh3_64_intdigest(memoryview(shape)[end:] if end else shape, rough)
         found = self._shapes.get(rough)
         if found is None:
             found = self._shapes[rough] = xxh3_64_intdigest(text.shape, seed), len(text.shape) + 1
-        return found
+        key, text.size = found
+        return key
 
     def _find_plain(
         self, text: PromptText, raw: tuple[bytes, ...], seed: int, sent: Sequence[int]
@@ -215,6 +217,11 @@ class SessionHashes:
         while self._bytes > self._max_bytes:
             self._bytes -= _size(self._known.pop(next(iter(self._known))))
         self._known[key] = hashes
+
+
+def _is_string(shape: bytes) -> bool:
+    """Whether a system prompt that no rule changes is all of it."""
+    return shape.startswith(_STRING) and not shape.startswith(_HEADER) and shape.find(b"\0") == len(shape) - 1
 
 
 def _size(hashes: array[int]) -> int:
