@@ -4,8 +4,10 @@
 
 What the proxy decides is decided by its own code: how long pauses are learned to be, how long a lease lasts, whether a
 touch is worth it. A trace does not say which turns wait for a tool: every answer counts as one that does, save a
-session's last, after which the session ends. Two levers: touches of prompts in the engines' own memory, which is cut
-to the share that is named; and pins in a store that all engines share, of twice an engine's memory, read at 2.5 GB/s.
+session's last, after which the session ends. Three levers: touches of prompts in the engines' own memory, which is cut
+to the share that is named; pins in each engine's host memory, of as much and of four times as much, read at 20 GB/s;
+and pins in a store that all engines share, of twice an engine's memory, read at 2.5 GB/s. Beside each stands an oracle
+of pauses: where the lever acts, the prompt whose next turn comes last goes first, and that costs nothing.
 Writes leases.md and leases.json of benchmarks/reports.
 """
 
@@ -18,19 +20,21 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from benchmarks.routing_cells import CAPACITY_TOKENS, ROOT, trace_of
 from kvproxy.config.kvcache_actions_schema import LeaseSettings
-from kvproxy.kvcache.actions.leases import Lease, LeaseBook, Lever, Waiting, Why, choose_duration
+from kvproxy.kvcache.actions.conversations import Waiting
+from kvproxy.kvcache.actions.leases import Lease, LeaseBook, Lever, Why, choose_duration
 from kvproxy.kvcache.actions.signals import KnownPrefix
-from kvproxy.kvcache.actions.touching import LAST_TOKENS, TOUCHED_AT, Insertions, chance_of_return, is_worth
+from kvproxy.kvcache.actions.touching import LAST_TOKENS, Insertions, chance_of_return, is_worth
 from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.pooled import measure_bound
 from kvproxy.replay.results import summarize_outcomes
-from kvproxy.replay.router import LiveRequest, SimEndpoint, VirtualRouter
+from kvproxy.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
 from kvproxy.replay.settings import Pace, ReplayFleet
 from kvproxy.replay.tier_plan import TierPlan
 from kvproxy.replay.trace import Trace
@@ -41,12 +45,13 @@ from kvproxy.routing.work import prefill_s
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import EngineOutput, FirstToken, KvEvent, SimRequest
 from kvproxy.simulator.lower_tiers import LowerTier
-from kvproxy.simulator.retention import TierSettings
+from kvproxy.simulator.retention import Eviction, Future, TierSettings
 
 #: Shares of an engine's memory that are left: enough for what runs, and too little for all that pauses.
-MEMORY = {"cc_dev": (0.25, 0.125), "agent_dev": (0.06, 0.03)}
+MEMORY = {"cc_dev": (0.25, 0.125), "agent_dev": (0.03, 0.01)}
 LOAD, INSTANCES = 0.9, 8
 STORE = 2.0  # of an engine's memory that is left
+HOSTS = (1.0, 4.0)  # the same
 KIND = ("trace", "tool")
 TOUCH = "touch:"
 
@@ -56,22 +61,27 @@ class Cell:
     """One run on a trace."""
 
     memory: float  # share of an engine's memory that is left
+    host: float  # of that, of each engine; 0: none
     store: float  # of that, in all engines together; 0: none
-    leases: bool
+    mode: str  # one of MODES
+
+
+#: Without leases, with them, and with eviction that knows when each conversation goes on.
+MODES = ("without", "leases", "oracle")
 
 
 def cells_of(trace: str) -> tuple[Cell, ...]:
-    """Both amounts of memory with touches, the smaller one with pins, each without leases first."""
+    """Both amounts of memory with touches, the smaller one with pins."""
     most, least = MEMORY[trace]
-    plans = ((most, 0.0), (least, 0.0), (least, STORE))
-    return tuple(Cell(memory, store, leases) for memory, store in plans for leases in (False, True))
+    plans = ((most, 0.0, 0.0), (least, 0.0, 0.0), *((least, host, 0.0) for host in HOSTS), (least, 0.0, STORE))
+    return tuple(Cell(*plan, mode) for plan in plans for mode in MODES)
 
 
 class PinnedStore(LowerTier):
-    """LMCache's L2 with the coordinator's counted pins: eviction passes over what has one."""
+    """LMCache's L1 or L2 with counted pins: eviction passes over what has one."""
 
-    def __init__(self, settings: TierSettings) -> None:
-        super().__init__(settings)
+    def __init__(self, settings: TierSettings, future: Future | None) -> None:
+        super().__init__(settings, future=future)
         self._pins: Counter[int] = Counter()
 
     def pin(self, blocks: Sequence[int], by: int) -> None:
@@ -86,6 +96,23 @@ class PinnedStore(LowerTier):
                 break
             self._held.move_to_end(block)
         yield from super()._give_up()
+
+
+class Returns(Future):
+    """When the conversations that wait go on, by the blocks of their prompts."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self._at: dict[int, float] = {}
+
+    def expect(self, blocks: Sequence[int], at: float, now: float) -> None:
+        """Needed by then, or sooner by another one."""
+        for block in blocks:
+            known = self._at.get(block, inf)
+            self._at[block] = min(at, known if known > now else inf)
+
+    def next_use(self, block: int) -> float:
+        return self._at.get(block, inf)
 
 
 class TouchedEngine(Engine):
@@ -111,11 +138,16 @@ class TouchedEngine(Engine):
 class LeasedTime(VirtualTime):
     """A run in which answers are followed by leases."""
 
-    def __init__(self, *args: Any, policy: Policy, store: PinnedStore | None, leases: bool, **others: Any) -> None:
+    def __init__(
+        self, *args: Any, policy: Policy, stores: Sequence[PinnedStore | None], leases: bool,
+        returns: Returns | None, **others: Any,
+    ) -> None:  # fmt: skip
         super().__init__(*args, **others)
         self._policy = policy
-        self._store = store
+        self._stores = stores  # by engine, which may be the same one; None: there is none
+        self._pins = stores[0] is not None
         self._leased = leases
+        self._returns = returns
         self._settings = LeaseSettings(enabled=True, tenant_tokens=10**9, endpoint_tokens=10**9, max_leases=100_000)
         self.book = LeaseBook()
         self._insertions = Insertions()
@@ -129,6 +161,11 @@ class LeasedTime(VirtualTime):
             self.book.note_return([session], now)
         super()._arrive(turn_of_session, now)
 
+    def _give(self, placement: Placement, now: float) -> None:
+        if self._returns is not None:  # until its end, after which an engine evicts before this run hears of it
+            self._returns.expect(placement.request.turn.blocks, now, now)
+        super()._give(placement, now)
+
     def _goes_on(self, session: int, number: int) -> bool:
         """Whether the turn's prompt begins with the one before it, but for its last block."""
         turns = self._trace.sessions[session].turns
@@ -138,6 +175,10 @@ class LeasedTime(VirtualTime):
     def _end(self, request: LiveRequest, now: float) -> None:
         super()._end(request, now)
         outcome, session = request.outcome, request.session
+        if self._returns is not None:
+            turns, following = self._trace.sessions[session].turns, request.number + 1
+            at = now + turns[following].delay_s if following < len(turns) else inf
+            self._returns.expect(request.turn.blocks, at, now)
         if not self._leased or outcome.first_token_at is None:
             return
         endpoint = self._router.endpoints[outcome.endpoint]
@@ -154,34 +195,37 @@ class LeasedTime(VirtualTime):
     def _hold(self, request: LiveRequest, endpoint: SimEndpoint, now: float) -> None:
         session, blocks = request.session, request.turn.blocks
         waiting = Waiting(session, KIND, now, endpoint.id, "")
-        self.book.note_answer(waiting)
+        self.book.waiting.add(waiting)
         duration_s = choose_duration(waiting, self.book.gaps, self._settings)
         if duration_s is None:
             return
         tokens = array("I", bytes(4 * request.turn.prompt_tokens))
         prefix = KnownPrefix(session, "", "", deque(), whole=session, tokens=tokens)
-        lever = Lever.TOUCH if self._store is None else Lever.PIN
-        lease = Lease(waiting, prefix, str(endpoint.index), lever, Why.TOOL_CALL, now, now + duration_s, now, held=True)
+        lever = Lever.PIN if self._pins else Lever.TOUCH
+        lease = Lease(waiting, prefix, str(endpoint.index), lever, Why.TOOL_CALL, now, now + duration_s, now, held=True,
+                      filled=self._insertions.total(("", endpoint.id)))  # fmt: skip
         settings = endpoint.engine.settings
-        capacity = None if self._store is not None else settings.capacity_blocks * settings.block_size
+        capacity = None if self._pins else settings.capacity_blocks * settings.block_size
         refusal = self.book.grant(lease, self._settings, capacity_tokens=capacity)
         self.counts[refusal or "granted"] += 1
         if not refusal:
             self._blocks_of[session] = blocks
-            if self._store is not None:
-                self._store.pin(blocks, 1)
+            self._pin(lease, blocks, 1)
 
     def _unpin(self, lease: Lease) -> None:
-        blocks = self._blocks_of.pop(lease.of.key)
-        if self._store is not None:
-            self._store.pin(blocks, -1)
+        self._pin(lease, self._blocks_of.pop(lease.of.key), -1)
+
+    def _pin(self, lease: Lease, blocks: Sequence[int], by: int) -> None:
+        store = self._stores[int(lease.instance)]
+        if store is not None:
+            store.pin(blocks, by)
 
     def _scrape(self, what: None, now: float) -> None:
         super()._scrape(what, now)
         for lease, why in self.book.take_expired(now):
             self.counts[why] += 1
             self._unpin(lease)
-        if self._store is None and self._leased:
+        if self._leased and not self._pins:
             self._judge_touches()
             for lease in [one for one in self.book.leases.values() if one.returned_at is None]:
                 self._consider(lease, self._router.endpoints[int(lease.instance)], now)
@@ -199,7 +243,10 @@ class LeasedTime(VirtualTime):
         """As `Toucher.consider`, on a simulated engine."""
         settings, speeds = endpoint.engine.settings, self._policy.speeds
         stays_s = self._insertions.stays_s(("", endpoint.id), settings.capacity_blocks * settings.block_size, now)
-        if speeds is None or now - lease.used_at < TOUCHED_AT * stays_s or endpoint.load.pending_requests:
+        due = self._insertions.is_due(
+            ("", endpoint.id), filled=lease.filled, capacity_tokens=settings.capacity_blocks * settings.block_size
+        )
+        if speeds is None or not due or endpoint.load.pending_requests:
             return
         slowness = speeds.slowness(endpoint.id, now)
         saved_s = slowness * prefill_s(lease.tokens, 0, 0.0, speeds.seconds)
@@ -210,7 +257,7 @@ class LeasedTime(VirtualTime):
             self._unpin(lease)
             self.counts["not_worth"] += 1
             return
-        lease.used_at = now
+        lease.used_at, lease.filled = now, self._insertions.total(("", endpoint.id))
         name = f"{TOUCH}{len(self._touches)}:{lease.of.key}:{now}"
         self._touches[name] = lease
         endpoint.engine.submit(SimRequest(name, self._blocks_of[lease.of.key], lease.tokens, 1), now)
@@ -222,23 +269,44 @@ def play(trace: Trace, pace: Pace, fleet: ReplayFleet, cell: Cell, seed: int) ->
     plan = TierPlan(device=cell.memory, host=0.0, shared=cell.store)
     fleet = replace(fleet, tiers=plan)
     blocks, duration_s = fleet.blocks_of(trace), pace.duration_s(trace)
-    shared = fleet.shared_store(blocks.size)
-    store = None if shared is None else PinnedStore(shared.settings)
+    future = Returns() if cell.mode == "oracle" else None
+    eviction = Eviction.LRU if future is None else Eviction.OPTIMUM
     settings = [fleet.engine_settings(blocks.size, index, duration_s) for index in range(fleet.instances)]
+    stores = _stores(fleet, cell, settings[0].capacity_blocks, blocks.size, eviction, future)
+    if stores[0] is None:
+        settings = [replace(each, eviction=eviction) for each in settings]
     endpoints = [
-        SimEndpoint(endpoint_id(index), index, TouchedEngine(each, store=store)) for index, each in enumerate(settings)
+        SimEndpoint(
+            endpoint_id(index), index, TouchedEngine(each, store=store, future=future if store is None else None)
+        )
+        for index, (each, store) in enumerate(zip(settings, stores, strict=True))
     ]
     policy = PolicySpec.parse("kv_aware").make(rng=Random(seed))
     view = IndexView(fleet, blocks.size, rng=Random(seed + 1))
     router = VirtualRouter(endpoints, policy, view)
     jitter = Random(seed + 3)
-    run = LeasedTime(blocks, pace, router, view, jitter=jitter, policy=policy, store=store, leases=cell.leases)
+    run = LeasedTime(blocks, pace, router, view, jitter=jitter, policy=policy, stores=stores,
+                     leases=cell.mode == "leases", returns=future)  # fmt: skip
     summary = summarize_outcomes(run.run(), fleet.instances)
     return {
         "requests": summary.requests, "failed": summary.failed, "hit_ratio": round(summary.hit_rate, 4),
         "ttft_mean_s": round(summary.ttft_mean_s, 5), "session_mean_s": round(summary.session_mean_s, 3),
         "counts": dict(run.counts),
     }  # fmt: skip
+
+
+def _stores(
+    fleet: ReplayFleet, cell: Cell, capacity_blocks: int, block_size: int, eviction: Eviction, future: Future | None
+) -> list[PinnedStore | None]:
+    """By engine: the one that all of them read, its own host memory, or None."""
+    if cell.store:
+        assert fleet.tiers is not None
+        shared = fleet.tiers.shared_tier(capacity_blocks, block_size, eviction)
+        return [PinnedStore(shared, future)] * fleet.instances
+    if not cell.host:
+        return [None] * fleet.instances
+    [host] = TierPlan(host=cell.host).own_tiers(capacity_blocks, block_size, eviction)
+    return [PinnedStore(host, future) for _ in range(fleet.instances)]
 
 
 @dataclass(frozen=True)
@@ -265,36 +333,38 @@ def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
         "# Leases: what keeping prompts over pauses is worth in virtual time", "",
         f"`{command}`. {INSTANCES} simulated engines under `kv_aware`, at {LOAD} of what they serve with all of their "
         "memory in one pool. Every answer but a session's last one counts as one that waits for a tool; pauses are "
-        "learned in the run. Each pair of figures is without and with leases.", "",
-        "| trace | memory, lever | hit ratio | session (s) | ratio | mean TTFT (ms) | promises kept "
+        "learned in the run. Three figures are without leases, with them, and with an oracle: eviction where the lever "
+        "acts that knows when each conversation goes on, and costs nothing.", "",
+        "| trace | memory, lever | hit ratio | session (s) | to without | mean TTFT (ms) | promises kept "
         "| elsewhere | granted, touches (too late), given up, over budget |",
         "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for trace in dict.fromkeys(row["trace"] for row in rows):
-        for cell in (one for one in cells_of(trace) if one.leases):
-            without, held = (
+        for cell in (one for one in cells_of(trace) if one.mode == "leases"):
+            runs = [
                 [row for row in rows if row["trace"] == trace and all(
-                    row[name] == value for name, value in asdict(replace(cell, leases=leases)).items())]
-                for leases in (False, True)
-            )  # fmt: skip
-            lines.append(_line(trace, cell, without, held))
+                    row[name] == value for name, value in asdict(replace(cell, mode=mode)).items())]
+                for mode in MODES
+            ]  # fmt: skip
+            lines.append(_line(trace, cell, *runs))
     return "\n".join(lines) + "\n"
 
 
-def _line(trace: str, cell: Cell, without: Sequence[dict[str, Any]], held: Sequence[dict[str, Any]]) -> str:
-    def mean(rows: Sequence[dict[str, Any]], figure: str) -> float:
-        return sum(float(row[figure]) for row in rows) / len(rows)
+def _line(trace: str, cell: Cell, *runs: Sequence[dict[str, Any]]) -> str:
+    def means(figure: str, scale: float = 1.0) -> list[float]:
+        return [scale * sum(float(row[figure]) for row in rows) / len(rows) for rows in runs]
 
     counts: Counter[str] = Counter()
-    for row in held:
+    for row in runs[1]:
         counts.update(row["counts"])
     verified = counts["kept"] + counts["broken"]
-    lever = f"{cell.memory:g}, " + ("pins in a store" if cell.store else "touches")
-    sessions = mean(without, "session_mean_s"), mean(held, "session_mean_s")
-    ttfts = 1000 * mean(without, "ttft_mean_s"), 1000 * mean(held, "ttft_mean_s")
+    pinned = f"pins in host memory ({cell.host:g}x)" if cell.host else "pins in a store" if cell.store else "touches"
+    sessions, ttfts = means("session_mean_s"), means("ttft_mean_s", 1000)
     return (
-        f"| {trace} | {lever} | {mean(without, 'hit_ratio'):.3f}, {mean(held, 'hit_ratio'):.3f} | "
-        f"{sessions[0]:.0f}, {sessions[1]:.0f} | {sessions[1] / sessions[0]:.3f} | {ttfts[0]:.0f}, {ttfts[1]:.0f} | "
+        f"| {trace} | {cell.memory:g}, {pinned} | {', '.join(f'{one:.3f}' for one in means('hit_ratio'))} | "
+        f"{', '.join(f'{one:.0f}' for one in sessions)} | "
+        f"{', '.join(f'{one / sessions[0]:.3f}' for one in sessions[1:])} | "
+        f"{', '.join(f'{one:.0f}' for one in ttfts)} | "
         f"{counts['kept'] / max(1, verified):.1%} | "
         f"{counts['elsewhere']} | {counts['granted']}, {counts['touched']} ({counts['touched_too_late']}), "
         f"{counts['not_worth']}, {counts['endpoint_budget']} |"

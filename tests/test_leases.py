@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -22,7 +23,12 @@ from kvproxy.kvcache.service import KvCache
 from kvproxy.listener.server import serve
 from kvproxy.receipts.receipt import Receipt, decode_receipt
 from kvproxy.routing.work import features_of
+from kvproxy.simulator.engine_io import EngineSettings
+from kvproxy.simulator.http_call import HttpCall
 from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
+from kvproxy.simulator.sglang.server import SglangApp, create_sglang_app
+from kvproxy.simulator.sglang.settings import SglangSettings
+from kvproxy.simulator.timing import EngineTiming
 from kvproxy.types import EndpointId
 from tests.admin.support import NOON, admin_of, audited
 from tests.kvcache.fleet import Place, simulated
@@ -106,6 +112,11 @@ class World:
         one.ends = ends
         await self.settled()
 
+    def fill(self, tokens: int = 20_000) -> None:
+        """The engine's cache takes so many new tokens."""
+        assert self.kv.leasing is not None
+        self.kv.leasing._toucher.insertions.note(("default", EndpointId("a")), tokens, self.clock())
+
     async def settled(self) -> None:
         """Everything that a request or a round brought about is done."""
         await until(lambda: not self.proxy.running)
@@ -186,6 +197,18 @@ async def test_a_pin_at_another_instance_confirms_nothing() -> None:
         proxy.kv.leasing.done(Action(ActionKind.PIN, "b", held.prefix, ""), proxy.clock())
         assert not held.held
         assert list(proxy.kv.leasing.book.released) == [("b", held.of.key)]
+
+
+async def test_a_hot_prompt_under_lease_is_pinned_for_both() -> None:
+    """Neither waits for the other's: pins are counted, and each is taken back when its own reason ends."""
+    one, lmcache = Engine(), controller(lambda _: {})
+    hot = {"cache_strategy": {"enable_pinning": True, "hot_content_threshold": 1}}
+    async with serve(one.app) as url, serve(lmcache) as at, world(url, lmcache=at, kvcache=hot) as proxy:
+        await proxy.ask()
+        assert lmcache.calls["/pin"] == 2
+        assert proxy.kv.actions.pin is not None
+        assert len(proxy.kv.actions.pin.leases(proxy.clock())) == 1
+        assert [lease.held for lease in proxy.kv.state.leases.leases.values()] == [True]
 
 
 class Elsewhere:
@@ -275,17 +298,19 @@ def learned(proxy: World, *, token_s: float = 0.001) -> None:
 
 
 async def test_without_a_pin_the_prompt_is_touched_before_it_would_be_evicted() -> None:
-    """Not before half of that time is over, by its tokens alone, and no longer once its conversation goes on."""
-    one = Engine(capacity_blocks=400)
+    """Not before half of the engine's memory took new tokens, by its tokens alone, and no longer once its conversation
+    goes on."""
+    one = Engine(capacity_blocks=1360)
     async with serve(one.app) as url, world(url) as proxy:
         learned(proxy)
         await proxy.kv.scraper.scrape_all()
         await proxy.ask()
-        await proxy.ask_others(one)
+        await proxy.ask_others(one, 5)
         assert proxy.count("lease_grants_total", why="tool_call", lever="touch") == 1
         await proxy.tick(10)
         assert one.touched == []
         with audited() as lines:
+            proxy.fill()
             await proxy.tick(10)
         assert len(one.touched) == 1
         assert (lines[0]["action"], lines[0]["result"], lines[0]["tokens"]) == ("touch", "done", one.touched[0])
@@ -296,14 +321,14 @@ async def test_without_a_pin_the_prompt_is_touched_before_it_would_be_evicted() 
 
 async def test_a_lease_that_ended_is_not_touched() -> None:
     """The touch had to wait its turn; the prompt may be computed for nothing then."""
-    one = Engine(capacity_blocks=400)
+    one = Engine(capacity_blocks=1360)
     async with serve(one.app) as url, world(url) as proxy:
         learned(proxy)
         await proxy.kv.scraper.scrape_all()
         await proxy.ask()
-        await proxy.ask_others(one)
         assert proxy.kv.leasing is not None
         proxy.clock.advance(20)
+        proxy.fill()
         proxy.kv.leasing.tick()
         assert proxy.kv.actions.jobs.running
         [lease] = proxy.kv.state.leases.leases.values()
@@ -315,12 +340,12 @@ async def test_a_lease_that_ended_is_not_touched() -> None:
 @pytest.mark.parametrize(("token_s", "result"), [(0.0, {"not_worth": 1}), (0.001, {})])
 async def test_a_touch_has_to_save_more_than_it_costs(token_s: float, result: dict[str, int]) -> None:
     """An engine that computes the prompt in no time keeps nothing for it."""
-    one = Engine(capacity_blocks=400)
+    one = Engine(capacity_blocks=1360)
     async with serve(one.app) as url, world(url) as proxy:
         learned(proxy, token_s=token_s)
         await proxy.kv.scraper.scrape_all()
         await proxy.ask()
-        await proxy.ask_others(one)
+        proxy.fill()
         await proxy.tick(20)
         assert proxy.results() == result
         assert len(one.touched) == (0 if result else 1)
@@ -329,7 +354,7 @@ async def test_a_touch_has_to_save_more_than_it_costs(token_s: float, result: di
 @pytest.mark.parametrize("known", [True, False])
 async def test_what_cannot_be_priced_is_not_touched(known: bool) -> None:
     """No lease without the engine's speed and the size of its cache."""
-    one = Engine(capacity_blocks=400)
+    one = Engine(capacity_blocks=1360)
     async with serve(one.app) as url, world(url) as proxy:
         if known:
             learned(proxy)
@@ -350,9 +375,12 @@ async def test_switched_off_by_a_reload_nothing_stays_pinned() -> None:
         await until(lambda: proxy.kv.overlap.lookups.provider is not None)
         await proxy.ask(prompt_cache_retention="1h")
         raw = {"endpoints": {"a": place.engines["a"]}, "health": {"active": False}}
+        assert proxy.count("lease_entries", what="leases") == 1
         await proxy.proxy.reload(load_config(raw))
         await until(lambda: proxy.proxy.replaced)
         assert pins(place, "DELETE") == 1
+        shown = {one.name for one in proxy.proxy.metrics.registry.collect() if one.samples}
+        assert not shown & {"kvproxy_lease_entries", "kvproxy_lease_held_tokens", "kvproxy_lease_kept_ratio"}
 
 
 async def test_at_another_lmcache_nothing_is_held_yet() -> None:
@@ -395,16 +423,99 @@ async def test_a_service_that_drains_leaves_leases_to_the_next() -> None:
 
 async def test_what_waits_to_be_computed_goes_before_a_touch() -> None:
     """The lease stays; the next round asks again."""
-    one = Engine(capacity_blocks=400)
+    one = Engine(capacity_blocks=1360)
     async with serve(one.app) as url, world(url) as proxy:
         learned(proxy)
         await proxy.kv.scraper.scrape_all()
         await proxy.ask()
-        await proxy.ask_others(one)
         load = proxy.proxy.clusters["default"].endpoints[0].load
         reservation = load.reserve(1000, 0, proxy.clock())
+        proxy.fill()
         await proxy.tick(20)
         assert (one.touched, proxy.results()) == ([], {})
         load.release(reservation, proxy.clock())
         await proxy.tick(1)
         assert len(one.touched) == 1
+
+
+@contextlib.asynccontextmanager
+async def sglang_world(**changes: Any) -> AsyncIterator[tuple[SglangApp, World]]:
+    """A proxy that has read a simulated SGLang of 16,000 tokens."""
+    engine = EngineSettings(1000, 16, token_outputs=True, timing=EngineTiming(time_scale=0.001))
+    settings = SglangSettings(model="m", engine=engine, default_output_tokens=4, **changes)
+    app = create_sglang_app(settings, rng=random.Random(1))
+    async with app, serve(app, drain_s=0.01, cut_grace_s=0.01) as url, world(url, leases={"touch": False}) as proxy:
+        await proxy.kv.scraper.scrape_all()
+        await proxy.kv.actions.jobs.settled()
+        yield app, proxy
+
+
+async def press(proxy: World) -> None:
+    """Prompts of others: three times what the engine has room for."""
+    for number in range(15):
+        body = {"model": "m", "messages": [{"role": "user", "content": long_text(f"other{number}-", 1200)}]}
+        assert (await proxy.client.post("/v1/chat/completions", json=body)).status_code == 200
+    await proxy.settled()
+
+
+async def test_sglang_keeps_what_a_session_refers_to() -> None:
+    """The prompt survives pressure, the promise is verified, and its session closed once the conversation goes on."""
+    async with sglang_world(enable_session_radix_cache=True) as (app, proxy):
+        with audited() as lines:
+            await proxy.ask(prompt_cache_retention="1h")
+        assert proxy.count("lease_grants_total", why="client", lever="session") == 1
+        [line] = [line for line in lines if line["action"] == "hold"]
+        assert (line["result"], line["reason"]) == ("done", "lease client")
+        assert line["session"].startswith("kvproxy-")
+        await press(proxy)
+        await proxy.ask({"role": "assistant", "content": "so"}, {"role": "user", "content": "on"})
+        assert proxy.results() == {"kept": 1}
+        assert app.calls["POST /close_session"] == 0
+        await proxy.tick(1)
+        assert app.calls["POST /close_session"] == 1
+        assert not proxy.kv.state.leases.to_close
+
+
+@pytest.mark.parametrize("changes", [{}, {"enable_session_radix_cache": True, "dp_size": 2}])
+async def test_an_sglang_that_keeps_no_sessions_gets_none(changes: dict[str, Any]) -> None:
+    """Without the flag, and where it would choose the rank itself."""
+    async with sglang_world(**changes) as (_, proxy):
+        await proxy.ask(prompt_cache_retention="1h")
+        assert proxy.count("lease_refusals_total", reason="no_lever") == 1
+        assert not proxy.kv.state.leases.leases
+
+
+async def test_never_more_than_half_of_an_sglang_is_referred_to() -> None:
+    async with sglang_world(enable_session_radix_cache=True) as (_, proxy):
+        for number in range(4):
+            body = {"model": "m", "messages": [{"role": "user", "content": long_text(f"{number}", 1000)}]}
+            await proxy.client.post("/v1/chat/completions", json={**body, "prompt_cache_retention": "1h"})
+            await proxy.settled()
+        held = [one.tokens for one in proxy.kv.state.leases.leases.values()]
+        assert 0 < sum(held) <= 8000
+        assert proxy.count("lease_refusals_total", reason="endpoint_budget") == 4 - len(held)
+
+
+async def test_a_session_that_cannot_be_closed_is_closed_later() -> None:
+    """Also at the end of a lease that no return ended, and at the proxy's own."""
+    async with sglang_world(enable_session_radix_cache=True) as (app, proxy):
+        await proxy.ask(prompt_cache_retention="1h")
+        answer, refused = app.answer_call, []
+
+        async def refuse(call: HttpCall) -> None:
+            if call.path == "/close_session":
+                refused.append(call.path)
+                await call.send_reply(503)
+            else:
+                await answer(call)
+
+        app.answer_call = refuse  # type: ignore[method-assign]
+        await proxy.ask(ends=True)
+        assert refused
+        assert len(proxy.kv.state.leases.to_close) == 1
+        app.answer_call = answer  # type: ignore[method-assign]
+        await proxy.ask(prompt_cache_retention="1h")
+        await proxy.tick(1)
+        assert not proxy.kv.state.leases.to_close
+        assert app.calls["POST /close_session"] == 1
+    assert app.calls["POST /close_session"] == 2

@@ -143,7 +143,7 @@ def build_admin_app(
         HealthRoutes(operated),
         LiveView(operated, history),
         EndpointRoutes(operated, audit),
-        CacheRoutes(operated),
+        CacheRoutes(operated, audit),
         RoutingRoutes(operated, audit),
         DecisionRoutes(operated),
         PickRoutes(operated),

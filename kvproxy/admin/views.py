@@ -1,5 +1,5 @@
-"""What is only shown: the last decisions (why a request went where it went, and how it ended), and the cache's side.
-Hashes only, never a prompt."""
+"""What is mostly shown: the last decisions (why a request went where it went, and how it ended), and the cache's side,
+where prefixes are given priorities. Hashes only, never a prompt."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ from starlette.routing import Route
 
 from kvproxy.admin.history import count_by_label
 from kvproxy.admin.operated import AdminTarget, OperatorFinding
-from kvproxy.admin.replies import RequestRefused, read_limit, reply_json
+from kvproxy.admin.replies import Audit, RequestRefused, read_json_object, read_limit, reply_json
 from kvproxy.errors import Problem
+from kvproxy.kvcache.actions.strategies import MAX_PRIORITIES
 from kvproxy.kvcache.service import KvCache
 from kvproxy.kvcache.status import cache_status, hot_prefixes, leases, prefix_breaks, promises
+from kvproxy.prefix.eviction import Priority
 from kvproxy.request.exchange import RESULTS
 from kvproxy.request.observer import RecentRequest
 
 MAX_LIMIT = 1000
 _NUMBER = re.compile(r"[0-9]{1,18}")
+_PREFIX = re.compile(r"[0-9a-f]{16}")
+_PRIORITIES = {one.name.lower(): one for one in Priority}
 
 
 def list_decisions(operated: AdminTarget, limit: int, *, result: str = "") -> list[dict[str, object]]:
@@ -110,10 +114,11 @@ class DecisionRoutes:
 
 
 class CacheRoutes:
-    """Read-only."""
+    """What is held, hot and promised, and what of it the operator wants to be kept."""
 
-    def __init__(self, operated: AdminTarget) -> None:
+    def __init__(self, operated: AdminTarget, audit: Audit) -> None:
         self._operated = operated
+        self._audit = audit
 
     def list_routes(self) -> list[Route]:
         """Their paths."""
@@ -122,6 +127,8 @@ class CacheRoutes:
             Route("/cache/hot", self._hot, methods=["GET"]),
             Route("/cache/leases", self._leases, methods=["GET"]),
             Route("/cache/breaks", self._breaks, methods=["GET"]),
+            Route("/cache/priorities", self._priorities, methods=["GET"]),
+            Route("/cache/priorities/{prefix}", self._set_priority, methods=["PUT"]),
         ]
 
     async def _status(self, request: Request) -> Response:
@@ -152,6 +159,27 @@ class CacheRoutes:
 
     async def _breaks(self, request: Request) -> Response:
         return reply_json(prefix_breaks(self._service(), self._operated.clock()))
+
+    async def _priorities(self, request: Request) -> Response:
+        limit = read_limit(request, default=20, most=MAX_LIMIT)
+        return reply_json({"prefixes": self._service().actions.describe_prefixes(limit)})
+
+    async def _set_priority(self, request: Request) -> Response:
+        """One prefix, by the name that the audit log gives it."""
+        actions, name = self._service().actions, request.path_params["prefix"]
+        if not _PREFIX.fullmatch(name):
+            raise RequestRefused(
+                404, Problem("prefix", "not the name of a prefix", "16 hex digits, as in the audit log")
+            )
+        body = await read_json_object(request)
+        wanted = body.get("priority")
+        if list(body) != ["priority"] or not isinstance(wanted, str) or wanted not in _PRIORITIES:
+            raise RequestRefused(422, Problem("priority", "not a priority", f"one of {', '.join(_PRIORITIES)}"))
+        if not actions.set_priority(int(name, 16), _PRIORITIES[wanted]):
+            fix = "set others to normal; `GET /cache/priorities` lists them"
+            raise RequestRefused(409, Problem("prefix", f"more than {MAX_PRIORITIES} prefixes have a priority", fix))
+        self._audit.write_line(request, "cache.priority", prefix=name, priority=wanted)
+        return reply_json({"prefix": name, "set": wanted})
 
     def _alarms(self) -> Sequence[OperatorFinding]:
         return self._service().state.predictions.raised_alarms()

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.actions import signals
 from kvproxy.kvcache.actions.leasing import Leasing
 from kvproxy.kvcache.actions.on_demand import OnDemand
+from kvproxy.kvcache.actions.session_holds import SessionHolds
 from kvproxy.kvcache.actions.signals import HostUse
 from kvproxy.kvcache.actions.strategy_runner import StrategyRunner
 from kvproxy.kvcache.actions.touching import Toucher
@@ -123,6 +124,7 @@ class KvCache:
             clusters=self.clusters,
             hotness=self.actions.hotness,
             losses=self.state.losses,
+            executor=self.actions.executor,
             jobs=self.actions.jobs,
             warmer=warmer,
             metrics=metrics,
@@ -131,13 +133,12 @@ class KvCache:
 
     def _make_leasing(self, clock: Clock) -> Leasing:
         book, metrics = self.state.lease_book(self.settings), self._metrics
-        toucher = Toucher(
-            self.settings, gaps=book.gaps, clusters=self.clusters, jobs=self.actions.jobs, engines=self._engines,
-            signals=self.scraper.signals, metrics=metrics, clock=clock,
-        )  # fmt: skip
+        parts: dict[str, Any] = {"clusters": self.clusters, "jobs": self.actions.jobs, "engines": self._engines,
+                                 "signals": self.scraper.signals, "metrics": metrics, "clock": clock}  # fmt: skip
+        toucher = Toucher(self.settings, gaps=book.gaps, **parts)
         return Leasing(
             self.settings, book=book, executor=self.actions.executor, lookups=self.overlap.lookups, toucher=toucher,
-            metrics=metrics, clock=clock,
+            holds=SessionHolds(self.settings, book=book, **parts), metrics=metrics, clock=clock,
         )  # fmt: skip
 
     async def __aenter__(self) -> Self:
@@ -164,7 +165,7 @@ class KvCache:
         self.feedback.show(self._metrics)
         self.state.breaks.show(self._metrics)
         self.scraper.show(self._metrics)
-        self.actions.jobs.show(self._metrics)
+        self.actions.show(self._metrics)
         if self.leasing is not None:
             self.leasing.show(self._metrics)
         if self.actions.transfers is not None:

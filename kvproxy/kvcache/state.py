@@ -75,7 +75,8 @@ class CacheState:
     def action_record(self, settings: KvCacheSettings) -> ActionRecord:
         """What stands at the LMCache of these settings."""
         if self._record is None or self._record[0] != settings.lmcache_endpoint:
-            self._record = (settings.lmcache_endpoint, ActionRecord())
+            priorities = None if self._record is None else self._record[1].priorities
+            self._record = (settings.lmcache_endpoint, ActionRecord(priorities))
         return self._record[1]
 
     def lease_book(self, settings: KvCacheSettings) -> LeaseBook:

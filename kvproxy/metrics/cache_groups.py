@@ -177,7 +177,7 @@ class LeaseMetrics:
         self.grants = Counter(
             "kvproxy_lease_grants", "Prompts that are to be kept, by why and by what keeps them",
             ["why", "lever"], registry=r,
-        )  # fmt: skip  # tool_call, client; pin, touch
+        )  # fmt: skip  # tool_call, client; pin, session, touch
         self.refusals = Counter(
             "kvproxy_lease_refusals", "Prompts worth keeping that are not kept", ["reason"], registry=r
         )  # short, max_leases, tenant_budget, endpoint_budget, no_lever, unpriced, duplicate
@@ -205,8 +205,8 @@ class LeaseMetrics:
             "kvproxy_lease_held_tokens", "Tokens under lease by tenant", ["tenant"], registry=r
         )
         self.entries = CallbackGauge(
-            "kvproxy_lease_entries", "`leases`, conversations that are `waiting` to go on, and known kinds of `pauses`",
-            ["what"], registry=r,
+            "kvproxy_lease_entries", "`leases`, conversations that are `waiting`, known kinds of `pauses`, and "
+            "`sessions` of SGLang to be closed", ["what"], registry=r,
         )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ class Priority(IntEnum):
 
     NORMAL = 0
     CONTRACT = 1  # promised to a client: goes only where nothing else is left
-    OPERATOR = 2  # named in the configuration: never goes
+    OPERATOR = 2  # named by the operator: never goes
 
 
 class Weights(NamedTuple):

@@ -16,9 +16,8 @@ behind them, and bringing up what is on lower tiers. A greedy router stops at wa
   endpoint that is always busy.
 
 With an operator's `target_itl` it also costs a share of what all answers there end late by for it: one sequence more
-makes every step longer, those over the target count (`StepModel`), and the prefill holds up every sequence under way.
-Without one nothing is learned of that. A request for an adapter also costs the seconds until it is loaded there
-(cluster/adapters.py).
+makes every step longer, and those over the target count (`StepModel`). Without one nothing is learned of that. A
+request for an adapter also costs the seconds until it is loaded there (cluster/adapters.py).
 
 What others suffer is charged in pooled seconds, so that the slow half of a mixed fleet is not starved. Computing a hot
 prefix once more is an investment and discounted. Speeds are learned (speeds.py).
@@ -128,17 +127,14 @@ class KvAware(Policy):
             cost = wait + own * (slow + stall * (everywhere + stalled)) + own * kappa + foresight * past.usual_wait_s
             costs.append(cost / weight)
         if target_itl is not None:
-            loaded = zip(owns, slowness, pool.loads, pool.weights, strict=True)
-            for index, (own, slow, load, weight) in enumerate(loaded):
-                late_s = self.steps.late_s(load.in_flight, slow, target_itl) + slow * own * load.in_flight
-                costs[index] += LATENESS * late_s / weight
+            for index, (slow, load, weight) in enumerate(zip(slowness, pool.loads, pool.weights, strict=True)):
+                costs[index] += LATENESS * self.steps.late_s(load.in_flight, slow, target_itl) / weight
         if (more := request.adapter_s) is not None:
             costs = [one + more.get(id_, 0.0) / w for one, id_, w in zip(costs, pool.ids, pool.weights, strict=True)]
         index = least(costs, self._rng)
         if self.others is not None:
-            ends_s = [(t + s * o) / w for t, s, o, w in zip(waits, slowness, owns, pool.weights, strict=True)]
-            ends_s = ends_s if more is None and target_itl is None else costs
-            index = self.others.choose_apart(index, costs, ends_s, pool.loads)
+            work_s = self.utilisation.estimate_rates(now)[0] * len(owns)
+            index = self.others.choose_apart(index, costs, work_s)
         here, elsewhere = 0, 0
         if held:
             here, held[index] = held[index], 0

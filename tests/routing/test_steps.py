@@ -8,7 +8,7 @@ import pytest
 
 from kvproxy.config.cluster_schema import KvAwareSettings
 from kvproxy.routing.engine_samples import MIN_TOKENS, StepModel
-from kvproxy.routing.kv_aware import LATENESS, KvAware
+from kvproxy.routing.kv_aware import KvAware
 from kvproxy.routing.policy import PickRequest
 from tests.routing.fleet import ask, decode, fleet
 
@@ -93,16 +93,6 @@ def test_a_target_moves_requests_off_a_hot_prefix() -> None:
     assert policy(None).choose(request, candidates, 1.0).index == 0
     assert policy(0.020).choose(request, candidates, 1.0).index == 1
     assert policy(0.100).choose(request, candidates, 1.0).index == 0
-
-
-def test_a_target_keeps_long_prefills_from_large_batches() -> None:
-    """Within the target too: while the prompt is computed no sequence there gets a token."""
-    candidates = fleet(2)
-    decode(candidates[0], tokens=100, times=20)
-    costs = policy(1.0).choose(ask(4000), candidates, 1.0).costs
-    without = policy(None).choose(ask(4000), candidates, 1.0).costs
-    own_s = policy(None).choose(ask(4000), fleet(1), 1.0).own_s  # type: ignore[attr-defined]
-    assert costs == pytest.approx([without[0] + LATENESS * 20 * own_s, without[1]])
 
 
 def test_without_a_target_nothing_is_learned_and_nothing_changes() -> None:

@@ -12,18 +12,15 @@ from typing import TypeVar
 
 from kvproxy.bounded import BoundedMapping
 from kvproxy.config.kvcache_actions_schema import LeaseSettings
-from kvproxy.kvcache.actions.gaps import HORIZON_S, Gaps, PauseKind
+from kvproxy.kvcache.actions.conversations import LOOKED_AT, BySession, Conversations, Waiting
+from kvproxy.kvcache.actions.gaps import HORIZON_S, Gaps
 from kvproxy.kvcache.actions.signals import KnownPrefix
 from kvproxy.types import EndpointId
 
 K = TypeVar("K")
 
-#: Answers whose next turns are looked out for; the longest waiting go first.
-MAX_WAITING = 16_384
-#: Pins that a service does not take back now, tried again and again.
+#: Pins, and SGLang's sessions, that are not taken back now: tried again and again.
 MAX_RELEASED = 4096
-#: The first and last turns of a conversation differ by so many message prefixes at most.
-_LOOKED_AT = 17
 #: A conversation that comes back less often is not worth a lease, nor a touch.
 LEAST_CHANCE = 0.2
 #: For a call of a tool of which nothing is known yet.
@@ -38,6 +35,7 @@ class Lever(StrEnum):
     """What keeps a prompt; a metric label."""
 
     PIN = "pin"  # of LMCache
+    SESSION = "session"  # of SGLang, which refers to it
     TOUCH = "touch"  # asked for again before the engine would evict it
 
 
@@ -46,20 +44,6 @@ class Why(StrEnum):
 
     TOOL_CALL = "tool_call"  # its answer calls a tool, whose result comes with the next turn
     CLIENT = "client"  # asked for it
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A conversation between an answer and its next turn, known by the key of its last prompt."""
-
-    key: int
-    kind: PauseKind
-    ended_at: float
-    endpoint: EndpointId
-    cluster: str
-    tenant: str = ""
-    session: int = 0  # 0: it names none
-    asked_s: float | None = None  # that its client wants the prompt to be kept
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +61,8 @@ class Lease:
     used_at: float  # when the engine used it last, or was told to keep it
     held: bool = False  # the engine did as it was told
     returned_at: float | None = None  # its conversation goes on
+    filled: int = 0  # tokens that the endpoint's cache had taken in all at its last use
+    session: str = ""  # of SGLang, that refers to it
     prefix: KnownPrefix = field(init=False)
 
     def __post_init__(self) -> None:
@@ -128,14 +114,17 @@ class LeaseBook:
 
     def __init__(self) -> None:
         self.gaps = Gaps()
+        self.waiting = Conversations()
         self.leases: dict[int, Lease] = {}  # by key of the prompt; bounded by `max_leases`
         #: Counted pins to be taken back, by instance.
         self.released: BoundedMapping[tuple[str, int], KnownPrefix] = BoundedMapping(MAX_RELEASED)
+        #: SGLang's sessions to be closed, with the cluster and the endpoint of each.
+        self.to_close: BoundedMapping[str, tuple[str, EndpointId]] = BoundedMapping(MAX_RELEASED)
         self.results: Counter[str] = Counter()  # of leases whose conversation came back
         self.owner: object = None  # the service that acts on it by now
-        self.waiting: dict[int, Waiting] = {}  # by key, the longest waiting first
         self.tenant_tokens: Counter[str] = Counter()  # tokens held for each
         self._endpoints: Counter[tuple[str, EndpointId]] = Counter()
+        self._sessions = BySession()
 
     @property
     def kept_ratio(self) -> float | None:
@@ -157,26 +146,19 @@ class LeaseBook:
             "pauses": self.gaps.describe(),
         }
 
-    def note_answer(self, waiting: Waiting) -> None:
-        """An answer is over, and its conversation may go on."""
-        self.waiting.pop(waiting.key, None)
-        self.waiting[waiting.key] = waiting
-        if len(self.waiting) > MAX_WAITING:
-            del self.waiting[next(iter(self.waiting))]
-
     def note_return(self, keys: Sequence[int], now: float) -> None:
         """A prompt with these message prefixes is on its way: a conversation may go on, and its pause is counted."""
-        for key in reversed(keys[-_LOOKED_AT:]):
-            if (waiting := self.waiting.pop(key, None)) is not None:
-                self.gaps.count(waiting.kind, now - waiting.ended_at)
-                lease = self.leases.get(key)
-                if lease is not None and now <= lease.until:
-                    lease.returned_at = now
-                return
+        waiting = self.waiting.take_returned(keys)
+        if waiting is None:
+            return
+        self.gaps.count(waiting.kind, now - waiting.ended_at)
+        lease = self.leases.get(waiting.key)
+        if lease is not None and now <= lease.until:
+            lease.returned_at = now
 
     def take_returned(self, keys: Sequence[int]) -> Lease | None:
         """The lease on what this prompt goes on from, which ends by that."""
-        for key in reversed(keys[-_LOOKED_AT:]):
+        for key in reversed(keys[-LOOKED_AT:]):
             lease = self.leases.get(key)
             if lease is not None and lease.returned_at is not None:
                 self.release(lease)
@@ -200,6 +182,7 @@ class LeaseBook:
             return "endpoint_budget"
         self.leases[lease.of.key] = lease
         lease.known.promised_until = lease.until
+        self._sessions.add(lease.of)
         self.tenant_tokens[tenant] += lease.tokens
         self._endpoints[place] += lease.tokens
         return ""
@@ -207,28 +190,26 @@ class LeaseBook:
     def release(self, lease: Lease) -> None:
         """It ends. A pin of a service that counts is to be taken back."""
         del self.leases[lease.of.key]
+        self._sessions.discard(lease.of)
         lease.known.promised_until = lease.until = 0.0
         _subtract(self.tenant_tokens, lease.of.tenant, lease.tokens)
         _subtract(self._endpoints, (lease.of.cluster, lease.of.endpoint), lease.tokens)
         if lease.lever is Lever.PIN and lease.held:
             self.released[lease.instance, lease.of.key] = lease.prefix
+        elif lease.session:
+            self.to_close[lease.session] = (lease.of.cluster, lease.of.endpoint)
 
     def end_session(self, session: int) -> list[Lease]:
         """Nothing more comes of the session: what was kept for it, released."""
-        for key in [key for key, one in self.waiting.items() if session and one.session == session]:
-            del self.waiting[key]
-        ended = [one for one in self.leases.values() if session and one.of.session == session]
+        self.waiting.end_session(session)
+        ended = [self.leases[key] for key in self._sessions.keys_of(session)]
         for lease in ended:
             self.release(lease)
         return ended
 
     def take_expired(self, now: float) -> list[tuple[Lease, str]]:
         """Leases that end now without a return, and why. Conversations that did not go on count among the pauses."""
-        while self.waiting:
-            waiting = next(iter(self.waiting.values()))
-            if now - waiting.ended_at <= HORIZON_S:
-                break
-            del self.waiting[waiting.key]
+        for waiting in self.waiting.take_late(now):
             self.gaps.count(waiting.kind, None)
         ended = [(lease, why) for lease in self.leases.values() if (why := _why_ended(lease, now))]
         for lease, _ in ended:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.kvcache.actions.conversations import Waiting
 from kvproxy.kvcache.actions.executor import ActionExecutor
 from kvproxy.kvcache.actions.gaps import PendingCall, pause_kind
-from kvproxy.kvcache.actions.leases import Lease, LeaseBook, Lever, Waiting, Why, choose_duration
+from kvproxy.kvcache.actions.leases import Lease, LeaseBook, Lever, Why, choose_duration
+from kvproxy.kvcache.actions.session_holds import SessionHolds
 from kvproxy.kvcache.actions.signals import KnownPrefix
 from kvproxy.kvcache.actions.strategies import Action, PressureOf, Served
 from kvproxy.kvcache.actions.touching import Toucher
@@ -54,6 +56,7 @@ class Leasing:
         executor: ActionExecutor,
         lookups: LookupClient,
         toucher: Toucher,
+        holds: SessionHolds,
         metrics: Metrics,
         clock: Clock,
     ) -> None:
@@ -63,6 +66,7 @@ class Leasing:
         self._executor = executor
         self._lookups = lookups
         self._toucher = toucher
+        self._holds = holds
         self._metrics: LeaseMetrics = metrics.leases
         self._clock = clock
 
@@ -79,6 +83,7 @@ class Leasing:
                 (("leases",), float(len(book.leases))),
                 (("waiting",), float(len(book.waiting))),
                 (("pauses",), float(len(book.gaps))),
+                (("sessions",), float(len(book.to_close))),
             ]
         )
 
@@ -102,7 +107,7 @@ class Leasing:
         if facts.request.session_ends:
             self._end_session(facts.names.session)
         elif facts.keys:
-            self.book.note_answer(
+            self.book.waiting.add(
                 Waiting(
                     facts.keys[-1],
                     pause_kind(facts.request.client, tool),
@@ -126,8 +131,8 @@ class Leasing:
             return
         lease, refusal = self._make(waiting, prefix, endpoint, duration_s, now)
         if not refusal:
-            touched = lease.lever is Lever.TOUCH
-            capacity = self._toucher.capacity_of(endpoint) if touched else None
+            own = lease.lever is not Lever.PIN  # the engine's own memory
+            capacity = self._toucher.capacity_of(endpoint) if own else None
             refusal = self.book.grant(lease, self._settings, capacity_tokens=capacity)
         if refusal:
             self._metrics.refusals.labels(refusal).inc()
@@ -135,6 +140,8 @@ class Leasing:
         self._metrics.grants.labels(lease.why.value, lease.lever.value).inc()
         if lease.lever is Lever.PIN:
             self._pin(lease, lease.why.value)
+        elif lease.lever is Lever.SESSION:
+            self._holds.hold(lease, endpoint)
 
     def tick(self) -> None:
         """Between requests: ends, renewals, touches, and pins to be taken back."""
@@ -147,10 +154,11 @@ class Leasing:
             if lease.lever is Lever.PIN:
                 if lease.held and not self._counts and now - lease.used_at >= self._renewal_s:
                     self._pin(lease, "renewal")
-            elif not self._toucher.consider(lease, now):
+            elif lease.lever is Lever.TOUCH and not self._toucher.consider(lease, now):
                 self.book.release(lease)
                 self._count_end(lease, "not_worth")
         self._take_back()
+        self._holds.tick()
         self._toucher.keep_only_present()
 
     def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:
@@ -173,6 +181,8 @@ class Leasing:
             self.book.release(lease)
             self._count_end(lease, "expired")
         self._take_back()
+        for gauge in (self._metrics.kept_ratio, self._metrics.held_tokens, self._metrics.entries):
+            gauge.set_source(tuple)
 
     @property
     def _counts(self) -> bool:
@@ -185,10 +195,12 @@ class Leasing:
         """By the best lever there is, and why by none."""
         action, lever, refusal = Action(ActionKind.PIN, endpoint.instance_id, prefix, ""), Lever.PIN, ""
         if ActionKind.PIN not in self._lookups.supported or self._executor.is_disabled(action):
-            lever, refusal = Lever.TOUCH, self._toucher.why_not(endpoint, len(prefix.tokens))
+            lever = Lever.SESSION if self._holds.can_hold(endpoint, len(prefix.tokens)) else Lever.TOUCH
+            refusal = self._toucher.why_not(endpoint, len(prefix.tokens)) if lever is Lever.TOUCH else ""
         why, until = Why.TOOL_CALL if of.kind[1] else Why.CLIENT, of.ended_at + duration_s
         held = lever is Lever.TOUCH  # the engine has just used it
-        return Lease(of, prefix, endpoint.instance_id, lever, why, now, until, now, held), refusal
+        filled = self._toucher.insertions.total((of.cluster, endpoint.id))
+        return Lease(of, prefix, endpoint.instance_id, lever, why, now, until, now, held, filled=filled), refusal
 
     def _pin(self, lease: Lease, reason: str) -> None:
         self._executor.submit(Action(ActionKind.PIN, lease.instance, lease.prefix, f"lease {reason}", own=True), self)
@@ -198,6 +210,7 @@ class Leasing:
             self.book.released.clear()
         for (instance, _), prefix in list(self.book.released.items()):
             self._executor.submit(Action(ActionKind.UNPIN, instance, prefix, "lease over", own=True), self)
+        self._holds.close_ended()
 
     def _end_session(self, session: int) -> None:
         for lease in self.book.end_session(session):

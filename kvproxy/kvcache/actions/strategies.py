@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -65,9 +65,12 @@ TYPICAL_TOKENS = 4096
 class ColdPrefixes:
     """Chooses, by one score, what is evicted and compressed."""
 
-    def __init__(self, settings: CacheStrategySettings, hotness: Hotness) -> None:
+    def __init__(
+        self, settings: CacheStrategySettings, hotness: Hotness, priorities: Mapping[int, Priority] | None = None
+    ) -> None:
         self._settings = settings
         self._hotness = hotness
+        self._priorities = {} if priorities is None else priorities  # by prefix key, as the operator set them
         self._weights = Weights(**settings.score_weights.model_dump())
         self._kept = {int(name, 16) for name in settings.keep_prefixes}
 
@@ -100,7 +103,8 @@ class ColdPrefixes:
         """What it is kept for besides its score."""
         if prefix.key in self._kept:
             return Priority.OPERATOR
-        return Priority.CONTRACT if prefix.promised_until > now else Priority.NORMAL
+        promised = Priority.CONTRACT if prefix.promised_until > now else Priority.NORMAL
+        return max(promised, self._priorities.get(prefix.key, Priority.NORMAL))
 
 
 @dataclass(slots=True)
@@ -112,14 +116,18 @@ class Lease:
     pinned_at: float
 
 
+#: Prefixes that the operator may give a priority of their own.
+MAX_PRIORITIES = 1024
 #: Compressed prefixes remembered; one that is forgotten is never decompressed, as if the proxy had restarted.
 MAX_REMEMBERED = 10_000
 
 
 class ActionRecord:
-    """What was done at LMCache and stands there, by instance: it outlives a reload, or nothing would ever undo it."""
+    """What was done at LMCache and stands there, by instance: it outlives a reload, or nothing would ever undo it. The
+    operator's priorities, by prefix key, outlive a change of LMCache too."""
 
-    def __init__(self) -> None:
+    def __init__(self, priorities: dict[int, Priority] | None = None) -> None:
+        self.priorities = {} if priorities is None else priorities
         self.leases: dict[tuple[str, int], Lease] = {}  # by instance and prefix key, as the next
         self.compressed: BoundedMapping[tuple[str, int], KnownPrefix] = BoundedMapping(MAX_REMEMBERED)
         self.cleared_at: dict[str, float] = {}
@@ -213,8 +221,9 @@ class Compress:
 
     def __init__(self, settings: CacheStrategySettings, hotness: Hotness, record: ActionRecord | None = None) -> None:
         self._settings = settings
-        self._cold = ColdPrefixes(settings, hotness)
-        self.compressed = (record or ActionRecord()).compressed
+        record = record or ActionRecord()
+        self._cold = ColdPrefixes(settings, hotness, record.priorities)
+        self.compressed = record.compressed
 
     def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:
         instance = self._settings.compress_instance_id or served.instance_id
@@ -261,8 +270,8 @@ class Evict:
         self._settings = settings
         self._hotness = hotness
         self._supports = supports
-        self._cold = ColdPrefixes(settings, hotness)
         self._record = record or ActionRecord()
+        self._cold = ColdPrefixes(settings, hotness, self._record.priorities)
         self._said = False
 
     def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Self
 
 from kvproxy.clients.tokens import TokenIds
@@ -17,6 +18,7 @@ from kvproxy.kvcache.actions.job_queue import Job, JobQueue
 from kvproxy.kvcache.actions.leasing import Leasing
 from kvproxy.kvcache.actions.signals import Hotness, KnownPrefix
 from kvproxy.kvcache.actions.strategies import (
+    MAX_PRIORITIES,
     Action,
     ActionRecord,
     ColdPrefixes,
@@ -35,6 +37,7 @@ from kvproxy.kvcache.overlap.merge import HolderOverlap
 from kvproxy.kvcache.overlap.tokens import TokenSource
 from kvproxy.kvcache.providers import ActionKind
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.prefix.eviction import Priority
 from kvproxy.types import Clock, EndpointId
 
 
@@ -58,7 +61,8 @@ class StrategyRunner:
     ) -> None:
         strategy = settings.cache_strategy
         self.hotness = hotness
-        self._cold = ColdPrefixes(strategy, hotness)
+        self.priorities = record.priorities
+        self._cold = ColdPrefixes(strategy, hotness, record.priorities)
         self.pin = Pin(strategy, hotness, record) if strategy.enable_pinning else None
         self.compress = Compress(strategy, hotness, record) if strategy.enable_compression else None
         self.evict = (
@@ -104,6 +108,39 @@ class StrategyRunner:
             key = ("tokenize", facts.model, facts.hashes[-1] if facts.hashes else 0, facts.prompt_bytes)
             run = partial(self._tokenize, facts, used, endpoint)
             self.jobs.submit(Job(key, run, about="tokenize", held_bytes=len(facts.body)))
+
+    def show(self, metrics: Metrics) -> None:
+        """The gauges read it from now on."""
+        self.jobs.show(metrics)
+        metrics.bounds.queue_depth.labels("priorities").set_function(lambda: len(self.priorities))
+        metrics.bounds.queue_limit.labels("priorities").set(MAX_PRIORITIES)
+
+    def set_priority(self, key: int, priority: Priority) -> bool:
+        """What the prefix of this key is kept for from now on, whether it is known or not; NORMAL: nothing but its
+        score and what is promised. False: too many have one."""
+        if priority is Priority.NORMAL:
+            self.priorities.pop(key, None)
+        elif key in self.priorities or len(self.priorities) < MAX_PRIORITIES:
+            self.priorities[key] = priority
+        else:
+            return False
+        return True
+
+    def describe_prefixes(self, limit: int) -> list[dict[str, object]]:
+        """For people: those with a priority of their own, then the last used ones. Hashes, never prompts."""
+        now, found = self._clock(), {key: self.hotness.find_prefix(key) for key in self.priorities}
+        found |= {one.key: one for one in self.hotness.walk_latest(limit)}
+        return [
+            {
+                "prefix": f"{key:016x}",
+                "set": self.priorities.get(key, Priority.NORMAL).name.lower(),
+                "priority": None if one is None else self._cold.priority(one, now).name.lower(),
+                "score": None if one is None else round(self._cold.score(one, now), 3),
+                "tokens": None if one is None else len(one.tokens),
+                "uses": None if one is None else self.hotness.count_recent_uses(one, now),
+            }
+            for key, one in islice(found.items(), limit)
+        ]
 
     def tick(self) -> None:
         """Between requests: renew leases that are due."""

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 
 from kvproxy.clients.tokens import body_with_tokens
+from kvproxy.clients.vllm import Prefill, VllmClient
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings
@@ -15,7 +16,7 @@ from kvproxy.errors import ClientError
 from kvproxy.kvcache.actions.gaps import Gaps
 from kvproxy.kvcache.actions.job_queue import Job, JobQueue
 from kvproxy.kvcache.actions.leases import LEAST_CHANCE, Lease
-from kvproxy.kvcache.actions.signals import Signals
+from kvproxy.kvcache.actions.signals import KnownPrefix, Signals
 from kvproxy.kvcache.engines import Engines
 from kvproxy.log_lines import log_fields
 from kvproxy.metrics.catalog import Metrics
@@ -24,11 +25,13 @@ from kvproxy.types import Clock, EndpointId
 
 audit = logging.getLogger("kvproxy.audit")
 
-#: What engines are given to compute is averaged over so long.
-_HALF_LIFE_S = 60.0
-#: A prompt is touched once this share of the time is over that it would stay in a cache by itself.
+#: What engines are given to compute is averaged over so long; at first over the time since it began, but for
+#: bursts.
+_HALF_LIFE_S, _LEAST_SEEN_S = 60.0, 30.0
+#: A prompt is touched once a cache took this share of its capacity in new tokens since the prompt's last use: with all
+#: of it the prompt would be gone, whether that takes seconds or hours.
 TOUCHED_AT = 0.5
-#: A touch that found its prompt gone: prompts stay for a shorter time than was thought; one that found it, for longer.
+#: A touch that found its prompt gone: prompts stay for fewer new tokens than was thought; one that found it, for more.
 _SHORTER, _LONGER = 0.5, 1.1
 #: What an engine computes of a prompt that it holds: the end of its last block.
 LAST_TOKENS = 32
@@ -41,15 +44,28 @@ Place = tuple[str, EndpointId]
 
 
 class Insertions:
-    """How fast each endpoint's cache takes new tokens, and so how long one that is not used stays in it."""
+    """How many new tokens each endpoint's cache took, and so how long one that is not used stays in it."""
 
     def __init__(self) -> None:
         self._sums: dict[Place, tuple[float, float]] = {}  # tokens, decayed, and when
+        self._since: dict[Place, float] = {}
+        self._totals: dict[Place, int] = {}
         self._factors: dict[Place, float] = {}
 
     def note(self, place: Place, tokens: int, now: float) -> None:
         """An endpoint computed so many."""
         self._sums[place] = (self._sum(place, now) + tokens, now)
+        self._since.setdefault(place, now)
+        self._totals[place] = self.total(place) + tokens
+
+    def total(self, place: Place) -> int:
+        """All that it took so far."""
+        return self._totals.get(place, 0)
+
+    def is_due(self, place: Place, *, filled: int, capacity_tokens: int) -> bool:
+        """Whether what was used last when it had taken `filled` is to be used again, or would soon be evicted."""
+        room = self._factors.get(place, 1.0) * capacity_tokens
+        return self.total(place) - filled >= TOUCHED_AT * room
 
     def judge(self, place: Place, *, found: bool) -> None:
         """A prompt that should still have been there was, or was not."""
@@ -58,12 +74,16 @@ class Insertions:
 
     def stays_s(self, place: Place, capacity_tokens: int, now: float) -> float:
         """Seconds after its last use."""
-        per_s = self._sum(place, now) * math.log(2) / _HALF_LIFE_S
+        seen_s = max(_LEAST_SEEN_S, now - self._since.get(place, now))  # else a beginning would count as a pause
+        seen = 1.0 - 0.5 ** (seen_s / _HALF_LIFE_S)
+        per_s = self._sum(place, now) * math.log(2) / _HALF_LIFE_S / seen
         return math.inf if per_s <= 0 else self._factors.get(place, 1.0) * capacity_tokens / per_s
 
     def keep_only(self, present: set[Place]) -> None:
         """Forget all other endpoints."""
         self._sums = {place: one for place, one in self._sums.items() if place in present}
+        self._since = {place: one for place, one in self._since.items() if place in present}
+        self._totals = {place: one for place, one in self._totals.items() if place in present}
         self._factors = {place: one for place, one in self._factors.items() if place in present}
 
     def _sum(self, place: Place, now: float) -> float:
@@ -84,6 +104,13 @@ def is_worth(chance: float, saved_s: float, cost_s: float, *, stays_s: float, le
     """Whether a return saves more than all touches until the end cost, where a prompt stays for so long after each."""
     touches = math.ceil(left_s / max(TOUCHED_AT * stays_s, 1.0))
     return chance >= LEAST_CHANCE and chance * saved_s > touches * cost_s
+
+
+async def send_prompt(client: VllmClient, prefix: KnownPrefix, *, timeout_s: float, **fields: str) -> Prefill:
+    """A prompt whose tokens are known, to be computed or found, for one token."""
+    salt = {"cache_salt": prefix.cache_salt} if prefix.cache_salt else {}
+    rest = {"model": prefix.model, "max_tokens": 1, "temperature": 0, **salt, **fields}
+    return await client.prefill("/v1/completions", body_with_tokens("prompt", prefix.tokens, rest), timeout_s=timeout_s)
 
 
 class Toucher:
@@ -143,10 +170,11 @@ class Toucher:
         capacity = None if endpoint is None else self.capacity_of(endpoint)
         if endpoint is None or capacity is None or endpoint.condition(now) is not Condition.UP:
             return True
-        stays_s = self.insertions.stays_s((lease.of.cluster, endpoint.id), capacity, now)
-        if now - lease.used_at < TOUCHED_AT * stays_s or endpoint.load.pending_requests:
+        place = (lease.of.cluster, endpoint.id)
+        due = self.insertions.is_due(place, filled=lease.filled, capacity_tokens=capacity)
+        if not due or endpoint.load.pending_requests:
             return True  # what is to be computed already goes first
-        if not self._is_worth(lease, endpoint, stays_s, now):
+        if not self._is_worth(lease, endpoint, self.insertions.stays_s(place, capacity, now), now):
             return False
         job = Job(
             ("touch", lease.instance, lease.of.key),
@@ -173,7 +201,7 @@ class Toucher:
             result = "dry_run"
         else:
             result, found = await self._ask_again(lease, endpoint)
-        lease.used_at = self._clock()
+        lease.used_at, lease.filled = self._clock(), self.insertions.total((lease.of.cluster, endpoint.id))
         self._actions.labels("touch", result).inc()
         fields = {
             "action": "touch",
@@ -190,14 +218,9 @@ class Toucher:
 
     async def _ask_again(self, lease: Lease, endpoint: Endpoint) -> tuple[str, int]:
         """How it went, and the tokens that the engine still had."""
-        prefix = lease.prefix
-        salt = {"cache_salt": prefix.cache_salt} if prefix.cache_salt else {}
-        rest = {"model": prefix.model, "max_tokens": 1, "temperature": 0, **salt}
-        body = body_with_tokens("prompt", prefix.tokens, rest)
+        timeout_s = self._settings.background.job_timeout
         try:
-            answer = await self._engines.client(endpoint.engine).prefill(
-                "/v1/completions", body, timeout_s=self._settings.background.job_timeout
-            )
+            answer = await send_prompt(self._engines.client(endpoint.engine), lease.prefix, timeout_s=timeout_s)
         except ClientError as error:
             return error.reason, 0
         if answer.cached_tokens is None:

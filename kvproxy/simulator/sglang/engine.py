@@ -20,7 +20,8 @@ from kvproxy.simulator.engine_io import (
 )
 from kvproxy.simulator.engine_runner import EngineRunner, SequenceProgress
 from kvproxy.simulator.kv_event_publisher import EventEncoding, KvEventPublisher, PublisherSettings
-from kvproxy.simulator.sglang.radix_pages import PageEncoder, RadixPages
+from kvproxy.simulator.sglang.page_events import PageEncoder
+from kvproxy.simulator.sglang.radix_pages import RadixPages
 from kvproxy.simulator.sglang.settings import EventSettings, SglangSettings
 from kvproxy.types import Clock
 
@@ -135,7 +136,9 @@ class SglangEngine:
         self.rank = rank
         events = settings.kv_events
         scheduler = replace(settings.scheduler, kv_events=events is not None, lookahead_tokens=int(settings.paired))
-        pages = RadixPages(scheduler.capacity_blocks, page_size=settings.page_size, record_events=events is not None)
+        self.pages = pages = RadixPages(
+            scheduler.capacity_blocks, page_size=settings.page_size, record_events=events is not None
+        )
         self.engine = Engine(scheduler, cache=pages)
         self.publisher = None if events is None else _publisher(settings, events, rank, wall_clock)
         self.runner = EngineRunner(

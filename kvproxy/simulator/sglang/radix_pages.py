@@ -1,19 +1,15 @@
-"""A radix tree of pages as SGLang keeps one: a page is held once, and the leaf used least of late goes first. It
-announces them one by one."""
+"""A radix tree of pages as SGLang keeps one: a page is held once, and the leaf used least of late goes first, of those
+that no session refers to if there is one. It announces them one by one."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import pairwise
-from typing import Any
-
-import msgspec
 
 from kvproxy.simulator.engine_io import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from kvproxy.simulator.sglang.settings import EventForm
 
 
 def hash_pages(token_ids: Sequence[int], page_size: int, *, paired: bool, namespace: str = "") -> list[int]:
@@ -37,6 +33,7 @@ class _Node:
     children: int = 0
     users: int = 0
     used_at: int = 0
+    sessions: int = 0  # that refer to it
 
 
 class RadixPages:
@@ -52,7 +49,8 @@ class RadixPages:
         self._nodes: dict[int, _Node] = {}  # by hash
         self._hash_of: dict[int, int] = {}  # by page: of the tree's, and of seconds of them
         self._in_use = 0  # pages of the tree with users
-        self._leaves: list[tuple[int, int]] = []  # (used_at, hash), some out of date
+        self._leaves: list[tuple[bool, int, int]] = []  # (referred to, used_at, hash), some out of date
+        self._sessions: dict[str, set[int]] = {}  # hashes that each refers to
         self._time = 0
 
     def __len__(self) -> int:
@@ -143,6 +141,18 @@ class RadixPages:
                 self._in_use -= 1
                 self._offer(page_hash, node)
 
+    def refer(self, session: str, block_hashes: Sequence[int]) -> None:
+        """The session refers to the longest held prefix of these pages."""
+        held = self.match_prefix(block_hashes, len(block_hashes))
+        if held and block_hashes[held - 1] not in self._sessions.setdefault(session, set()):
+            self._sessions[session].add(block_hashes[held - 1])
+            self._count_session(block_hashes[held - 1], 1)
+
+    def close_session(self, session: str) -> None:
+        """It refers to nothing any more; the pages stay as any others."""
+        for page_hash in self._sessions.pop(session, ()):
+            self._count_session(page_hash, -1)
+
     def clear(self) -> bool:
         """Forgets everything, unless a sequence is running (False: nothing happened)."""
         if self.free_blocks < self.capacity_blocks:
@@ -151,6 +161,7 @@ class RadixPages:
         self._nodes.clear()
         self._hash_of.clear()
         self._leaves.clear()
+        self._sessions.clear()
         self.announce(AllBlocksCleared())
         return True
 
@@ -166,9 +177,11 @@ class RadixPages:
 
     def _evict(self) -> None:
         while True:
-            used_at, page_hash = heapq.heappop(self._leaves)
+            referred, used_at, page_hash = heapq.heappop(self._leaves)
             node = self._nodes.get(page_hash)
-            if node is not None and not node.users and not node.children and node.used_at == used_at:
+            if node is None or node.users or node.children:
+                continue
+            if (referred, used_at) == (node.sessions > 0, node.used_at):
                 break
         del self._nodes[page_hash], self._hash_of[node.page]
         self._spare.append(node.page)
@@ -181,7 +194,13 @@ class RadixPages:
     def _offer(self, page_hash: int, node: _Node) -> None:
         """A leaf without users may be evicted."""
         if not node.users and not node.children:
-            heapq.heappush(self._leaves, (node.used_at, page_hash))
+            heapq.heappush(self._leaves, (node.sessions > 0, node.used_at, page_hash))
+
+    def _count_session(self, page_hash: int, by: int) -> None:
+        node = self._nodes.get(page_hash)
+        if node is not None:
+            node.sessions += by
+            self._offer(page_hash, node)
 
     def _rest_of(self, event: BlockStored, held: int) -> BlockStored:
         return replace(
@@ -195,52 +214,3 @@ class RadixPages:
     def _tick(self) -> int:
         self._time += 1
         return self._time
-
-
-_MEDIUM = "GPU"
-
-
-class PageEncoder:
-    """Turns one step's events into a message payload."""
-
-    def __init__(self, *, page_size: int, form: EventForm, paired: bool) -> None:
-        self._page_size = page_size
-        self._form = form
-        self._paired = paired
-        self._encoder = msgspec.msgpack.Encoder()
-
-    def encode_payload(self, events: Sequence[KvEvent], *, ts: float, rank: int = 0) -> bytes:
-        """The msgpack batch; `ts` is wall-clock seconds, `rank` the attention's data-parallel rank."""
-        written = [self._write(fields) for event in events for fields in self._fields(event)]
-        return self._encoder.encode([ts, written, rank])
-
-    def _fields(self, event: KvEvent) -> Iterator[dict[str, Any]]:
-        if isinstance(event, AllBlocksCleared):
-            yield {"type": "AllBlocksCleared"}
-        elif isinstance(event, BlockRemoved):
-            yield {"type": "BlockRemoved", "block_hashes": [event.block_hash], "medium": _MEDIUM}
-        else:
-            yield from self._pages(event)
-
-    def _pages(self, event: BlockStored) -> Iterator[dict[str, Any]]:
-        parent, size, tokens = event.parent, self._page_size, event.token_ids
-        for number, page_hash in enumerate(event.block_hashes):
-            page = tokens[number * size : (number + 1) * size + self._paired]
-            keys = list(pairwise(page)) if self._paired else page
-            salts = [key for keys_of_page in event.extra_keys[number : number + 1] for key in keys_of_page or ()]
-            yield {
-                "type": "BlockStored",
-                "block_hashes": [page_hash],
-                "parent_block_hash": parent,
-                "token_ids": keys,
-                "block_size": size,
-                "lora_id": None,
-                "medium": _MEDIUM,
-                **({"cache_salt": salts[-1]} if salts else {}),
-            }
-            parent = page_hash
-
-    def _write(self, fields: dict[str, Any]) -> Any:
-        if self._form is EventForm.MAP:
-            return fields
-        return [value for name, value in fields.items() if name != "cache_salt"]

@@ -39,6 +39,7 @@ from kvproxy.simulator.vllm_state import FaultError, Faults
 from kvproxy.types import Clock
 
 _KEPT_REQUESTS = 256
+_REMEMBERED_SESSIONS = 8192
 _FLUSHED = b"Cache flushed.\nPlease check backend logs for more details.\n"
 
 Handler = Callable[[HttpCall], Awaitable[None]]
@@ -72,6 +73,7 @@ class SglangApp(HttpApp):
         self._stack = contextlib.AsyncExitStack()
         self.faults = Faults()
         self.calls: Counter[str] = Counter()
+        self._closed: dict[str, None] = {}  # sessions, the last closed last
         self.requests: deque[dict[str, Any]] = deque(maxlen=_KEPT_REQUESTS)
         self._routes = self._build_routes()
 
@@ -114,6 +116,7 @@ class SglangApp(HttpApp):
             ("GET", f"/{prefix}model_info"): self._answer_model_info,
             ("GET", "/flush_cache"): self._answer_flush,
             ("POST", "/flush_cache"): self._answer_flush,
+            ("POST", "/close_session"): self._answer_close_session,
             ("POST", "/sim/faults"): self._set_faults,
             ("GET", "/sim/state"): self._answer_state,
         }
@@ -189,9 +192,28 @@ class SglangApp(HttpApp):
         try:
             finished = await call.run_while_connected(self._answer(call, engine, plan, shape, record))
             record["outcome"] = record["outcome"] if finished else "disconnected"
+            self._refer(engine, plan, body.get("session_id"))
         except SglangError:
             record["outcome"] = "error"
             raise
+
+    def _refer(self, engine: SglangEngine, plan: GenerationPlan, session: object) -> None:
+        """A request that is over belongs to its session, unless that was closed meanwhile."""
+        known = self.settings.enable_session_radix_cache and isinstance(session, str)
+        if known and session not in self._closed:
+            for request in plan.requests:
+                engine.pages.refer(str(session), request.block_hashes)
+
+    async def _answer_close_session(self, call: HttpCall) -> None:
+        session = (await _read_json(call)).get("session_id")
+        if not isinstance(session, str):
+            raise SglangError("1 validation error: session_id: Field required", param="session_id")
+        self._closed[session] = None
+        if len(self._closed) > _REMEMBERED_SESSIONS:
+            del self._closed[next(iter(self._closed))]
+        for engine in self.ranks:
+            engine.pages.close_session(session)
+        await call.send_reply(200)
 
     def _next_rank(self) -> SglangEngine:
         """In turn, whatever they hold."""

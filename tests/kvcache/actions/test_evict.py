@@ -7,8 +7,9 @@ import logging
 import pytest
 
 from kvproxy.kvcache.actions.signals import Hotness, Pressure
-from kvproxy.kvcache.actions.strategies import CLEAR_PAUSE_S, Evict
+from kvproxy.kvcache.actions.strategies import CLEAR_PAUSE_S, ActionRecord, Evict
 from kvproxy.kvcache.providers import ActionKind
+from kvproxy.prefix.eviction import Priority
 from tests.kvcache.actions.support import BUSY, CALM, UNKNOWN, everywhere, hotness, serve, strategy
 from tests.kvcache.support import tokens
 
@@ -118,6 +119,21 @@ def test_what_the_operator_keeps_never_goes() -> None:
     under_test = evict(known, keep_prefixes=[kept.name])
     actions = under_test.plan(served, everywhere(BUSY), {served.prefixes[0].head}, 0.0)
     assert [one.prefix.key for one in actions if one.prefix] == [3]
+
+
+def test_a_priority_that_the_operator_sets_counts_at_once() -> None:
+    """As a contract it goes last, as the operator's own never, and back to normal by its score."""
+    known, record = hotness(), ActionRecord()
+    serve(known, 1)
+    serve(known, 2)
+    served = serve(known, 9)
+    under_test = Evict(strategy(), known, record, supports=lambda: frozenset({ActionKind.EVICT}))
+    for priority, order in ((Priority.CONTRACT, [2, 1]), (Priority.OPERATOR, [2]), (None, [1, 2])):
+        record.priorities.pop(1, None)
+        if priority is not None:
+            record.priorities[1] = priority
+        actions = under_test.plan(served, everywhere(BUSY), {served.prefixes[0].head}, 0.0)
+        assert [one.prefix.key for one in actions if one.prefix] == order
 
 
 def test_what_is_gone_is_not_evicted_again() -> None:

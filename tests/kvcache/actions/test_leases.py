@@ -11,15 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproxy.config.kvcache_actions_schema import LeaseSettings
+from kvproxy.kvcache.actions.conversations import MAX_WAITING, Waiting
 from kvproxy.kvcache.actions.gaps import HORIZON_S, LEAST_SEEN, Gaps, PauseKind
 from kvproxy.kvcache.actions.leases import (
     FIRST_S,
     MAX_RELEASED,
-    MAX_WAITING,
     Lease,
     LeaseBook,
     Lever,
-    Waiting,
     Why,
     choose_duration,
     tenant_budget,
@@ -80,7 +79,7 @@ def test_a_lease_lasts_as_long_as_pauses_do(of: Waiting, gaps: Gaps, expected_s:
 def test_a_return_ends_the_pause_and_takes_the_lease() -> None:
     """The next turn's prompt goes on from the last one; one of another conversation is none."""
     book = LeaseBook()
-    book.note_answer(waiting(7))
+    book.waiting.add(waiting(7))
     assert book.grant(granted := lease(waiting(7)), settings()) == ""
     assert granted.known.promised_until == granted.until
     book.note_return([1, 2, 3], 5.0)
@@ -105,7 +104,7 @@ def test_what_is_learned_of_a_prompt_later_changes_no_lease() -> None:
 def test_who_comes_back_late_finds_no_promise() -> None:
     """The pause is learned all the same."""
     book = LeaseBook()
-    book.note_answer(waiting(7))
+    book.waiting.add(waiting(7))
     book.grant(lease(waiting(7), until=10.0), settings())
     book.note_return([7, 8], 11.0)
     assert book.take_returned([7, 8]) is None
@@ -124,7 +123,7 @@ def test_what_no_engine_confirms_ends_and_is_not_taken_back() -> None:
 def test_a_return_whose_end_is_never_heard_of_ends_at_last() -> None:
     """Else its budget would be held for ever."""
     book = LeaseBook()
-    book.note_answer(waiting(7))
+    book.waiting.add(waiting(7))
     book.grant(lease(waiting(7)), settings())
     book.note_return([7, 8], 5.0)
     assert book.take_expired(5.0 + HORIZON_S) == []
@@ -143,7 +142,7 @@ def test_pins_that_cannot_be_taken_back_are_bounded() -> None:
 def test_conversations_that_do_not_go_on_are_learned_once() -> None:
     book = LeaseBook()
     for key in range(10):
-        book.note_answer(waiting(key))
+        book.waiting.add(waiting(key))
     book.take_expired(HORIZON_S + 1)
     book.take_expired(2 * HORIZON_S)
     pauses = book.gaps.find(CALLS)
@@ -155,7 +154,7 @@ def test_those_waited_for_are_bounded() -> None:
     """The longest waiting is forgotten, and nothing is learned of it."""
     book = LeaseBook()
     for key in range(MAX_WAITING + 10):
-        book.note_answer(waiting(key))
+        book.waiting.add(waiting(key))
     assert len(book.waiting) == MAX_WAITING
     assert 9 not in book.waiting
     assert len(book.gaps) == 0
@@ -165,7 +164,7 @@ def test_the_end_of_a_session_releases_what_was_kept_for_it() -> None:
     """And nothing of a request without a session."""
     book = LeaseBook()
     for key, session in ((1, 5), (2, 6), (3, 0)):
-        book.note_answer(waiting(key, session=session))
+        book.waiting.add(waiting(key, session=session))
         book.grant(lease(waiting(key, session=session)), settings())
     assert [one.of.key for one in book.end_session(5)] == [1]
     assert book.end_session(0) == []
@@ -216,7 +215,7 @@ def test_a_tenant_never_holds_more_than_its_budget(steps: list[tuple[str, int, s
     for now, (step, key, tenant, tokens) in enumerate(steps):
         of = waiting(key, tenant=tenant, session=key, at=float(now))
         if step == "grant":
-            book.note_answer(of)
+            book.waiting.add(of)
             book.grant(lease(of, tokens, until=now + 10.0), limits)
         elif step == "return":
             book.note_return([key], float(now))
