@@ -17,7 +17,7 @@ import argparse
 import json
 import multiprocessing
 from array import array
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
@@ -54,6 +54,8 @@ STORE = 2.0  # of an engine's memory that is left
 HOSTS = (1.0, 4.0)  # the same
 KIND = ("trace", "tool")
 TOUCH = "touch:"
+#: What more sessions begin with is needed all the time.
+SHARED_BY = 8
 
 
 @dataclass(frozen=True)
@@ -99,20 +101,24 @@ class PinnedStore(LowerTier):
 
 
 class Returns(Future):
-    """When the conversations that wait go on, by the blocks of their prompts."""
+    """When conversations that wait go on, by the blocks of their prompts; those under way are needed now."""
 
     def __init__(self) -> None:
         super().__init__(())
-        self._at: dict[int, float] = {}
+        self._at: dict[int, float] = {}  # by session
+        self._sessions: defaultdict[int, set[int]] = defaultdict(set)  # by block
 
-    def expect(self, blocks: Sequence[int], at: float, now: float) -> None:
-        """Needed by then, or sooner by another one."""
+    def expect(self, session: int, blocks: Sequence[int], at: float) -> None:
+        """The session needs these by then."""
+        self._at[session] = at
         for block in blocks:
-            known = self._at.get(block, inf)
-            self._at[block] = min(at, known if known > now else inf)
+            self._sessions[block].add(session)
 
     def next_use(self, block: int) -> float:
-        return self._at.get(block, inf)
+        sessions = self._sessions.get(block, ())
+        if len(sessions) > SHARED_BY:
+            return 0.0
+        return min((self._at[session] for session in sessions), default=inf)
 
 
 class TouchedEngine(Engine):
@@ -163,7 +169,7 @@ class LeasedTime(VirtualTime):
 
     def _give(self, placement: Placement, now: float) -> None:
         if self._returns is not None:  # until its end, after which an engine evicts before this run hears of it
-            self._returns.expect(placement.request.turn.blocks, now, now)
+            self._returns.expect(placement.request.session, placement.request.turn.blocks, now)
         super()._give(placement, now)
 
     def _goes_on(self, session: int, number: int) -> bool:
@@ -178,7 +184,7 @@ class LeasedTime(VirtualTime):
         if self._returns is not None:
             turns, following = self._trace.sessions[session].turns, request.number + 1
             at = now + turns[following].delay_s if following < len(turns) else inf
-            self._returns.expect(request.turn.blocks, at, now)
+            self._returns.expect(session, request.turn.blocks, at)
         if not self._leased or outcome.first_token_at is None:
             return
         endpoint = self._router.endpoints[outcome.endpoint]
