@@ -16,6 +16,7 @@ import json
 import multiprocessing
 from collections import Counter, defaultdict, deque
 from itertools import product
+from math import nan
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
@@ -38,7 +39,7 @@ from kvproxy.simulator.engine_io import SimRequest
 
 INSTANCES, SESSIONS, BLOCK = 4, 1600, 64
 AWAY_S, FIRST = 30.0, 50
-LOADS = (0.5, 0.7)
+LOADS = (0.7,)
 #: Without warming; with as many requests at an engine that is warmed as the default allows; and with a few.
 PLANS: dict[str, int | None] = {"without": None, "warming": WarmingSettings().max_requests, "max_requests 8": 8}
 PROMPTS = 64  # system prompts: most are at one engine alone
@@ -161,6 +162,8 @@ def _systems(trace: Trace) -> dict[str, list[int]]:
 
 
 def _figures(outcomes: list[ReplayOutcome], where: str) -> dict[str, float]:
+    if not outcomes:
+        return dict.fromkeys((f"{where}mean_ms", f"{where}p90_ms", f"{where}hit"), nan)  # no request went there
     ttfts = sorted(one.ttft_s for one in outcomes if one.ttft_s is not None)
     prompt, cached = sum(one.prompt_tokens for one in outcomes), sum(one.cached_tokens for one in outcomes)
     return {f"{where}mean_ms": 1000 * fmean(ttfts), f"{where}p90_ms": 1000 * percentile(ttfts, 0.9),
@@ -173,8 +176,8 @@ def as_markdown(rows: list[dict[str, Any]], command: str, seeds: int) -> str:
         "# The first requests after an engine's restart", "",
         f"`{command}`. {INSTANCES} simulated engines under `kv_aware`, {PROMPTS} system prompts of 2,000 to 8,000 "
         f"tokens, one engine lost in the middle of the run and back, empty, {AWAY_S:g} s later; virtual time, means of "
-        f"{seeds} draws. `first {FIRST}`: requests that came after its return, at any engine; `there`: the first {FIRST} that "
-        "went to it. `ratio`: TTFT to that without warming, the median of the draws (and its range). `max_requests 8`: "
+        f"{seeds} draws. `first {FIRST}`: requests that came after its return, at any engine; `there`: the first {FIRST} went "
+        "there. `ratio`: TTFT to that without warming, the median of the draws (and its range). `max_requests 8`: "
         "engines with up to eight requests are warmed too.", "",
         f"| load | warming | first {FIRST}: TTFT (ms) | p90 | hit | ratio | there: TTFT (ms) | p90 "
         "| hit | ratio | prefixes warmed | put off |",
@@ -190,8 +193,12 @@ def _row(cell: list[dict[str, Any]], plan: str) -> str:
     runs, without = ([row for row in cell if row["plan"] == name] for name in (plan, "without"))
     parts = []
     for where in ("", "there_"):
-        mean, p90, hit = (fmean(row[f"{where}{name}"] for row in runs) for name in ("mean_ms", "p90_ms", "hit"))
-        ratios = sorted(a[f"{where}mean_ms"] / b[f"{where}mean_ms"] for a, b in zip(runs, without, strict=True))
+        mean, p90, hit = (
+            fmean(row[f"{where}{name}"] for row in runs if row[f"{where}{name}"] > 0)
+            for name in ("mean_ms", "p90_ms", "hit")
+        )
+        pairs = [(a[f"{where}mean_ms"], b[f"{where}mean_ms"]) for a, b in zip(runs, without, strict=True)]
+        ratios = sorted(a / b for a, b in pairs if a > 0 and b > 0)
         ratio = "" if plan == "without" else f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         parts.append(f"{mean:.0f} | {p90:.0f} | {hit:.3f} | {ratio}")
     return " | ".join(
