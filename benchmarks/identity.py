@@ -41,6 +41,11 @@ each side, the sides in turn. Ratio: now to then; at most {limit} is wanted, **w
 that nothing is known of; `next`: the session's turn before, two messages shorter, is known, and Claude Code's had
 another billing header.
 
+Where it is more, it is text parts and marks. That a part is one text, and that nothing in it is marked, has to be
+looked for in all of its bytes: to look for a mark takes 9 to 16 us in 64 KB of text with quotes, half of what the
+hashes of its blocks take. The text of a part has to be copied out of it. Of a session's next turn only new messages are
+looked at, and of Claude Code's nothing was found before, since its header is another one each time.
+
 | prompt | first, us then / now | ratio | next, us then / now | ratio | read, us then / now | ratio |
 |---|---|---|---|---|---|---|
 {rows}

@@ -34,7 +34,7 @@ from kvproxy.kvcache.actions.touching import LAST_TOKENS, Insertions, chance_of_
 from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.pooled import measure_bound
 from kvproxy.replay.results import summarize_outcomes
-from kvproxy.replay.router import LiveRequest, SimEndpoint, VirtualRouter
+from kvproxy.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
 from kvproxy.replay.settings import Pace, ReplayFleet
 from kvproxy.replay.tier_plan import TierPlan
 from kvproxy.replay.trace import Trace
@@ -160,6 +160,11 @@ class LeasedTime(VirtualTime):
         if self._goes_on(session, number):
             self.book.note_return([session], now)
         super()._arrive(turn_of_session, now)
+
+    def _give(self, placement: Placement, now: float) -> None:
+        if self._returns is not None:  # until its end, after which an engine evicts before this run hears of it
+            self._returns.expect(placement.request.turn.blocks, now, now)
+        super()._give(placement, now)
 
     def _goes_on(self, session: int, number: int) -> bool:
         """Whether the turn's prompt begins with the one before it, but for its last block."""

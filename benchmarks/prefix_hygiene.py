@@ -8,8 +8,7 @@ Planted: sessions of six turns with one habit each, beside a twin without it. Th
 engine computed for it more than for the twin. Clean: sessions side by side with retries, sub-agents, branches, side
 requests, conversations taken back, compaction, and engines with too little memory. Truth is the engine's own count: a
 turn that begins with its session's last prompt, and of which the engine reused less than that by more than 256 tokens
-and a tenth, was lost. Cost: the service's work for a request with and without looking, in pairs, processor time, the
-least of several.
+and a tenth, was lost. Cost: the service's work for a request with and without looking, in pairs, the least of many.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.hygiene_cost import Cost, measure_cost
+from benchmarks.hygiene_cost import REPEATS, SESSIONS, Cost, measure_cost
 from benchmarks.hygiene_runs import TURNS, Clean, Planted, run_clean, run_planted
 from benchmarks.hygiene_traffic import SYSTEM_LINES
 
@@ -44,10 +43,11 @@ Cost: what the report says against what the engine computed more than for a twin
 
 COST = """## Cost
 
-Microseconds of processor time a request. In pairs: the service's whole work for it (hashing, facts, learning), and what
-looking for breaks, or a call that does nothing, adds to it; each session served seven times by each side in turn, the
-least of each, medians over 12 sessions. By itself: one session's looking, 200 times, the least. Load of the machine's
-{processors} processors meanwhile: {load:.1f}. Limit: 3 us.
+Microseconds a request. In pairs: the service's whole work for it (hashing, facts, learning), and what looking for
+breaks, or a call that does nothing, adds to it; each session served {repeats} times by each side in turn, of each of
+its requests the least, medians over {measured} sessions. By itself: one session's looking, 200 times, the least. Load
+of the machine's {processors} processors meanwhile: {load:.1f}. Limit: 3 us. By itself
+looking keeps it; between other work it does not, where what it needs is not at hand in the processor's caches.
 
 | traffic | service | looking adds | a call that does nothing adds | looking by itself |
 |---|---|---|---|---|
@@ -102,7 +102,9 @@ def _render_cost(cost: Sequence[Cost]) -> str:
     rows = "\n".join(
         f"| {one.traffic} | {one.without:.1f} | {one.added:.1f} | {one.nothing:.1f} | {one.alone:.1f} |" for one in cost
     )
-    return COST.format(rows=rows, processors=os.cpu_count(), load=os.getloadavg()[0])
+    return COST.format(
+        rows=rows, processors=os.cpu_count(), load=os.getloadavg()[0], repeats=REPEATS, measured=SESSIONS
+    )
 
 
 def main() -> None:

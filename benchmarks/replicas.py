@@ -1,6 +1,6 @@
 """Several routers that tell each other what they decide, late, against one router: mean TTFT in virtual time.
 
-    python -m benchmarks.replicas [--requests N] [--jobs N] [--traces T,T...]
+    python -m benchmarks.replicas [--requests N] [--jobs N] [--traces T,T...] [--seeds N,N...]
 
 Every request of a trace goes to a router by chance. Each router has its own ledgers, approximate index, learned speeds
 and policy (kv_aware), and the proxy's own code of the exchange (kvproxy/sync) carries what it does to the others, each
@@ -33,19 +33,20 @@ from kvproxy.simulator.engine import Engine
 
 TRACES = ("conv_dev", "toolagent_like_dev", "msyn_dev")
 INSTANCES, LOAD = 8, 0.7
-ROUTERS, DELAYS_S = (2, 4, 8), (0.01, 0.05, 0.25)
+ROUTERS, WITH_EVENTS, DELAYS_S = (2, 4, 8), (4,), (0.01, 0.05, 0.25)
 GOALS = {0.01: 1.01, 0.05: 1.03, 0.25: 1.10}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. `delay_s` None: no exchange."""
+    """One run. `delay_s` None: no exchange. `index`: what routers know of the engines' caches."""
 
     trace: str
     routers: int
     delay_s: float | None
     requests: int
     seed: int
+    index: IndexMode = IndexMode.APPROXIMATE
 
 
 @lru_cache(1)
@@ -57,9 +58,7 @@ def _bound_of(trace: str, fleet: ReplayFleet) -> Bound:
 def run_cell(cell: Cell) -> dict[str, Any]:
     """Its figures."""
     started = time.process_time()
-    fleet = ReplayFleet(
-        instances=INSTANCES, capacity_tokens=CAPACITY_TOKENS.get(cell.trace, 819_200), index=IndexMode.APPROXIMATE
-    )
+    fleet = ReplayFleet(instances=INSTANCES, capacity_tokens=CAPACITY_TOKENS.get(cell.trace, 819_200), index=cell.index)
     bound = _bound_of(cell.trace, fleet)
     trace, pace = bound.trace.cut(cell.requests), bound.pace
     blocks, duration_s = fleet.blocks_of(trace), pace.duration_s(trace)
@@ -98,62 +97,80 @@ def run_cell(cell: Cell) -> dict[str, Any]:
 
 def render(rows: Sequence[dict[str, Any]], command: str) -> str:
     """The report."""
-    by = {(row["cell"].trace, row["cell"].routers, row["cell"].delay_s, row["cell"].seed): row for row in rows}
-    traces = list(dict.fromkeys(row["cell"].trace for row in rows))
-    seeds = sorted({row["cell"].seed for row in rows})
+    seeds = len({row["cell"].seed for row in rows})
     lines = [
         "# Several routers against one",
         "",
-        f"`{command}`: kv_aware on {INSTANCES} engines at load {LOAD:g}, the approximate index alone (no KV events), "
-        f"each request by a router of chance; mean TTFT against one router, over {len(seeds)} seed(s). The exchange is "
-        "the proxy's own code, each word so many milliseconds late; `none`: the routers tell each other nothing.",
+        f"`{command}`: kv_aware on {INSTANCES} engines at load {LOAD:g}, each request by a router of chance; mean TTFT "
+        f"against one router, over {seeds} seed(s). The exchange is the proxy's own code, each word so many "
+        "milliseconds late; `none`: the routers tell each other nothing.",
         "",
+        "With the approximate index alone (no KV events):",
+        "",
+        *table([row for row in rows if row["cell"].index is IndexMode.APPROXIMATE]),
+        "",
+        "Where each router follows the engines' KV events as well:",
+        "",
+        *table([row for row in rows if row["cell"].index is IndexMode.EVENTS]),
+        "",
+        "One router, for scale:",
+        "",
+        "| trace | index | requests | mean TTFT (s) | cached |",
+        "|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: (row["cell"].trace, row["cell"].index, row["cell"].seed)):
+        cell = row["cell"]
+        if cell.routers == 1 and cell.seed == min(each["cell"].seed for each in rows):
+            figures = f"{row['requests']} | {row['ttft_mean_s']:.3f} | {row['cached']:.1%}"
+            lines.append(f"| {cell.trace} | {cell.index.value} | {figures} |")
+    told = [row for row in rows if row["messages"]]
+    sent, requests = sum(row["messages"] for row in told), sum(row["requests"] for row in told)
+    size = sum(row["bytes"] for row in told)
+    lines += [
+        "",
+        f"Told without batching: {sent / requests:.1f} messages and {size / requests:,.0f} bytes a request; gaps, "
+        f"losses and mismatches: {sum(row['gaps'] for row in told)}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Ratios to one router of the same trace and seed."""
+    by = {(row["cell"].trace, row["cell"].routers, row["cell"].delay_s, row["cell"].seed): row for row in rows}
+    traces, seeds = list(dict.fromkeys(key[0] for key in by)), {key[3] for key in by}
+    lines = [
         "| routers | late | " + " | ".join(traces) + " | mean | goal |",
         "|---|---|" + "---|" * (len(traces) + 2),
     ]
-    for routers in ROUTERS:
-        for delay_s in (*DELAYS_S, None):
-            ratios = []
-            for trace in traces:
-                found = [
-                    by[trace, routers, delay_s, seed]["ttft_mean_s"] / by[trace, 1, None, seed]["ttft_mean_s"]
-                    for seed in seeds
-                    if (trace, routers, delay_s, seed) in by and (trace, 1, None, seed) in by
-                ]
-                ratios.append(statistics.fmean(found) if found else float("nan"))
-            late = "none" if delay_s is None else f"{1000 * delay_s:g} ms"
-            goal = "" if delay_s is None else f"{GOALS[delay_s]:.2f}"
-            shown = " | ".join(f"{one:.3f}" for one in ratios)
-            lines.append(f"| {routers} | {late} | {shown} | {statistics.fmean(ratios):.3f} | {goal} |")
-    lines += ["", "One router, for scale:", "", "| trace | requests | mean TTFT (s) | cached |", "|---|---|---|---|"]
-    for trace in traces:
-        one = by[trace, 1, None, seeds[0]]
-        lines.append(f"| {trace} | {one['requests']} | {one['ttft_mean_s']:.3f} | {one['cached']:.1%} |")
-    told = [row for row in rows if row["messages"]]
-    if told:
-        sent, requests = sum(row["messages"] for row in told), sum(row["requests"] for row in told)
-        size = sum(row["bytes"] for row in told)
-        lines += [
-            "",
-            f"Told without batching: {sent / requests:.1f} messages and {size / requests:,.0f} bytes a request; gaps, "
-            f"losses and mismatches: {sum(row['gaps'] for row in told)}.",
+    for routers, delay_s in sorted({key[1:3] for key in by if key[1] > 1}, key=lambda one: (one[0], one[1] or 9.0)):
+        ratios = [
+            statistics.fmean(
+                by[trace, routers, delay_s, seed]["ttft_mean_s"] / by[trace, 1, None, seed]["ttft_mean_s"]
+                for seed in seeds
+            )
+            for trace in traces
         ]
-    return "\n".join(lines) + "\n"
+        late = "none" if delay_s is None else f"{1000 * delay_s:g} ms"
+        goal = "" if delay_s is None else f"{GOALS[delay_s]:.2f}"
+        shown = " | ".join(f"{one:.3f}" for one in ratios)
+        lines.append(f"| {routers} | {late} | {shown} | {statistics.fmean(ratios):.3f} | {goal} |")
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", default="1")
     parser.add_argument("--traces", default=",".join(TRACES))
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "reports" / "replicas.md")
     args = parser.parse_args()
     cells = [
-        Cell(trace, routers, delay_s, args.requests, seed)
+        Cell(trace, routers, delay_s, args.requests, int(seed), index)
         for trace in args.traces.split(",")
-        for seed in range(1, args.seeds + 1)
-        for routers, delay_s in [(1, None), *((n, delay) for n in ROUTERS for delay in (*DELAYS_S, None))]
+        for index, many in ((IndexMode.APPROXIMATE, ROUTERS), (IndexMode.EVENTS, WITH_EVENTS))
+        for seed in args.seeds.split(",")
+        for routers, delay_s in [(1, None), *((n, delay) for n in many for delay in (*DELAYS_S, None))]
     ]
     rows = []
     command = f"python -m benchmarks.replicas --requests {args.requests} --seeds {args.seeds}"
@@ -162,7 +179,7 @@ def main() -> None:
             rows.append(row)
             cell = row["cell"]
             print(
-                f"{cell.trace} {cell.routers} {cell.delay_s} {cell.seed}: {row['ttft_mean_s']:.4f} s "
+                f"{cell.trace} {cell.index} {cell.routers} {cell.delay_s} {cell.seed}: {row['ttft_mean_s']:.4f} s "
                 f"cached {row['cached']:.3f} gaps {row['gaps']} took {row['took_s']:.1f}+{row['prepared_s']:.1f} s",
                 flush=True,
             )

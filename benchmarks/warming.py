@@ -1,141 +1,223 @@
-"""TTFT of the first requests after an engine lost its cache, with automatic warming and without.
+"""TTFT of the first requests after an engine's restart, with automatic warming and without, in virtual time.
 
-    python -m benchmarks.warming            # writes benchmarks/reports/warming.md and warming.json; five minutes
+    python -m benchmarks.warming [--seeds N] [--out FOLDER]
 
-Two simulated vLLM servers behind the proxy over HTTP. Eight documents are asked about again and again; then one of the
-servers loses its cache, as in a restart, and some seconds later the questions go on.
+Agents: sessions that share one of a number of system prompts of 2,000 to 8,000 tokens (some of them are asked for much
+more than others) and go on with turns of their own. In the middle of the run one engine is lost, and comes back empty
+half a minute later; traffic does not pause for it. Warming does as the proxy's: prefixes that several sessions use, the
+one that saves most first, one a round of five seconds, in pieces of 2,048 tokens, each sent only while the engine has
+no more than so many requests, within a budget of tokens. Writes warming.md and warming.json of benchmarks/reports.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
+import argparse
 import json
-import sys
-import time
-from collections.abc import Sequence
+import multiprocessing
+from collections import Counter, defaultdict, deque
+from itertools import product
 from pathlib import Path
 from random import Random
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
-import httpx
+from benchmarks.leases import TOUCH, TouchedEngine
+from kvproxy.config.kvcache_actions_schema import CacheStrategySettings, WarmingSettings
+from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.kvcache.actions.warming import PIECE_TOKENS
+from kvproxy.replay.compare import PolicySpec
+from kvproxy.replay.pooled import Bound, measure_bound
+from kvproxy.replay.results import ReplayOutcome, percentile
+from kvproxy.replay.router import LiveRequest, SimEndpoint, VirtualRouter
+from kvproxy.replay.settings import ReplayFleet
+from kvproxy.replay.trace import Trace, TraceSession
+from kvproxy.replay.view import IndexView, endpoint_id
+from kvproxy.replay.virtual_time import Change, VirtualTime
+from kvproxy.replay.workloads import Draw
+from kvproxy.simulator.engine_io import SimRequest
 
-from benchmarks.report import machine
-from kvproxy.app import Proxy
-from kvproxy.config.load import load_config
-from kvproxy.listener.server import Server
-from kvproxy.replay.results import percentile
-from kvproxy.replay.settings import make_block
-from kvproxy.simulator.engine_io import EngineSettings
-from kvproxy.simulator.fleet import Fleet, FleetSettings, clone_engines
-from kvproxy.simulator.kv_event_publisher import PublisherSettings
-from kvproxy.simulator.vllm_settings import VllmSettings
-
-HERE = Path(__file__).parent
-DOCUMENTS, WORDS = 8, 3000
-BEFORE, AFTER, RATE = 80, 50, 2.0
-PAUSE_S = 5.0
-ROUNDS = 2
-
-
-async def play(*, warming: bool, seed: int) -> dict[str, float]:
-    """One run; figures of the requests after the loss."""
-    rng = Random(seed)
-    async with contextlib.AsyncExitStack() as stack:
-        server = VllmSettings(model="sim", engine=EngineSettings(20_000, 16, token_outputs=True),
-                              kv_events=PublisherSettings())  # fmt: skip
-        fleet = await stack.enter_async_context(Fleet(FleetSettings(clone_engines(server, 2), None), rng=rng))
-        urls = {name: (await stack.enter_async_context(Server(app))).url for name, app in fleet.engines.items()}
-        settings = {"kv_events": True, "engine_metrics_interval": "500ms", "warming": {"enabled": warming}}
-        filters = ["request_id", "inference_request", {"kvcache": settings}, "router"]
-        config = load_config({"endpoints": urls, "policy": "kv_aware", "filters": filters})
-        proxy = await stack.enter_async_context(Proxy(config, rng=Random(seed)))
-        public = await stack.enter_async_context(Server(proxy))
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=public.url, timeout=120))
-        await _ask_all(client, BEFORE, rng)
-        async with httpx.AsyncClient(timeout=60) as engine:
-            await engine.post(f"{urls['sim-0']}/reset_prefix_cache")
-        await asyncio.sleep(PAUSE_S)
-        found = await _ask_all(client, AFTER, rng)
-        warmed = proxy.metrics.registry.get_sample_value(
-            "kvproxy_kvcache_actions_total", {"action": "warm", "result": "done"}
-        )
-    ttft = sorted(each for each, _, _ in found)
-    prompt, cached = (sum(each[column] for each in found) for column in (1, 2))
-    return {
-        "mean_s": fmean(ttft),
-        "p50_s": percentile(ttft, 0.5),
-        "p90_s": percentile(ttft, 0.9),
-        "longest_s": ttft[-1],
-        "hit_rate": cached / prompt,
-        "warmed": warmed or 0.0,
-    }
+INSTANCES, SESSIONS, BLOCK = 4, 1600, 64
+AWAY_S, FIRST = 30.0, 50
+LOADS = (0.5, 0.7)
+#: Without warming; with as many requests at an engine that is warmed as the default allows; and with a few.
+PLANS: dict[str, int | None] = {"without": None, "warming": WarmingSettings().max_requests, "max_requests 8": 8}
+PROMPTS = (8, 64)  # system prompts: some are at every engine anyway, or most are at one alone
 
 
-async def _ask_all(client: httpx.AsyncClient, count: int, rng: Random) -> Sequence[tuple[float, int, int]]:
-    """Poisson arrivals; TTFT, prompt and cached tokens of each."""
-    async with asyncio.TaskGroup() as tasks:
-        asked = []
-        for _ in range(count):
-            await asyncio.sleep(rng.expovariate(RATE))
-            asked.append(tasks.create_task(_ask(client, rng.randrange(DOCUMENTS), rng.randrange(2**40))))
-    return [each.result() for each in asked]
+def draw_agents(rng: Random, prompts: int) -> Trace:
+    """Which system prompt a session has is its tenant's name."""
+    draw = Draw(rng, BLOCK)
+    systems = [draw.blocks(rng.randint(2000, 8000)) for _ in range(prompts)]
+    shares = [1 / (1 + rank) ** 0.7 for rank in range(prompts)]
+    sessions: list[TraceSession] = []
+    for _ in range(SESSIONS):
+        [number] = rng.choices(range(prompts), shares)
+        sessions.append(draw.chat(rng.uniform(0.0, 600.0), systems[number], f"{number}"))
+    return draw.trace("agents", sessions)
 
 
-async def _ask(client: httpx.AsyncClient, document: int, question: int) -> tuple[float, int, int]:
-    messages = [
-        {"role": "system", "content": make_block(document + 1, WORDS)},
-        {"role": "user", "content": make_block(question, 40)},
-    ]
-    body = {"model": "sim", "messages": messages, "max_tokens": 8, "stream": True,
-            "stream_options": {"include_usage": True}}  # fmt: skip
-    began, first = time.perf_counter(), 0.0
-    usage: dict[str, Any] = {}
-    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                event = json.loads(line[6:])
-                if not first and event["choices"] and event["choices"][0]["delta"].get("content"):
-                    first = time.perf_counter() - began
-                usage = event.get("usage") or usage
-    return first, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+class WarmedTime(VirtualTime):
+    """A run in which an engine that came back is warmed."""
+
+    def __init__(self, *args: Any, systems: dict[str, list[int]], most: int | None, **others: Any) -> None:
+        super().__init__(*args, **others)
+        self._systems = systems
+        self._most = most  # requests at an engine that is warmed; None: it is not
+        self._uses: defaultdict[str, deque[float]] = defaultdict(deque)
+        self._held: set[str] = set()  # by the engine that came back
+        self._empty: SimEndpoint | None = None
+        self._sending: tuple[str, int] | None = None  # prefix, and tokens sent of it
+        self._budget = float(WarmingSettings().tokens_per_minute)
+        self.counts: Counter[str] = Counter()
+
+    def _change(self, change: Change, now: float) -> None:
+        super()._change(change, now)
+        if change.engine is not None:
+            self._empty = change.endpoint
+
+    def _end(self, request: LiveRequest, now: float) -> None:
+        super()._end(request, now)
+        uses = self._uses[request.outcome.tenant]
+        uses.append(now)
+        while uses[0] < now - KvCacheSettings().hot_window:
+            uses.popleft()
+        if self._empty is not None and request.outcome.endpoint == self._empty.index:
+            self._held.add(request.outcome.tenant)
+
+    def _scrape(self, what: None, now: float) -> None:
+        super()._scrape(what, now)
+        most = WarmingSettings().tokens_per_minute
+        self._budget = min(most, self._budget + most / 12)
+        if self._most is None or self._empty is None or self._sending is not None:
+            return
+        threshold = CacheStrategySettings().hot_content_threshold
+        hot = [name for name, uses in self._uses.items() if len(uses) >= threshold and name not in self._held]
+        if hot:
+            name = max(hot, key=lambda one: len(self._uses[one]) * len(self._systems[one]))
+            self._send(name, 0, now)
+
+    def _send(self, name: str, sent: int, now: float) -> None:
+        """The next piece, if the engine has room for it and the budget too."""
+        endpoint, blocks = self._empty, self._systems[name]
+        assert endpoint is not None
+        assert self._most is not None
+        load, tokens = endpoint.engine.load, min(len(blocks) * BLOCK, sent + PIECE_TOKENS)
+        self._sending = None
+        if load.running + load.waiting > self._most or tokens - sent > self._budget:
+            self.counts["busy"] += 1
+            return
+        self._sending = (name, tokens)
+        self._budget -= tokens - sent
+        endpoint.engine.submit(SimRequest(f"{TOUCH}{name}:{tokens}:{now}", blocks[: tokens // BLOCK], tokens, 1), now)
+        self._wake(endpoint)
+
+    def _advance(self, endpoint: SimEndpoint, now: float) -> None:
+        super()._advance(endpoint, now)
+        if endpoint is self._empty and isinstance(endpoint.engine, TouchedEngine):
+            for _ in endpoint.engine.take_found():
+                self._goes_on(now)
+
+    def _goes_on(self, now: float) -> None:
+        assert self._sending is not None
+        name, sent = self._sending
+        if sent < len(self._systems[name]) * BLOCK:
+            self._send(name, sent, now)
+            return
+        self._held.add(name)
+        self._sending = None
+        self.counts["warmed"] += 1
 
 
-def main() -> int:
-    """With and without in turn, and the report."""
-    about, runs = machine(2, "python -m benchmarks.warming"), {"without": [], "with": []}  # type: ignore[var-annotated]
-    for seed in range(1, ROUNDS + 1):
-        for name in runs:
-            runs[name].append(asyncio.run(play(warming=name == "with", seed=seed)))
-            print(name, runs[name][-1], flush=True)
-    means = {name: {key: fmean(run[key] for run in each) for key in each[0]} for name, each in runs.items()}
-    ratios = [a["mean_s"] / b["mean_s"] for a, b in zip(runs["with"], runs["without"], strict=True)]
-    rows = [
-        f"| {name} | {each['mean_s']:.3f} | {each['p50_s']:.3f} | {each['p90_s']:.3f} | {each['longest_s']:.3f} | "
-        f"{each['hit_rate']:.3f} | {each['warmed']:.1f} |"
-        for name, each in means.items()
-    ]
+def play(prompts: int, load: float, seed: int) -> dict[str, dict[str, float]]:
+    """A run of each plan on one draw; figures of the first requests after the engine came back."""
+    fleet = ReplayFleet(instances=INSTANCES, capacity_tokens=400_000)
+    bound = measure_bound(draw_agents(Random(seed), prompts), fleet, load)
+    return {plan: _play_plan(fleet, bound, most, seed) for plan, most in PLANS.items()}
+
+
+def _play_plan(fleet: ReplayFleet, bound: Bound, most: int | None, seed: int) -> dict[str, float]:
+    trace, pace, blocks = bound.trace, bound.pace, fleet.blocks_of(bound.trace)
+    duration_s = pace.duration_s(trace)
+    settings = [fleet.engine_settings(blocks.size, index, duration_s) for index in range(INSTANCES)]
+    endpoints = [SimEndpoint(endpoint_id(at), at, TouchedEngine(each)) for at, each in enumerate(settings)]
+    back_at = duration_s / 2 + AWAY_S
+    changes = [Change(duration_s / 2, endpoints[0], None), Change(back_at, endpoints[0], TouchedEngine(settings[0]))]
+    policy, view = PolicySpec.parse("kv_aware").make(rng=Random(seed)), IndexView(fleet, blocks.size, rng=Random(seed))
+    run = WarmedTime(blocks, pace, VirtualRouter(endpoints, policy, view), view, jitter=Random(seed), changes=changes,
+                     systems=_systems(trace), most=most)  # fmt: skip
+    after = [one for one in run.run() if one.arrived_at >= back_at and one.ttft_s is not None]
+    return {**_figures(after[:FIRST], ""), **_figures([one for one in after if one.endpoint == 0][:FIRST], "there_"),
+            "warmed": run.counts["warmed"], "busy": run.counts["busy"]}  # fmt: skip
+
+
+def _systems(trace: Trace) -> dict[str, list[int]]:
+    """What the prompts of each tenant begin with: what two of them share."""
+    found: dict[str, list[int]] = {}
+    for session in trace.sessions:
+        blocks, known = list(session.turns[0].blocks), found.get(session.tenant)
+        same = blocks if known is None else [a for a, b in zip(known, blocks, strict=False) if a == b]
+        found[session.tenant] = same
+    return found
+
+
+def _figures(outcomes: list[ReplayOutcome], where: str) -> dict[str, float]:
+    ttfts = sorted(one.ttft_s for one in outcomes if one.ttft_s is not None)
+    prompt, cached = sum(one.prompt_tokens for one in outcomes), sum(one.cached_tokens for one in outcomes)
+    return {f"{where}mean_ms": 1000 * fmean(ttfts), f"{where}p90_ms": 1000 * percentile(ttfts, 0.9),
+            f"{where}hit": cached / prompt}  # fmt: skip
+
+
+def as_markdown(rows: list[dict[str, Any]], command: str, seeds: int) -> str:
+    """The report."""
     lines = [
-        "# The first requests after an engine lost its cache",
-        "",
-        *(f"- {name}: {value}" for name, value in about.items()),
-        "",
-        f"Two simulated vLLM servers, {DOCUMENTS} documents of about {WORDS} words, {RATE:g} requests a second; one "
-        "server's cache is",
-        f"dropped (`/reset_prefix_cache`, as a restart does) after {BEFORE} requests, and {PAUSE_S:g} s later the next "
-        f"{AFTER} begin. Means of {ROUNDS} rounds, in turn;",
-        f"TTFT in s, mean with warming to without, round by round: {', '.join(f'{ratio:.2f}' for ratio in ratios)}.",
-        "",
-        "| warming | TTFT of the first 50 | p50 | p90 | longest | hit | prefixes warmed |",
-        "|---|---|---|---|---|---|---|",
-        *rows,
-        "",
+        "# The first requests after an engine's restart", "",
+        f"`{command}`. {INSTANCES} simulated engines under `kv_aware`, system prompts of 2,000 to 8,000 tokens, one "
+        f"engine lost in the middle of the run and back, empty, {AWAY_S:g} s later; virtual time, means of {seeds} "
+        f"draws. `first {FIRST}`: requests that came after its return, at any engine; `there`: the first {FIRST} that "
+        "went to it. `ratio`: TTFT to that without warming, the median of the draws (and its range). `max_requests 8`: "
+        "engines with up to eight requests are warmed too.", "",
+        f"| system prompts | load | warming | first {FIRST}: TTFT (ms) | p90 | hit | ratio | there: TTFT (ms) | p90 "
+        "| hit | ratio | prefixes warmed | put off |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for prompts, load in product(PROMPTS, LOADS):
+        cell = [row for row in rows if (row["prompts"], row["load"]) == (prompts, load)]
+        lines += [f"| {prompts} | {load} | {plan} | {_row(cell, plan)} |" for plan in PLANS]
+    return "\n".join(lines) + "\n"
+
+
+def _row(cell: list[dict[str, Any]], plan: str) -> str:
+    runs, without = ([row for row in cell if row["plan"] == name] for name in (plan, "without"))
+    parts = []
+    for where in ("", "there_"):
+        mean, p90, hit = (fmean(row[f"{where}{name}"] for row in runs) for name in ("mean_ms", "p90_ms", "hit"))
+        ratios = sorted(a[f"{where}mean_ms"] / b[f"{where}mean_ms"] for a, b in zip(runs, without, strict=True))
+        ratio = "" if plan == "without" else f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        parts.append(f"{mean:.0f} | {p90:.0f} | {hit:.3f} | {ratio}")
+    return " | ".join(
+        [*parts, f"{fmean(row['warmed'] for row in runs):.1f}", f"{fmean(row['busy'] for row in runs):.0f}"]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3, help="draws of each cell (default 3)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "reports", help="folder of the report")
+    args = parser.parse_args()
+    cells = list(product(PROMPTS, LOADS, range(1, args.seeds + 1)))
+    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+        found = pool.starmap(play, cells, chunksize=1)
+    rows = [
+        {"prompts": prompts, "load": load, "seed": seed, "plan": plan, **figures}
+        for (prompts, load, seed), plans in zip(cells, found, strict=True)
+        for plan, figures in plans.items()
     ]
-    (HERE / "reports" / "warming.json").write_text(json.dumps({"about": about, "runs": runs}, indent=1) + "\n")
-    (HERE / "reports" / "warming.md").write_text("\n".join(lines))
-    return 0
+    command = f"python -m benchmarks.warming --seeds {args.seeds}"
+    (args.out / "warming.json").write_text(json.dumps({"command": command, "runs": rows}) + "\n")
+    (args.out / "warming.md").write_text(text := as_markdown(rows, command, args.seeds))
+    print(text)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

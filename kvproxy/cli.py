@@ -234,7 +234,9 @@ def _add_ledger(commands: _Commands[argparse.ArgumentParser]) -> None:
     ledger.add_argument("file", type=Path, metavar="FILE", help="`ledger.path`; rotated files and other workers' too")
     ledger.add_argument("--since", type=_day, metavar="DAY", help="what ended from then on, e.g. 2026-11-01 (UTC)")
     ledger.add_argument("--until", type=_day, metavar="DAY", help="and before then")
-    ledger.add_argument("--json", action="store_true", help="one JSON object")
+    form = ledger.add_mutually_exclusive_group()
+    form.add_argument("--json", dest="form", action="store_const", const="json", help="one JSON object")
+    form.add_argument("--csv", dest="form", action="store_const", const="csv", help="comma-separated, with a header")
     ledger.set_defaults(run="commands.ledger:main")
 
 

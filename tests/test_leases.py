@@ -199,6 +199,18 @@ async def test_a_pin_at_another_instance_confirms_nothing() -> None:
         assert list(proxy.kv.leasing.book.released) == [("b", held.of.key)]
 
 
+async def test_a_hot_prompt_under_lease_is_pinned_for_both() -> None:
+    """Neither waits for the other's: pins are counted, and each is taken back when its own reason ends."""
+    one, lmcache = Engine(), controller(lambda _: {})
+    hot = {"cache_strategy": {"enable_pinning": True, "hot_content_threshold": 1}}
+    async with serve(one.app) as url, serve(lmcache) as at, world(url, lmcache=at, kvcache=hot) as proxy:
+        await proxy.ask()
+        assert lmcache.calls["/pin"] == 2
+        assert proxy.kv.actions.pin is not None
+        assert len(proxy.kv.actions.pin.leases(proxy.clock())) == 1
+        assert [lease.held for lease in proxy.kv.state.leases.leases.values()] == [True]
+
+
 class Elsewhere:
     """Another process, which does all that it is asked to leave to it."""
 
@@ -363,9 +375,12 @@ async def test_switched_off_by_a_reload_nothing_stays_pinned() -> None:
         await until(lambda: proxy.kv.overlap.lookups.provider is not None)
         await proxy.ask(prompt_cache_retention="1h")
         raw = {"endpoints": {"a": place.engines["a"]}, "health": {"active": False}}
+        assert proxy.count("lease_entries", what="leases") == 1
         await proxy.proxy.reload(load_config(raw))
         await until(lambda: proxy.proxy.replaced)
         assert pins(place, "DELETE") == 1
+        shown = {one.name for one in proxy.proxy.metrics.registry.collect() if one.samples}
+        assert not shown & {"kvproxy_lease_entries", "kvproxy_lease_held_tokens", "kvproxy_lease_kept_ratio"}
 
 
 async def test_at_another_lmcache_nothing_is_held_yet() -> None:

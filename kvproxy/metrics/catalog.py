@@ -307,7 +307,8 @@ class SyncMetrics:
         self.bytes = Counter("kvproxy_sync_bytes", "Bytes of these", ["direction"], registry=r)  # in, out
         self.dropped = CallbackGauge(
             "kvproxy_sync_dropped",
-            "`deltas` and `messages` that found no room and were never sent, and messages `received` that found none",
+            "`deltas` and `messages` that found no room and were never sent, messages `received` that found none, and "
+            "deltas that `failed` to be applied",
             ["what"],
             counts=True,
             registry=r,

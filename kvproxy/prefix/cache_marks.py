@@ -31,7 +31,7 @@ _MOST_OF_A_MARK = 96
 #: A mark that is the last member of its object.
 _plain_mark = re.compile(rb'"cache_control"\s?:\s?\{[^{}]{0,64}\}(?=\s?\})').match
 #: How a mark begins, as all clients write it: a longer text to look for is found sooner.
-_BEGINNINGS = (b'"cache_control":{"type":"', b'"cache_control": {"type": "')
+_BEGINNINGS = (b'"cache_control":{"type":"ephemeral"', b'"cache_control": {"type": "ephemeral"')
 #: A message's last mark, in its last part.
 _mark_at_end = re.compile(rb',\s?"cache_control"\s?:\s?\{[^{}]{0,64}\}(\}\s?\]\s?\})\Z').search
 #: Whether an object is written with spaces behind its colons.

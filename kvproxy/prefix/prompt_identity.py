@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from operator import is_
 
 import msgspec
 from msgspec import Raw
@@ -57,13 +56,13 @@ _MESSAGE = rb'\{\s?"role"\s?:\s?"%s"\s?,\s?"content"\s?:\s?'
 _TEXT_BLOCK = rb'\{\s?"type"\s?:\s?"text"\s?,\s?"text"\s?:\s?(?="[^"])'  # up to the quote of a text that is not empty
 
 #: How a message with a string as its content begins, nearly always; others are looked at more closely.
-_HEADS_OF_TEXT = tuple(
+HEADS_OF_TEXT = tuple(
     form % role
     for role in (b"user", b"assistant", b"tool", b"system")
     for form in (b'{"role":"%b","content":"', b'{"role": "%b", "content": "')
 )
 #: Of these, the beginnings of a first message that a header may stand in.
-HEADERS = tuple(head + _HEADER for head in _HEADS_OF_TEXT)
+HEADERS = tuple(head + _HEADER for head in HEADS_OF_TEXT)
 _begins_with_text = re.compile(b"(" + _MESSAGE % rb"[a-z]{1,16}" + rb")\[\s?" + _TEXT_BLOCK).match
 _CALLS = b'"tool_calls"'
 _TEXTS = (b'"text":', b'"text": ')
@@ -107,7 +106,7 @@ def are_texts(parts: Sequence[bytes], start: int = 0) -> bool:
     """Whether the messages from `start` on have texts for their contents, as nearly all do, and are named by the bytes
     that were sent."""
     for part in parts[start:] if start else parts:
-        if not part.startswith(_HEADS_OF_TEXT):
+        if not part.startswith(HEADS_OF_TEXT):
             return False
     return start > 0 or not parts or not parts[0].startswith(HEADERS)
 
@@ -125,7 +124,7 @@ class PartRules:
 
     def apply(self, index: int, part: bytes) -> bytes:
         """The bytes that name the message at that place."""
-        if not part.startswith(_HEADS_OF_TEXT):
+        if not part.startswith(HEADS_OF_TEXT):
             part = self._as_text(part)
         if index == 0 and self._may_begin_with_header and (header := _header_of_message(part)):
             return header[1] + part[header.end() :]
@@ -133,10 +132,8 @@ class PartRules:
 
     def _as_text(self, part: bytes) -> bytes:
         begins = _begins_with_text(part)
-        if begins is not None and part.endswith(b'"}]}'):
-            quote = part.rfind(b'"', 0, -4)
-            if quote == begins.end():  # no other quotes, so there is nothing else
-                return _as_string(begins, part)
+        if begins is not None and part.endswith(b'"}]}') and part.rfind(b'"', 0, -4) == begins.end():
+            return _as_string(begins, part)  # there are no other quotes, so there is nothing else
         if (cut := part if self._chat else without_mark_at_end(part)) is not part:
             self.marked += 1
         if is_marked(cut):
@@ -186,10 +183,13 @@ def _as_string(begins: re.Match[bytes], part: bytes) -> bytes:
 def shape_identity(kind: RequestKind, shape: bytes, *, drops_header: bool = True) -> bytes:
     """The same for a prompt's shape."""
     if kind is _MESSAGES and shape:
-        fields = shape.split(b"\0")
-        named = [_system(each, drops_header=drops_header) if each.startswith(b"system:") else each for each in fields]
-        named = [without_tool_marks(each) if each.startswith(b"tools:") else each for each in named]
-        return shape if all(map(is_, named, fields)) else b"\0".join(named)
+        named, at = [], 0
+        while (end := shape.find(b"\0", at)) >= 0:  # sooner than a split
+            field, at = shape[at:end], end + 1
+            if field.startswith(b"system:"):
+                field = _system(field, drops_header=drops_header)
+            named.append(without_tool_marks(field) if field.startswith(b"tools:") else field)
+        return b"\0".join((*named, shape[at:]))
     if kind is _RESPONSES and drops_header:
         return _without_headers_line(shape)
     return shape
@@ -226,8 +226,7 @@ def _system(field: bytes, *, drops_header: bool) -> bytes:
     text = _is_text_block(plain, begin + 1)
     if text is None or not plain.endswith(b'"}]') or plain.startswith(_HEADER, text.end() + 1):
         return plain
-    several = plain.rfind(b'"', 0, -3) != text.end() and any(block in plain for block in _FURTHER_BLOCKS)
-    return plain if several else b"system:" + plain[text.end() : -2]
+    return plain if any(block in plain for block in _FURTHER_BLOCKS) else b"system:" + plain[text.end() : -2]
 
 
 def _system_by_block(field: bytes, *, drops_header: bool) -> bytes | None:

@@ -215,9 +215,10 @@ class ManyRouters:
         while min(self._next_beat, self._under_way[0][0] if self._under_way else self._next_beat) <= now:
             if self._under_way and self._under_way[0][0] <= self._next_beat:
                 at, _, sender, payload = heapq.heappop(self._under_way)
+                message = wire.decode(payload)
                 for replica in self._replicas:
                     if replica.number != sender:
-                        replica.peers.receive(wire.decode(payload), len(payload), at)
+                        replica.peers.receive(message, len(payload), at)
             else:
                 at, self._next_beat = self._next_beat, self._next_beat + BEAT_S
                 for replica in self._replicas:

@@ -67,6 +67,7 @@ class IndexView:
         self.local = LocalIndexes(state, learn_capacity=fleet.learn_capacity, follows_events=self._events)
         if self._events:
             self.local.exact = frozenset(self._ids)
+            self.local.store_readers = lambda: self._ids
         self._rng = rng
         self._asked: tuple[Turn, OverlapFacts, PrefixCursor[Run]] | None = (
             None  # by the latest `facts`: the pick follows in that step
@@ -81,6 +82,7 @@ class IndexView:
             bytes_per_token=_BYTES_PER_TOKEN,
             tokens=array("I", blocks) if self._events else None,
             cache_salt=None,
+            prompt_tokens=len(blocks) if self._events else 0,
         )
         overlaps = {endpoint: self._in_tokens(overlap, limit) for endpoint, overlap in known.items()}
         hot_tokens = self.local.approximate.hot_blocks(cursor) * self._block_size

@@ -60,17 +60,6 @@ class LoadRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     head: Annotated[tuple[Ahead, ...], msgspec.Meta(max_length=MAX_TOLD)] = ()
 
 
-#: An endpoint with so many more in flight than the best one is not chosen in its place.
-MAX_MORE = 4
-
-
-class Counted(Protocol):
-    """A ledger, as far as it is looked at here."""
-
-    @property
-    def in_flight(self) -> int: ...
-
-
 class Others(msgspec.Struct, frozen=True):
     """Routers that decide on the same endpoints, each of which hears after `delay_s` what the others did. `rank`: of
     this one among these, counted alike by all."""
@@ -79,15 +68,23 @@ class Others(msgspec.Struct, frozen=True):
     routers: int
     rank: int
 
-    def choose_apart(self, best: int, costs: Sequence[float], ends_s: Sequence[float], loads: Sequence[Counted]) -> int:
-        """The endpoint to take where `best` costs least. A prefill that would end no later than the delay after the one
-        there (`ends_s`) is as good as that one: what is known of both is as old. All would take the same one in that
-        time, so that each keeps to its own stretch of those that are as good, and takes there what costs least."""
-        latest, most = ends_s[best] + self.delay_s, loads[best].in_flight + MAX_MORE
-        near = [i for i, end_s in enumerate(ends_s) if end_s <= latest and loads[i].in_flight <= most]
-        begin, end = self.rank * len(near) // self.routers, (self.rank + 1) * len(near) // self.routers
-        stretch = near[begin : max(begin + 1, end)]
-        return best if best in stretch else min(stretch, key=costs.__getitem__)
+    def choose_apart(self, best: int, costs: Sequence[float], work_s: float) -> int:
+        """The endpoint to take where `best` costs least and `work_s` seconds of prefill come to all routers a second.
+        What others placed within the delay is not known. If all did best it would fill the cheapest endpoints up to one
+        level; each router keeps to the share of that room that its rank has, and takes there what costs least."""
+        unknown_s = work_s * self.delay_s * (self.routers - 1) / self.routers
+        near = sorted((cost, i) for i, cost in enumerate(costs) if cost < costs[best] + unknown_s)
+        filled = unknown_s + sum(cost for cost, _ in near)
+        while near and filled <= len(near) * near[-1][0]:
+            filled -= near.pop()[0]
+        rooms = sorted((i, filled / len(near) - cost) for cost, i in near)
+        begin, end = (unknown_s * rank / self.routers for rank in (self.rank, self.rank + 1))
+        own, at = [], 0.0
+        for i, room_s in rooms:
+            if at < end and at + room_s > begin:
+                own.append(i)
+            at += room_s
+        return best if best in own else min(own, key=costs.__getitem__, default=best)
 
 
 class SharedLoad(Protocol):

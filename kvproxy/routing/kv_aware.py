@@ -133,9 +133,8 @@ class KvAware(Policy):
             costs = [one + more.get(id_, 0.0) / w for one, id_, w in zip(costs, pool.ids, pool.weights, strict=True)]
         index = least(costs, self._rng)
         if self.others is not None:
-            ends_s = [(t + s * o) / w for t, s, o, w in zip(waits, slowness, owns, pool.weights, strict=True)]
-            ends_s = ends_s if more is None and target_itl is None else costs
-            index = self.others.choose_apart(index, costs, ends_s, pool.loads)
+            work_s = self.utilisation.estimate_rates(now)[0] * len(owns)
+            index = self.others.choose_apart(index, costs, work_s)
         here, elsewhere = 0, 0
         if held:
             here, held[index] = held[index], 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -16,15 +17,15 @@ from kvproxy.routing.elsewhere import Elsewhere
 from kvproxy.sync import deltas
 from kvproxy.sync.deltas import Delta, EndpointLoads
 from kvproxy.sync.journal import Journal
-from kvproxy.sync.watched import digest_of, numbers
+from kvproxy.sync.watched import add_to_digest, numbers
 from kvproxy.sync.wire import Origin, Standing
 from kvproxy.sync.world import ClusterPart, World
 from kvproxy.types import EndpointId
 
+log = logging.getLogger("kvproxy.sync")
+
 #: Requests of one peer that are under way at a time; of more the oldest counts as served.
 MAX_OPEN = 65_536
-
-_DIGEST = (1 << 64) - 1
 
 
 class Heard:
@@ -34,9 +35,10 @@ class Heard:
         self.origin = origin
         self.told = self.digest = 0  # prompts heard of, as of Beat
         self.unknown = 0  # deltas about clusters, endpoints or actions that are not known here
-        self._world = world
-        self._journal = journal
-        self._open: dict[tuple[str, int], SpeculativeEntry] = {}
+        self.failed = 0  # deltas that could not be applied
+        self.unsure = False  # one of them was of a request under way: until the peer says how it stands
+        self._world, self._journal = world, journal
+        self.open: dict[tuple[str, int], SpeculativeEntry] = {}  # requests of this peer that are under way
         self._given_up: dict[tuple[str, int], SpeculativeEntry] = {}  # when it fell silent
         self._rows: dict[tuple[str, str], int] = {}  # number of the batch that had its latest load
         self._do: Mapping[type[Any], Callable[[Any, World, float], None]] = {
@@ -56,16 +58,11 @@ class Heard:
             deltas.Drained: self._drained,
         }
 
-    @property
-    def open(self) -> int:
-        """Requests of this peer that are under way."""
-        return len(self._open)
-
     def apply(self, said: Iterable[Delta], now: float) -> None:
-        """Deltas, the oldest first."""
+        """Deltas, the oldest first. One that cannot be applied is left out alone."""
         world = self._world()
         for delta in said:
-            self._do[type(delta)](delta, world, now)
+            self._try(self._do[type(delta)], delta, world, now)
 
     def load(self, loads: Iterable[EndpointLoads], seq: int, now: float) -> None:
         """Ledgers as of batch `seq`, in any order of these."""
@@ -82,42 +79,50 @@ class Heard:
         """It lives after all, and what it said meanwhile will come: what was given up is under way again."""
         for one in standing.open:
             if self._given_up.pop((one.cluster, one.number), None) is not None:
-                self._open_again(one, self._world())
+                self._try(self._open_again, one, self._world(), now)
         self.load(standing.loads, standing.seq, now)
 
     def stand(self, standing: Standing, now: float) -> int:
         """All that counts after a batch, whatever was lost before it: requests that are under way no more count as
         served. Prompts that were never heard of."""
-        wanted = {(one.cluster, one.number): one for one in standing.open}
-        for key in self._open.keys() - wanted.keys():
+        world, wanted = self._world(), {(one.cluster, one.number): one for one in standing.open}
+        for key in self.open.keys() - wanted.keys():
             self._end(key, prefilled=True)
         for key in self._given_up.keys() - wanted.keys():
             self._end_after_all(key, self._given_up[key])
         self._given_up.clear()
-        new = [one for key, one in wanted.items() if key not in self._open]
+        new = [one for key, one in wanted.items() if key not in self.open]
         lost = standing.told - self.told - len(new)
         for one in new:
-            self._open_again(one, self._world())
+            self._try(self._open_again, one, world, now)
         self.load(standing.loads, standing.seq, now)
-        self.told, self.digest = standing.told, standing.digest
+        self.told, self.digest, self.unsure = standing.told, standing.digest, False
         return max(0, lost)
 
     def leave(self, now: float) -> None:
         """The peer is gone: its load goes with it, and what it had under way counts as never sent."""
-        self._given_up.update(self._open)
-        for key in list(self._open):
+        self._given_up.update(self.open)
+        for key in list(self.open):
             self._end(key, prefilled=False)
+        clusters = self._world().clusters
         for cluster, endpoint in self._rows:
-            part = self._world().clusters.get(cluster)
-            if part is not None and part.load(EndpointId(endpoint)) is not None:
+            if (part := clusters.get(cluster)) is not None and part.load(EndpointId(endpoint)) is not None:
                 self._tell(part, EndpointId(endpoint), None, now)
         self._rows.clear()
+
+    def _try(self, do: Callable[[Any, World, float], None], delta: Delta, world: World, now: float) -> None:
+        try:
+            do(delta, world, now)
+        except Exception:
+            self.failed += 1
+            if self.failed == 1:  # the rest is counted
+                log.exception("%s of %s could not be applied and is left out", type(delta).__name__, self.origin)
+            self.unsure |= isinstance(delta, deltas.Routed | deltas.Settled)
 
     def _tell(self, part: ClusterPart, endpoint: EndpointId, one: EndpointLoads | None, now: float) -> None:
         load = part.load(endpoint)
         assert load is not None
-        if load.elsewhere is None:
-            load.elsewhere = Elsewhere(load)
+        load.elsewhere = load.elsewhere or Elsewhere(load)
         before, row = load.in_flight, None if one is None else one.row
         earlier = load.elsewhere.tell(self.origin, row, now)
         part.load_told(endpoint, before)
@@ -127,38 +132,34 @@ class Heard:
 
     def _routed(self, delta: deltas.Routed, world: World, now: float) -> None:
         self._count(delta.hashes)
-        if (delta.cluster, delta.number) not in self._open:
-            self._open_again(delta, world)
+        if (delta.cluster, delta.number) not in self.open:
+            self._open_again(delta, world, now)
 
-    def _open_again(self, delta: deltas.Routed, world: World) -> None:
-        endpoint, indexes = EndpointId(delta.endpoint), self._indexes(world, delta.cluster, delta.endpoint)
-        if indexes is None:
-            return
-        cursor = indexes.approximate.locate(numbers("Q", delta.hashes))
-        entry = indexes.approximate.route(endpoint, cursor, in_flight=indexes.follows_events)
-        self._open[delta.cluster, delta.number] = entry
-        if len(self._open) > MAX_OPEN:
-            self._end(next(iter(self._open)), prefilled=True)
+    def _open_again(self, delta: deltas.Routed, world: World, now: float) -> None:
+        if (indexes := self._indexes(world, delta.cluster, delta.endpoint)) is not None:
+            endpoint, cursor = EndpointId(delta.endpoint), indexes.approximate.locate(numbers("Q", delta.hashes))
+            entry = indexes.approximate.route(endpoint, cursor, in_flight=indexes.follows_events)
+            self.open[delta.cluster, delta.number] = entry
+        if len(self.open) > MAX_OPEN:
+            self._end(next(iter(self.open)), prefilled=True)
 
     def _settled(self, delta: deltas.Settled, world: World, now: float) -> None:
-        key = (delta.cluster, delta.number)
-        entry, part = self._open.pop(key, None), world.clusters.get(delta.cluster)
+        key, part = (delta.cluster, delta.number), world.clusters.get(delta.cluster)
         if (given_up := self._given_up.pop(key, None)) is not None and delta.prefilled:
             self._end_after_all(key, given_up)
-        if entry is None or part is None or part.indexes is None:
-            return
-        indexes = part.indexes
-        if delta.reused >= 0:
-            indexes.capacities.observe_reuse(entry, delta.reused)
-        if delta.denied >= 0:
-            indexes.approximate.contradict(entry.endpoint, entry.cursor, delta.denied)
-        (indexes.approximate.confirm if delta.prefilled else indexes.approximate.rollback)(entry)
-        if delta.lost:
-            indexes.approximate.insert(entry.endpoint, entry.cursor)
+        entry, indexes = self.open.get(key), None if part is None else part.indexes
+        if entry is not None and indexes is not None:
+            if delta.reused >= 0:
+                indexes.capacities.observe_reuse(entry, delta.reused)
+            if delta.denied >= 0:
+                indexes.approximate.contradict(entry.endpoint, entry.cursor, delta.denied)
+            (indexes.approximate.confirm if delta.prefilled else indexes.approximate.rollback)(entry)
+            if delta.lost:
+                indexes.approximate.insert(entry.endpoint, entry.cursor)
+        self.open.pop(key, None)
 
     def _end(self, key: tuple[str, int], *, prefilled: bool) -> None:
-        entry = self._open.pop(key)
-        part = self._world().clusters.get(key[0])
+        entry, part = self.open.pop(key), self._world().clusters.get(key[0])
         if part is not None and part.indexes is not None:
             index = part.indexes.approximate
             (index.confirm if prefilled else index.rollback)(entry)
@@ -177,14 +178,13 @@ class Heard:
     def _indexes(self, world: World, cluster: str, endpoint: str) -> LocalIndexes | None:
         """Those that know of the endpoint."""
         part = world.clusters.get(cluster)
-        if part is None or part.indexes is None or part.load(EndpointId(endpoint)) is None:
-            self.unknown += 1
-            return None
-        return part.indexes
+        indexes = None if part is None or part.load(EndpointId(endpoint)) is None else part.indexes
+        self.unknown += indexes is None
+        return indexes
 
     def _count(self, hashes: bytes) -> None:
         self.told += 1
-        self.digest = (self.digest + digest_of(hashes)) & _DIGEST
+        self.digest = add_to_digest(self.digest, hashes)
 
     def _started(self, delta: deltas.Started, world: World, now: float) -> None:
         if (indexes := self._indexes(world, delta.cluster, delta.endpoint)) is not None:

@@ -12,7 +12,7 @@ from kvproxy.kvcache.overlap.last_served import Served
 from kvproxy.routing.work import Features
 from kvproxy.sync import deltas
 from kvproxy.sync.deltas import Delta, EndpointLoads
-from kvproxy.sync.watched import IndexWatch, LedgerWatch, acted, as_bytes, digest_of, session_served
+from kvproxy.sync.watched import IndexWatch, LedgerWatch, acted, add_to_digest, as_bytes, session_served
 from kvproxy.sync.wire import MAX_BYTES, MAX_DELTAS, MAX_ROWS, Batch, Origin
 from kvproxy.sync.world import World
 from kvproxy.types import EndpointId
@@ -25,7 +25,6 @@ MAX_SAMPLES = 64
 #: Of the batches that were sent so much is kept.
 MAX_SENT_BYTES = 4 * 1024 * 1024
 
-_DIGEST = (1 << 64) - 1
 _ROW_BYTES, _AHEAD_BYTES, _DELTA_BYTES, _BATCH_BYTES = 150, 48, 120, 100
 
 
@@ -141,7 +140,7 @@ class Journal:
     def _count(self, delta: Delta) -> Delta:
         if isinstance(delta, deltas.Routed | deltas.Entered):
             self.told += 1
-            self.digest = (self.digest + digest_of(delta.hashes)) & _DIGEST
+            self.digest = add_to_digest(self.digest, delta.hashes)
         return delta
 
     # what is watched

@@ -105,6 +105,9 @@ class Peer:
             if (beat.told, beat.digest) != (self.heard.told, self.heard.digest):
                 self.mismatches += 1
                 self.heard.told, self.heard.digest = beat.told, beat.digest
+            if self.heard.unsure:
+                self._unsure = True
+                self._request(now)
             self._marks.append((now, beat.told, self.lost))
 
     def _stand(self, standing: Standing, size_bytes: int, now: float) -> None:
@@ -173,7 +176,7 @@ class Peer:
         return latest - told, lost_by_now - lost
 
     def _apply(self, batch: Batch, now: float) -> None:
-        self._next = batch.seq + 1  # also where a delta cannot be applied: it could not be the next time
+        self._next = batch.seq + 1
         self.heard.apply(batch.deltas, now)
 
     def _go_on(self, now: float) -> None:

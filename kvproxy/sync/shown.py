@@ -57,6 +57,7 @@ def show(
             (("deltas",), float(journal.dropped)),
             (("messages",), float(sum(link.dropped for link in links))),
             (("received",), float(_dropped(peers))),
+            (("failed",), float(sum(peer.heard.failed for peer in list(peers.known.values())))),
         ]
     )
     shown.held.set_source(lambda: [((what,), float(held)) for what, held in _held_bytes(peers, journal, links).items()])
@@ -117,7 +118,8 @@ def _describe(peer: Peer, now: float) -> dict[str, object]:
         "lost_last_minute": lost,
         "waiting": peer.waits,
         "unknown": peer.heard.unknown,
-        "open": peer.heard.open,
+        "failed": peer.heard.failed,
+        "open": len(peer.heard.open),
         "index_blocks": peer.blocks,
     }
 

@@ -52,9 +52,9 @@ def numbers(code: str, data: bytes) -> array[int]:
     return little_endian(found)
 
 
-def digest_of(hashes: bytes) -> int:
-    """What a prompt adds to the digest of what was told."""
-    return int.from_bytes(hashes[-8:], "little")
+def add_to_digest(digest: int, hashes: bytes) -> int:
+    """The digest of what was told, with one prompt more."""
+    return (digest + int.from_bytes(hashes[-8:], "little")) & ((1 << 64) - 1)
 
 
 class IndexWatch:

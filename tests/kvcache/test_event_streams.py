@@ -16,7 +16,7 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvproxy.clients.kv_events.events import BlockStored
+from kvproxy.clients.kv_events.events import BlockRemoved, BlockStored
 from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
@@ -30,9 +30,22 @@ from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import FactSource
 from kvproxy.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.simulator.retention import TierSettings
-from kvproxy.types import EndpointId, Tier
+from kvproxy.types import EndpointId, LowerTokens, Tier
 from tests.kvcache.fleet import Place, simulated
-from tests.kvcache.support import A, B, Fake, Service, chat, cluster_of, long_text, running, settings, tokens, world
+from tests.kvcache.support import (
+    NOWHERE,
+    A,
+    B,
+    Fake,
+    Service,
+    chat,
+    cluster_of,
+    long_text,
+    running,
+    settings,
+    tokens,
+    world,
+)
 from tests.simulator.support import TINY
 from tests.support.clock import FakeClock
 from tests.support.until import until
@@ -211,6 +224,34 @@ async def test_the_same_tokens_under_a_lora_are_other_blocks() -> None:
     assert (held("adapter"), held("base")) == (64, 0)
     consumer.apply(A, 0, [stored(None, 11)])
     assert (held("adapter"), held("base")) == (64, 64)
+
+
+async def test_what_an_engine_put_in_a_shared_store_counts_for_all_that_read_it() -> None:
+    """As far as its beginning lies there, whatever the engine has nearer; gone from there, it counts for its own
+    endpoint alone."""
+    cluster = cluster_of({"a": NOWHERE, "b": NOWHERE, "c": NOWHERE})
+    next(one for one in cluster.endpoints if one.id == "c").reads_shared_kv = False
+    async with running(settings(kv_events=True), cluster) as service:
+        local = service.kv.overlap.indexes["default"]
+        consumer = _Consumer(local.followed)
+        ids = tokens(128)
+
+        def held(*, known: int = 128) -> dict[str, tuple[int, LowerTokens]]:
+            nothing = local.approximate.locate(array("Q"))
+            found = local.find_overlaps(
+                nothing, bytes_per_token=4, tokens=ids[:known], cache_salt=None, prompt_tokens=known
+            )
+            return {name: (one.device_tokens, one.lower) for name, one in found.items()}
+
+        consumer.apply(A, 0, [BlockStored((1, 2, 3, 4), None, ids, 32)])
+        assert held() == {"a": (128, ())}
+        consumer.apply(A, 0, [BlockStored((1, 2, 3), None, ids[:96], 32, medium="EXTERNAL")])
+        consumer.apply(B, 0, [BlockStored((11,), None, ids[:32], 32)])
+        stored = ((Tier.SHARED, 64),)
+        assert held() == {"a": (128, ()), "b": (32, stored)}
+        assert held(known=64) == {"a": (64, ()), "b": (32, ((Tier.SHARED, 32),))}
+        consumer.apply(A, 0, [BlockRemoved((1,), medium="EXTERNAL")])
+        assert held() == {"a": (128, ()), "b": (32, ())}
 
 
 class Broken(dict[str, Cluster]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from kvproxy.prefix.hygiene.causes import ADVICE, Cause
 from kvproxy.prefix.hygiene.comparison import Change, find_change
 from kvproxy.prefix.hygiene.parts import digest_part
-from kvproxy.prefix.hygiene.threads import DIGEST, LENGTH, MAX_THREADS, Session, Sessions, Thread, digest_messages
+from kvproxy.prefix.hygiene.threads import DIGEST, LENGTH, MAX_THREADS, Session, Sessions, Thread, add_messages
 from kvproxy.prefix.tokens.session_hashes import PromptText, SessionHashes
 from kvproxy.request.parse import parse_body
 from kvproxy.types import RequestKind
@@ -433,6 +434,7 @@ def test_what_cannot_be_read_is_one_part() -> None:
 def test_a_message_longer_than_its_length_can_tell_is_a_long_one() -> None:
     """Beyond 16 MiB the length is cut, and neither wraps around nor spills into the digest."""
     long = bytes(LENGTH + 1)
-    (number,) = digest_messages(PromptText(b"", (long,).__getitem__, 1, len(long)), 0, 1)
+    add_messages(messages := array("Q"), PromptText(b"", (long,).__getitem__, 1, len(long)), 0, 1)
+    (number,) = messages
     assert number & LENGTH == LENGTH
     assert number & DIGEST == digest_part(long) & DIGEST

@@ -112,7 +112,7 @@ async def test_a_prediction_is_marked_and_priced_only_if_configured(
     reader = LedgerReader(path)
     assert reader.read()["", "m"].predicted == predicted
     out = io.StringIO()
-    assert command.run(path, since=None, until=None, as_json=False, out=out, err=out) == 0
+    assert command.run(path, since=None, until=None, form="", out=out, err=out) == 0
     assert f"{predicted:,} cached tokens as predicted" in out.getvalue()
 
 
@@ -218,11 +218,17 @@ def test_the_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "1 without a price" in said
     assert main(["ledger", str(path), "--json", "--since", "2026-11-01"]) == 0
     assert len(json.loads(capsys.readouterr().out)["rows"]) == 2
+    written(path, ("", "=1+1", 3, 0, 1, 0.5))
+    assert main(["ledger", str(path), "--csv"]) == 0
+    header, first, formula, _ = capsys.readouterr().out.splitlines()
+    assert header == "tenant,model,requests,uncached,cached,output,price,uncounted,unpriced,predicted"
+    assert first == "alice,m,1,1234567,50,10,1.5,0,0,0"
+    assert formula.startswith(",'=1+1,1,3,")
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     err = io.StringIO()
-    assert command.run(tmp_path / "no", since=None, until=None, as_json=False, out=io.StringIO(), err=err) == 1
+    assert command.run(tmp_path / "no", since=None, until=None, form="", out=io.StringIO(), err=err) == 1
     assert "no" in err.getvalue()
     with pytest.raises(SystemExit):
         main(["ledger", "x", "--since", "yesterday"])

@@ -16,7 +16,7 @@ from kvproxy.replay.transfers import LinkPlan, SimTransfers
 from kvproxy.replay.view import endpoint_id
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
 from kvproxy.routing.speeds import SpeedModel, SpeedPriors
-from kvproxy.routing.transfers import Transfer
+from kvproxy.routing.transfers import LATE, LINK, Transfer
 from kvproxy.simulator.block_cache import BlockCache
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import BlockStored, EngineSettings
@@ -53,8 +53,8 @@ def test_the_longest_is_offered_everywhere_at_its_price() -> None:
     assert [offered.facts.matched_tokens(name) for name in (A, B, C)] == [16 * BLOCK] * 3
     assert offered.adapter_s is not None
     assert set(offered.adapter_s) == {B, C}
-    copy_s = 14 * BLOCK / PLAN.tokens_per_s
-    assert offered.adapter_s[B] == pytest.approx(2 * copy_s + PLAN.latency_s)
+    copy_s = PLAN.latency_s + 14 * BLOCK / PLAN.tokens_per_s
+    assert offered.adapter_s[B] == pytest.approx((LATE + LINK) * copy_s)
     assert offered.adapter_s[C] > offered.adapter_s[B]
 
 
@@ -79,7 +79,7 @@ def test_a_copy_that_is_over_in_time_costs_the_link_alone() -> None:
     there[2].load.reserve(20_000, 0, 0.0)
     offered = planner().offer(asked(a=published(16)), there, SPEEDS, 0.0)
     assert offered.adapter_s is not None
-    assert offered.adapter_s[C] == pytest.approx(16 * BLOCK / PLAN.tokens_per_s)
+    assert offered.adapter_s[C] == pytest.approx(LINK * (PLAN.latency_s + 16 * BLOCK / PLAN.tokens_per_s))
     assert offered.adapter_s[B] > offered.adapter_s[C]
 
 
@@ -104,7 +104,7 @@ def test_both_links_are_reserved() -> None:
     assert second == pytest.approx(2 * first)
     offered = under_test.offer(asked(a=published(16)), endpoints(), SPEEDS, 0.0)
     assert offered.adapter_s is not None
-    assert offered.adapter_s[B] == pytest.approx(4 * first - PLAN.latency_s)
+    assert offered.adapter_s[B] == pytest.approx(LATE * 3 * first + LINK * first)
     assert (under_test.counts.made, under_test.counts.tokens) == (2, 32 * BLOCK)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.routing.elsewhere import MAX_MORE, MAX_TOLD, Elsewhere, Others
+from kvproxy.routing.elsewhere import MAX_TOLD, Elsewhere, Others
 from kvproxy.routing.load import EndpointLoad, Reservation
 from kvproxy.routing.work import Features
 
@@ -113,16 +113,10 @@ def test_many_short_requests_at_the_head_are_told_in_a_few_words() -> None:
     routers.check()
 
 
-@dataclass
-class Ledger:
-    in_flight: int = 0
-
-
-def chosen(*ends_s: float, routers: int = 4, delay_s: float = 0.25, in_flight: tuple[int, ...] = ()) -> list[int]:
+def chosen(*costs: float, routers: int = 4, delay_s: float = 0.25, work_s: float = 8.0) -> list[int]:
     """Where each of so many routers places the same request."""
-    ledgers = [Ledger(count) for count in in_flight or (0,) * len(ends_s)]
-    best = ends_s.index(min(ends_s))
-    return [Others(delay_s, routers, rank).choose_apart(best, ends_s, ends_s, ledgers) for rank in range(routers)]
+    best = costs.index(min(costs))
+    return [Others(delay_s, routers, rank).choose_apart(best, costs, work_s) for rank in range(routers)]
 
 
 def test_routers_that_hear_of_each_other_late_do_not_take_the_same_idle_endpoint() -> None:
@@ -130,15 +124,35 @@ def test_routers_that_hear_of_each_other_late_do_not_take_the_same_idle_endpoint
     assert chosen(0.0, 0.0, 0.0, 0.0, 9.0) == [0, 1, 2, 3]
 
 
-def test_what_ends_later_than_the_delay_is_not_as_good() -> None:
-    assert chosen(1.0, 1.3, 1.2, 5.0) == [0, 0, 2, 2]
+def test_an_endpoint_is_left_for_one_that_costs_no_more_than_what_may_have_come_to_it() -> None:
+    """1.5 s of work are not known of: they would fill three endpoints up to a level of 1.6 s."""
+    assert chosen(1.0, 1.2, 2.6, 1.1) == [0, 0, 3, 3]
+    assert chosen(1.0, 2.4, 2.6, 2.5) == [0, 0, 0, 0]
 
 
-def test_an_endpoint_with_many_more_in_flight_is_not_taken_for_a_good_one() -> None:
-    assert chosen(0.0, 0.0, in_flight=(0, MAX_MORE + 1)) == [0, 0, 0, 0]
+def test_where_little_comes_or_is_heard_of_soon_all_take_the_best() -> None:
+    """There is nothing that could be there and is not known of."""
+    assert chosen(0.0, 0.1, 0.1, work_s=0.1) == [0, 0, 0, 0]
+    assert chosen(0.0, 0.1, 0.1, delay_s=0.001) == [0, 0, 0, 0]
+    assert chosen(0.0, 0.0, 0.0, delay_s=0.0) == [0, 0, 0, 0]
 
 
 def test_more_endpoints_than_routers_are_chosen_among_by_cost() -> None:
     """Each has a stretch of them."""
     assert chosen(0.02, 0.01, 0.0, 0.03, routers=2) == [1, 2]
-    assert chosen(0.0, 0.1, 0.2, 0.3, routers=2, delay_s=0.001) == [0, 0]
+
+
+@given(
+    st.lists(st.floats(0.0, 50.0), min_size=1, max_size=20),
+    st.integers(1, 9),
+    st.floats(0.0, 5.0),
+    st.floats(0.0, 20.0),
+)
+def test_every_router_has_an_endpoint_and_one_that_is_alone_the_best(
+    costs: list[float], routers: int, delay_s: float, work_s: float
+) -> None:
+    """None costs more than the best one and all that may have come to it."""
+    found = chosen(*costs, routers=routers, delay_s=delay_s, work_s=work_s)
+    assert all(costs[one] <= min(costs) + work_s * delay_s for one in found)
+    if routers == 1:
+        assert costs[found[0]] == min(costs)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvproxy.kvcache.overlap.last_served import Served
 from kvproxy.routing.elsewhere import LoadRow
+from kvproxy.routing.load import EndpointLoad
 from kvproxy.routing.work import NO_WORK
 from kvproxy.sync import deltas, wire
 from kvproxy.sync import joining as joining_module
@@ -457,24 +458,57 @@ def test_no_message_has_numbers_that_spoil_sums_or_more_deltas_than_one_may(
 
 
 class _Stubborn(Cluster):
+    def __init__(self) -> None:
+        super().__init__()
+        self.refusing = False
+
     def drain(self, endpoint: EndpointId, *, draining: bool) -> None:
         raise ArithmeticError
 
+    def load(self, endpoint: EndpointId) -> EndpointLoad | None:
+        if self.refusing:
+            raise ArithmeticError
+        return super().load(endpoint)
 
-def test_a_delta_that_cannot_be_applied_is_not_asked_for_again() -> None:
-    """What comes after it counts."""
+
+def stubborn_pair() -> tuple[Bus, Node, Node, _Stubborn]:
+    """Two, the second of which cannot apply all it hears."""
     bus, one, two = pair()
-    two.cluster = _Stubborn()
-    two.world = World({"c": two.cluster})
+    two.cluster = stubborn = _Stubborn()
+    two.world = World({"c": stubborn})
+    return bus, one, two, stubborn
+
+
+def test_a_delta_that_cannot_be_applied_is_left_out_alone() -> None:
+    """What comes behind it in the same batch counts, and nothing is asked for again."""
+    bus, one, two, _ = stubborn_pair()
     one.cluster.draining[A] = True
     one.journal.look()
-    one.flush()
-    with pytest.raises(ArithmeticError):
-        bus.deliver()
     one.begin(B, 1, 3)
     one.flush()
     bus.deliver()
     assert two.held(1, 3)[B] == 2
+    [peer] = two.peers.living
+    assert peer.heard.failed == 1
+    bus.heal(1)
+    assert two.peers.status is SyncStatus.SYNCED
+
+
+def test_a_request_that_could_not_be_applied_is_asked_for() -> None:
+    """The peer says how it stands: what is under way, and what is over."""
+    bus, one, two, stubborn = stubborn_pair()
+    one.begin(B, 1, 3)
+    one.flush()
+    [batch], bus.waiting = bus.waiting, []
+    stubborn.refusing = True
+    said = msgspec.structs.replace(wire.decode(batch.payload), loads=[])
+    two.peers.receive(said, 0, two.now)
+    assert not two.held(1, 3)
+    stubborn.refusing = False
+    bus.heal(2)
+    assert two.held(1, 3) == {B: 2}
+    [peer] = two.peers.living
+    assert (peer.heard.failed, len(peer.heard.open)) == (1, 1)
     assert two.peers.status is SyncStatus.SYNCED
 
 

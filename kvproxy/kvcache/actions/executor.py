@@ -95,7 +95,7 @@ class ActionExecutor:
         """Queue it, unless it is switched off, its breaker is open, or it waits or runs already."""
         if self._lookups.provider is None or self.is_disabled(action) or not self._breakers.admits(action.kind):
             return False
-        key = (action.kind, action.instance_id, 0 if action.prefix is None else action.prefix.key)
+        key = (action.kind, action.instance_id, 0 if action.prefix is None else action.prefix.key, action.own)
         about = f"{action.kind} {'*' if action.prefix is None else action.prefix.name}"
         job = Job(key, lambda: self._run(action, strategy, on_over), lane=action.instance_id, about=about)
         return self._jobs.submit(job)

@@ -181,6 +181,8 @@ class Leasing:
             self.book.release(lease)
             self._count_end(lease, "expired")
         self._take_back()
+        for gauge in (self._metrics.kept_ratio, self._metrics.held_tokens, self._metrics.entries):
+            gauge.set_source(tuple)
 
     @property
     def _counts(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -20,12 +20,12 @@ from kvproxy.prefix.approximate.heat import Heat, Run
 from kvproxy.prefix.approximate.index import ApproximateIndex
 from kvproxy.prefix.approximate.radix import PrefixCursor
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, message_chain, root_seed, text_blocks, token_blocks
-from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch, precise_root
+from kvproxy.prefix.precise.index import PreciseIndex, precise_root
 from kvproxy.prefix.prompt_identity import RULED, prompt_identity
 from kvproxy.prefix.tokens.session_hashes import PromptText, SessionHashes
 from kvproxy.prefix.tokens.token_memory import HashedTokens
 from kvproxy.routing.policy import FactSource, Overlap
-from kvproxy.types import EndpointId, InferenceRequest, RequestKind
+from kvproxy.types import EndpointId, InferenceRequest, RequestKind, Tier
 
 #: Blocks of text an endpoint is believed to hold until its engine says how much fits (64 MiB of prompts).
 DEFAULT_CAPACITY_BLOCKS = 262_144
@@ -120,6 +120,7 @@ class LocalIndexes:
         self.started_at, self.sessions, self.steps = state.started_at, state.sessions, state.steps
         self.last_served = state.last_served
         self.follows_events = follows_events
+        self.store_readers: Callable[[], Iterable[EndpointId]] = tuple  # of what engines report in a shared store
         self._lookups = lookups
         self._keyed = follows_events or lookups  # token memory and strategies know prompts by their messages' keys
         followed = FollowedEvents() if followed is None else followed
@@ -143,14 +144,13 @@ class LocalIndexes:
         if kind in RULED and not short:
             return self.sessions.identified(kind, prompt, seed, drops_header=drops_header)
         prompt = prompt_identity(kind, prompt, drops_header=drops_header)
-        prompt_bytes = prompt.size_bytes
-        if short:
-            return text_blocks(prompt, seed), (), prompt_bytes, None
-        keys = message_chain(prompt, seed)
-        text = None
-        if keys and kind is RequestKind.RESPONSES:
-            text = PromptText(prompt.shape, prompt.parts.__getitem__, len(prompt.parts), prompt_bytes)
-        return self.sessions.text_blocks(prompt, seed, keys), keys, prompt_bytes, text
+        keys = () if short else message_chain(prompt, seed)
+        if not keys:
+            return text_blocks(prompt, seed), (), prompt.size_bytes, None
+        text = PromptText.of_prompt(prompt)
+        prompt_bytes = text.size - 1 - text.parts + prompt.unread_bytes  # what ends the parts is none of it
+        told = text if kind is RequestKind.RESPONSES else None
+        return self.sessions.blocks_of(text, seed, keys), keys, prompt_bytes, told
 
     def note_kinds(self, kinds: Collection[EngineKind]) -> None:
         """What its engines are, of those that say it: they agree on most of what names a prompt, not on all."""
@@ -184,7 +184,10 @@ class LocalIndexes:
         in_flight: Mapping[EndpointId, int] = NOTHING
         announced, exact = None, self.exact
         if tokens is not None and self.follows_events:
-            announced = self._announced(tokens, hashed, model, cache_salt)
+            blocks = self._blocks_of(tokens, hashed, model, cache_salt)
+            announced = self.precise.match_prompt(blocks)
+            if stored := self.precise.match_store(blocks):
+                looked_up = [*looked_up, *self._in_store(stored)]
             if self.missed.doubted:
                 exact = frozenset(exact).difference(self.missed.doubted)
             if exact:
@@ -202,9 +205,14 @@ class LocalIndexes:
             prompt_tokens=prompt_tokens,
         )
 
-    def _announced(
+    def _in_store(self, tokens: int) -> list[HolderOverlap]:
+        """What lies in a shared store counts for every endpoint that reads it, whichever engine reported it."""
+        lower = ((Tier.SHARED, tokens),)
+        return [HolderOverlap(each, tokens, True, FactSource.PRECISE, lower) for each in self.store_readers()]
+
+    def _blocks_of(
         self, tokens: TokenIds, hashed: HashedTokens | None, model: str, cache_salt: str | None
-    ) -> Mapping[EndpointId, PreciseMatch]:
+    ) -> Callable[[int], array[int]]:
         """The same tokens under a LoRA are other blocks; a model's name is a LoRA's if events call one so."""
         lora = model if self.loras and model in self.loras else ""
 
@@ -214,7 +222,7 @@ class LocalIndexes:
                 return token_blocks(tokens, size, root)
             return hashed.leading_blocks(size, root, len(tokens))
 
-        return self.precise.match_prompt(blocks)
+        return blocks
 
     def route(self, endpoint: EndpointId, cursor: PrefixCursor[Run]) -> SpeculativeEntry:
         """A request goes to the endpoint: it counts as holding the prompt until the entry is settled."""

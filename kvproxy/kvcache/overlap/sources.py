@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Self
 
 from kvproxy.background_task import cancel_tasks
@@ -64,6 +65,8 @@ class OverlapSources:
             )
             for name, cluster in clusters.items()
         }
+        for name, cluster in clusters.items():
+            self.indexes[name].store_readers = partial(_store_readers, cluster)
         memory = state.token_memory(settings.token_cache, clock)
         self.tokens = TokenSource(
             settings, memory=memory, engines=engines, breakers=breakers, metrics=metrics, clock=clock
@@ -224,6 +227,10 @@ class OverlapSources:
         self._lookup_task.show(metrics)
         show_indexes(self.indexes, self._clusters, self.trust, metrics)
         self.tier_counts.show(metrics)
+
+
+def _store_readers(cluster: Cluster) -> list[EndpointId]:
+    return [endpoint.id for endpoint in cluster.endpoints if endpoint.reads_shared_kv]
 
 
 def _add_history(found: dict[EndpointId, Overlap], history: Served, step: int | None, prompt_tokens: int) -> None:

@@ -17,7 +17,6 @@ import msgspec
 from msgspec import Raw
 from xxhash import xxh3_64_intdigest
 
-from kvproxy.bounded import BoundedMapping
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.prefix.tokens.session_hashes import PromptText
 
@@ -120,17 +119,13 @@ def items_of(value: bytes) -> list[bytes]:
 
 
 class Heads:
-    """Makes heads; lists of tools are looked into once, since they are the same for all sessions of a client."""
+    """Makes heads; lists of tools are looked into once, since they are the same for all sessions of a client. They are
+    in a dict, the oldest first out: a hit in a BoundedMapping takes longer than all else that is done with them."""
 
-    def __init__(self, *, max_entries: int = 1024, max_bytes: int = 1024 * 1024) -> None:
-        self._tools: BoundedMapping[int, array[int]] = BoundedMapping(
-            max_entries, max_bytes=max_bytes, size_of=lambda tools: 100 + 8 * len(tools)
-        )
-
-    @property
-    def held_bytes(self) -> int:
-        """About."""
-        return self._tools.held_bytes
+    def __init__(self, *, max_bytes: int = 1024 * 1024) -> None:
+        self.held_bytes = 0  # about
+        self._max_bytes = max_bytes
+        self._tools: dict[int, array[int]] = {}
 
     def head_of(self, text: PromptText) -> Head:
         """What is to be kept of the prompt's head."""
@@ -156,9 +151,13 @@ class Heads:
         known = self._tools.get(digest)
         if known is None:
             known = self._tools[digest] = array("Q", map(digest_part, items_of(bytes(value))))
+            self.held_bytes += _LIST_BYTES + 8 * len(known)
+            while self.held_bytes > self._max_bytes:
+                self.held_bytes -= _LIST_BYTES + 8 * len(self._tools.pop(next(iter(self._tools))))
         return known
 
 
+_LIST_BYTES = 250  # of a list of tools, besides the digests
 _NO_TOOLS: array[int] = array("Q")
 
 

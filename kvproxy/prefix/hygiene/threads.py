@@ -25,13 +25,12 @@ DIGEST = (1 << 64) - 1 - LENGTH
 SessionKey = tuple[str, str]  # tenant, session
 
 
-def digest_messages(text: PromptText, first: int, count: int) -> array[int]:
-    """A number for each of these messages; in its lowest bits its length, as far as they can tell."""
-    messages, part_at, digest = array("Q"), text.part_at, xxh3_64_intdigest
+def add_messages(messages: array[int], text: PromptText, first: int, count: int) -> None:
+    """A number for each of these messages of the text; in its lowest bits its length, as far as they can tell."""
+    add, part_at, digest = messages.append, text.part_at, xxh3_64_intdigest
     for index in range(first, count):
         size = len(part := part_at(index))
-        messages.append(digest(part, SEED) & DIGEST | (size if size < LENGTH else LENGTH))
-    return messages
+        add(digest(part, SEED) & DIGEST | (size if size < LENGTH else LENGTH))
 
 
 class Thread(msgspec.Struct, eq=False, gc=False):
@@ -56,8 +55,9 @@ class Thread(msgspec.Struct, eq=False, gc=False):
         cls, model: str, keys: Sequence[int], blocks: array[int], text: PromptText, head: Head, *, header: int = 0
     ) -> Thread:
         """By its first prompt."""
-        count = len(keys)
-        return cls(model, blocks, head, header, count, keys[-1], digest_messages(text, head.leading, count))
+        messages = array("Q")
+        add_messages(messages, text, head.leading, len(keys))
+        return cls(model, blocks, head, header, len(keys), keys[-1], messages)
 
     @property
     def held_bytes(self) -> int:
@@ -69,7 +69,7 @@ class Thread(msgspec.Struct, eq=False, gc=False):
         parts, count = self.parts, len(keys)
         added = 8 * (len(blocks) - len(self.blocks))
         if count > parts:
-            self.messages += digest_messages(text, parts, count)
+            add_messages(self.messages, text, parts, count)
             self.parts, added = count, added + _MESSAGE_BYTES * (count - parts)
         self.last_key, self.blocks = keys[-1], blocks
         return added

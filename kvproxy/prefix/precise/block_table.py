@@ -102,6 +102,7 @@ class BlockTable:
         self._max_ghosts = max_ghosts
         self._runs = Runs()
         self.match, self.leading_keys = self._runs.match, self._runs.leading_keys
+        self.leading_on = self._runs.leading_on
         self.count_tiers, self.walk_tiers = self._runs.count_tiers, self._runs.walk_tiers
         #: Removed blocks, whose children may still come. A BoundedMapping takes four times as long for each of them.
         self._ghosts: OrderedDict[int, int] = OrderedDict()

@@ -10,7 +10,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from math import lcm
 from typing import NamedTuple
 
@@ -30,7 +30,6 @@ STEP_ROWS = 1024
 #: Adapters whose chains were begun of late.
 _REMEMBERED_ROOTS = 1024
 _KEY = 2**KEY_BITS - 1
-
 
 #: Tiers by the media that engines name; what is unknown is near, since to believe it too far costs more.
 TIER_OF: Mapping[str, Tier] = {
@@ -53,6 +52,10 @@ class PreciseMatch(msgspec.Struct, frozen=True):
     def tokens(self) -> int:
         """Contiguous tokens over all tiers."""
         return self.device_tokens + count_lower(self.lower)
+
+    def is_better(self, other: PreciseMatch) -> bool:
+        """Whether it is what its endpoint is worth."""
+        return (self.tokens, self.device_tokens, -self.dp_rank) > (other.tokens, other.device_tokens, -other.dp_rank)
 
 
 @dataclass(slots=True)
@@ -109,8 +112,6 @@ class PreciseIndex:
         self._swept: deque[BlockTable | LayerGroup] = deque()
         self._root = lru_cache(_REMEMBERED_ROOTS)(precise_root)
 
-    # events
-
     def apply_events(self, endpoint: EndpointId, dp_rank: int, events: Iterable[KvEvent]) -> None:
         """Follow the events of one rank, in order. Their number is the caller's to bound."""
         for event in events:
@@ -143,8 +144,6 @@ class PreciseIndex:
             if rows > 0:
                 self._swept.popleft()
         return not self._swept
-
-    # what is known
 
     @property
     def block_sizes(self) -> frozenset[int]:
@@ -211,11 +210,18 @@ class PreciseIndex:
         for rank in several.keys() | stored.keys() if stored else several:
             here = _with_store(several.get(rank), stored.get(rank), rank[1])
             best = found.get(rank[0])
-            if here.tokens and (best is None or _order(here) > _order(best)):
+            if here.tokens and (best is None or here.is_better(best)):
                 found[rank[0]] = here
         return found
 
-    # how
+    def match_store(self, hashes_at: Callable[[int], array[int]]) -> int:
+        """Leading tokens that an engine reported in a store which several of them read."""
+        bits, hashes_at = (
+            sum([1 << bit for bit, kind in enumerate(self._kinds) if kind is Tier.SHARED]),
+            cache(hashes_at),
+        )
+        tables = [followed.table for followed in self._followed.values()] if bits else []
+        return max([one.block_size * one.leading_on(hashes_at(one.block_size), bits) for one in tables], default=0)
 
     def _stored(self, endpoint: EndpointId, dp_rank: int, event: BlockStored) -> None:
         if event.spec_kind not in WHOLE_PREFIX:
@@ -234,7 +240,9 @@ class PreciseIndex:
             source = endpoint, dp_rank, _STORE
             followed = self._followed.get(source)
         if followed is None or followed.table.block_size != event.block_tokens:
-            if followed is not None and _is_short_page(event, followed.table.block_size):
+            if followed is not None and (
+                event.blocks == 1 and event.parent is not None and event.block_tokens < followed.table.block_size
+            ):  # the rest of a node, and not the first block of an engine that uses other blocks now
                 self.counts.short_pages += 1
                 return
             followed = self._begin(source, event.block_tokens)
@@ -393,10 +401,6 @@ def _match_layers(table: BlockTable, layers: LayerGroups, hashes: array[int], gu
     return min(device, reusable), reusable, guess
 
 
-def _order(match: PreciseMatch) -> tuple[int, int, int]:
-    return match.tokens, match.device_tokens, -match.dp_rank
-
-
 def _shorter(a: PreciseMatch, b: PreciseMatch) -> PreciseMatch:
     """What two groups of one rank have in common."""
     tokens, device = min(a.tokens, b.tokens), min(a.device_tokens, b.device_tokens)
@@ -415,11 +419,6 @@ def _with_store(own: PreciseMatch | None, store: PreciseMatch | None, dp_rank: i
 def precise_root(block_size: int, *, lora: str = "", cache_salt: str | None = None) -> int:
     """Where a prompt's chain starts, so that it meets the blocks engines report for it."""
     return root_seed(block_size=block_size, lora=lora, cache_salt=cache_salt)
-
-
-def _is_short_page(event: BlockStored, block_size: int) -> bool:
-    """Whether this is the rest of a node, and not the first block of an engine that uses other blocks now."""
-    return event.blocks == 1 and event.parent is not None and event.block_tokens < block_size
 
 
 def reported_blocks(event: BlockStored, tier: int) -> ReportedBlocks:

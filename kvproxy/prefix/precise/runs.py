@@ -268,6 +268,19 @@ class Runs:
             depth += here
         return found
 
+    def leading_on(self, hashes: array[int], bits: int) -> int:
+        """Leading blocks that are all on a tier of these bits."""
+        depth, (_, last, _) = 0, self.match(hashes)
+        while depth < last:
+            run = self.firsts[hashes[depth]]
+            here = min(common_blocks(run.blocks, run.start, hashes, depth), last - depth)
+            tiers = [run.tiers] * here if run.mixed is None else run.mixed[run.start : run.start + here]
+            off = next((at for at, one in enumerate(tiers) if not one & bits), None)
+            if off is not None:
+                return depth + off
+            depth += here
+        return depth
+
     def walk_tiers(self) -> Iterator[tuple[int, int]]:
         """All there is now, piece by piece: bits of tiers, and how many blocks have these. What changes during the walk
         may be missed, or counted as it was."""

@@ -18,15 +18,17 @@ from kvproxy.prefix.hashing import (
     text_blocks,
     text_chain,
 )
-from kvproxy.prefix.prompt_identity import HEADERS, PartRules, are_texts, header_span, shape_identity
+from kvproxy.prefix.prompt_identity import HEADERS, HEADS_OF_TEXT, PartRules, are_texts, header_span, shape_identity
 from kvproxy.types import Prompt, RequestKind
 
 _MAX_NAMED_BYTES = 16 * 1024 * 1024
 _ENTRY_BYTES = 250  # an entry's objects besides the hashes themselves
 #: Marked messages of one prompt before each of which the chat is kept as it began: the API takes four marks.
 _MARKS = 4
-_MAX_SHAPES = 4096
+_MAX_SHAPES, _SHAPE_BYTES = 4096, 300
 _CHAT = RequestKind.CHAT  # found sooner so
+_STRING = b'system:"'
+_HEADER = _STRING + b"x-anthropic-billing-header"
 
 
 #: Messages that came before: the API, whether its engines drop the header, their keys, and the bytes that name them.
@@ -40,6 +42,12 @@ class PromptText(msgspec.Struct):
     part_at: Callable[[int], bytes]
     parts: int
     size: int  # of `canonical_bytes`
+
+    @classmethod
+    def of_prompt(cls, prompt: Prompt) -> PromptText:
+        """Of one that is named by its own bytes."""
+        shape, parts = prompt.shape, prompt.parts
+        return cls(shape, parts.__getitem__, len(parts), sum(map(len, parts), len(shape) + 1 + len(parts)))
 
     @property
     def shape(self) -> bytes:
@@ -71,16 +79,14 @@ class SessionHashes:
     @property
     def held_bytes(self) -> int:
         """Bytes held, objects included."""
-        return self._bytes + self._named_bytes
+        return self._bytes + self._named_bytes + _SHAPE_BYTES * len(self._shapes)
 
     def text_blocks(self, prompt: Prompt, seed: int, keys: Sequence[int]) -> array[int]:
         """As `hashing.text_blocks`; `keys` is the prompt's `message_chain` of the same seed. The result is not to be
         changed."""
         if not keys:
             return text_blocks(prompt, seed)
-        size = len(prompt.shape) + 1 + sum(map(len, prompt.parts)) + len(prompt.parts)
-        text = PromptText(prompt.shape, prompt.parts.__getitem__, len(prompt.parts), size)
-        return self._blocks(text, seed, keys)
+        return self.blocks_of(PromptText.of_prompt(prompt), seed, keys)
 
     def identified(
         self, kind: RequestKind, prompt: Prompt, seed: int, *, drops_header: bool = True
@@ -88,23 +94,18 @@ class SessionHashes:
         """The text blocks, the message keys and the bytes of the prompt's identity, and its text, for a kind whose
         messages have rules. Only messages that did not come in the same bytes before are looked at."""
         raw = prompt.parts
-        if kind is _CHAT:
-            text, key = PromptText(prompt.shape, raw.__getitem__, len(raw), len(prompt.shape) + 1), 0
-            key = xxh3_64_intdigest(prompt.shape, seed)
+        shape = prompt.shape
+        text = PromptText(shape, raw.__getitem__, len(raw), len(shape) + 1)
+        if kind is _CHAT or not shape or _is_string(shape):
+            key = xxh3_64_intdigest(shape, seed)
         else:
-            make = partial(shape_identity, kind, prompt.shape, drops_header=drops_header)
-            text = PromptText(make, raw.__getitem__, len(raw), 0)
-            key, text.size = self._find_shape(prompt.shape, text, seed, drops_header=drops_header)
+            key = self._find_shape(kind, shape, text, seed, drops_header=drops_header)
         if not raw:
             return text_blocks(Prompt(text.shape, ()), seed), (), text.size - 1, None
         begun = key
         sent = [key := xxh3_64_intdigest(part, key) for part in raw]
-        if are_texts(raw, len(raw) - 1):
-            size = text.size
-            text.size = sum(map(len, raw), size + len(raw))
-            if (hashes := self._plain(text, raw, seed, sent)) is not None:
-                return hashes, sent, text.size - 1 - len(raw) + prompt.unread_bytes, text
-            text.size = size
+        if (hashes := self._find_plain(text, raw, seed, sent)) is not None:
+            return hashes, sent, text.size - 1 - len(raw) + prompt.unread_bytes, text
         known, count = self._find_named(sent, kind, drops_header)
         keys, size = (array("Q"), text.size) if known is None else (known[2][:], known[3])
         rules = PartRules(kind, drops_header=drops_header)
@@ -130,21 +131,27 @@ class SessionHashes:
 
         prompt_bytes = size - 1 - len(raw) + prompt.unread_bytes  # what ends the parts is none of it
         text.part_at, text.size = part_at, size
-        return self._blocks(text, seed, keys), keys, prompt_bytes, text
+        return self.blocks_of(text, seed, keys), keys, prompt_bytes, text
 
-    def _find_shape(self, shape: bytes, text: PromptText, seed: int, *, drops_header: bool) -> tuple[int, int]:
-        """The key of a Messages shape's identity, and its bytes with what ends it: looked up by the shape without the
-        header that is new with each request."""
+    def _find_shape(self, kind: RequestKind, shape: bytes, text: PromptText, seed: int, *, drops_header: bool) -> int:
+        """The key of a shape's identity, looked up by the shape without the header that is new with each request."""
+        text.made_shape = partial(shape_identity, kind, shape, drops_header=drops_header)
         begin, end = header_span(shape) if drops_header else (0, 0)
-        rough = xxh3_64_intdigest(memoryview(shape)[end:], xxh3_64_intdigest(shape[:begin], seed + drops_header))
+        rough = xxh3_64_intdigest(shape[:begin], seed ^ drops_header) if end else seed ^ drops_header
+        rough = xxh3_64_intdigest(memoryview(shape)[end:] if end else shape, rough)
         found = self._shapes.get(rough)
         if found is None:
             found = self._shapes[rough] = xxh3_64_intdigest(text.shape, seed), len(text.shape) + 1
-        return found
+        key, text.size = found
+        return key
 
-    def _plain(self, text: PromptText, raw: tuple[bytes, ...], seed: int, sent: Sequence[int]) -> array[int] | None:
+    def _find_plain(
+        self, text: PromptText, raw: tuple[bytes, ...], seed: int, sent: Sequence[int]
+    ) -> array[int] | None:
         """The blocks of messages that are named by the bytes that were sent; None: some are not. What is known by its
         bytes is named by them."""
+        if not raw[-1].startswith(HEADS_OF_TEXT):
+            return None
         known, count = self._known, len(raw)
         for key in reversed(sent):
             if (hashes := known.get(key)) is not None:
@@ -154,7 +161,8 @@ class SessionHashes:
             hashes = None
         if not are_texts(raw, count) or raw[0].startswith(HEADERS):
             return None
-        if count == len(raw) and hashes is not None:
+        text.size = sum(map(len, raw), text.size + len(raw))
+        if hashes is not None and count == len(raw):
             del known[key]
             known[key] = hashes
             return hashes
@@ -184,7 +192,8 @@ class SessionHashes:
         while self._named_bytes > _MAX_NAMED_BYTES:
             self._named_bytes -= _size(named.pop(next(iter(named)))[2])
 
-    def _blocks(self, text: PromptText, seed: int, keys: Sequence[int]) -> array[int]:
+    def blocks_of(self, text: PromptText, seed: int, keys: Sequence[int]) -> array[int]:
+        """As `hashing.text_blocks` of a text with messages, whose keys these are. Not to be changed."""
         known, whole = self._known, keys[-1]
         hashes = known.pop(whole, None)
         if hashes is not None:
@@ -208,6 +217,11 @@ class SessionHashes:
         while self._bytes > self._max_bytes:
             self._bytes -= _size(self._known.pop(next(iter(self._known))))
         self._known[key] = hashes
+
+
+def _is_string(shape: bytes) -> bool:
+    """Whether a system prompt that no rule changes is all of it."""
+    return shape.startswith(_STRING) and not shape.startswith(_HEADER) and shape.find(b"\0") == len(shape) - 1
 
 
 def _size(hashes: array[int]) -> int:

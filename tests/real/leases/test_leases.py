@@ -15,7 +15,7 @@ from kvproxy.kvcache.service import KvCache
 from kvproxy.receipts.ledger import LedgerReader
 from tests.real.conftest import Saw, needs_memory
 from tests.real.engines import vllm
-from tests.real.engines.place import TINY
+from tests.real.engines.place import MID
 from tests.real.engines.vllm import Vllm
 from tests.real.kvcache import Asked, ask
 from tests.real.pair import warm_up
@@ -34,7 +34,7 @@ WORDS = 1000
 @pytest.fixture(scope="module")
 def server(saw: Saw) -> Iterator[Vllm]:
     needs_memory(gib=4)
-    one = Vllm("leases", TINY, core=0, blocks=BLOCKS)
+    one = Vllm("leases", MID, core=0, blocks=BLOCKS)
     saw("starting a vLLM server with a small cache")
     with vllm.running([one]):
         warm_up(one)
@@ -54,7 +54,7 @@ def chain(**leases: Any) -> list[Any]:
 
 def held(words: str, *further: str) -> dict[str, Any]:
     """A chat whose client asks for its prompt to be kept."""
-    return chat(TINY.name, words, *further, max_tokens=4, prompt_cache_retention="in_memory")
+    return chat(MID.name, words, *further, max_tokens=4, prompt_cache_retention="in_memory")
 
 
 def service_of(proxy: RunningProxy) -> KvCache:
@@ -79,7 +79,7 @@ async def press(proxy: RunningProxy, prompts: int, *, seed: str) -> None:
     has its turn, and what it began ends."""
     service = service_of(proxy)
     for number in range(prompts):
-        body = chat(TINY.name, text(WORDS, seed=f"{seed} {number}"), max_tokens=4)
+        body = chat(MID.name, text(WORDS, seed=f"{seed} {number}"), max_tokens=4)
         sent = await proxy.client.post("/v1/chat/completions", json={**body, "stream": True,
                                        "stream_options": {"include_usage": True}}, timeout=60)  # fmt: skip
         assert b"[DONE]" in sent.content
@@ -93,25 +93,25 @@ def go_on(first: str, answer: Asked) -> dict[str, Any]:
 
 
 async def test_a_touched_prompt_survives_what_evicts_others(server: Vllm, saw: Saw) -> None:
-    """Promised, touched while four times the engine's cache go by, and verified on its return; one that came at the
-    same time without a lease is gone."""
-    short = chain(max_duration=40)  # for minutes it would not be worth its touches: this model computes fast
+    """Promised, touched while twice what the engine's cache holds goes by, and verified on its return; one that came
+    at the same time without a lease is gone."""
+    short = chain(max_duration=45)  # for minutes it would not be worth its touches: this model computes fast
     async with running_proxy({"a": server.url}, policy="kv_aware", filters=short) as proxy:
         service = service_of(proxy)
         await press(proxy, 6, seed="learn")
         kept, lost = text(WORDS, seed="kept"), text(WORDS, seed="lost")
         first = await ask(proxy.client, held(kept))
-        other = await ask(proxy.client, chat(TINY.name, lost, max_tokens=4))
+        other = await ask(proxy.client, chat(MID.name, lost, max_tokens=4))
         await until(lambda: not proxy.proxy.running)
         await service.actions.jobs.settled()
         assert service.leasing is not None
         assert len(service.leasing.book.leases) == 1, explain(proxy)
-        await press(proxy, 20, seed="pressure")
+        await press(proxy, 10, seed="pressure")
         touches = proxy.metric("kvproxy_kvcache_actions_total", action="touch", result="done")
         again = await ask(proxy.client, go_on(kept, first))
-        gone = await ask(proxy.client, chat(TINY.name, lost, other.text, "and?", max_tokens=4))
+        gone = await ask(proxy.client, chat(MID.name, lost, other.text, "and?", max_tokens=4))
         saw(
-            f"{first.prompt_tokens} tokens promised, {touches:.0f} touches while 20 prompts of the same length came: "
+            f"{first.prompt_tokens} tokens promised, {touches:.0f} touches while 10 prompts of the same length came: "
             f"{again.cached_tokens} reused; without a lease {gone.cached_tokens} of {other.prompt_tokens}"
         )
         assert touches > 0, explain(proxy)
@@ -158,15 +158,13 @@ async def test_what_is_billed_is_what_the_engine_counted(server: Vllm, saw: Saw,
     async with running_proxy({"a": server.url}, ledger={"path": str(path), "prices": prices}) as proxy:
         for number in range(6):
             words = text(300, seed=f"billed {number // 2}")
-            sent = await proxy.client.post(
-                "/v1/chat/completions", json=chat(TINY.name, words, max_tokens=5), timeout=60
-            )
+            sent = await proxy.client.post("/v1/chat/completions", json=chat(MID.name, words, max_tokens=5), timeout=60)
             assert sent.status_code == 200
-            streamed = {**chat(TINY.name, words, "so", "on", max_tokens=3), "stream": True,
+            streamed = {**chat(MID.name, words, "so", "on", max_tokens=3), "stream": True,
                         "stream_options": {"include_usage": True}}  # fmt: skip
             sent = await proxy.client.post("/v1/chat/completions", json=streamed, timeout=60)
             assert b"[DONE]" in sent.content
-            body = {"model": TINY.name, "prompt": words, "max_tokens": 2}
+            body = {"model": MID.name, "prompt": words, "max_tokens": 2}
             assert (await proxy.client.post("/v1/completions", json=body, timeout=60)).status_code == 200
     after = await counters(server)
     counted = {name: after[name] - before[name] for name in after}
