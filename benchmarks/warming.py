@@ -176,9 +176,9 @@ def as_markdown(rows: list[dict[str, Any]], command: str, seeds: int) -> str:
         "# The first requests after an engine's restart", "",
         f"`{command}`. {INSTANCES} simulated engines under `kv_aware`, {PROMPTS} system prompts of 2,000 to 8,000 "
         f"tokens, one engine lost in the middle of the run and back, empty, {AWAY_S:g} s later; virtual time, means of "
-        f"{seeds} draws. `first {FIRST}`: requests that came after its return, at any engine; `there`: the first {FIRST} went "
-        "there. `ratio`: TTFT to that without warming, the median of the draws (and its range). `max_requests 8`: "
-        "engines with up to eight requests are warmed too.", "",
+        f"{seeds} draws. `first {FIRST}`: requests that came after its return, at any engine; `there`: the first "
+        f"{FIRST} that went to it. `ratio`: TTFT to that without warming, the median of the draws (and its range). "
+        "`max_requests 8`: engines with up to eight requests are warmed too.", "",
         f"| load | warming | first {FIRST}: TTFT (ms) | p90 | hit | ratio | there: TTFT (ms) | p90 "
         "| hit | ratio | prefixes warmed | put off |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
