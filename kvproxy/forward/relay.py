@@ -14,8 +14,9 @@ from kvproxy.errors import EngineReportedError, UpstreamError
 from kvproxy.forward.cached_count import MAX_HELD_BYTES, CachedCount
 from kvproxy.request.body import SharedTimer
 from kvproxy.request.downstream import Downstream
+from kvproxy.request.error_reply import error_event
 from kvproxy.request.exchange import Exchange
-from kvproxy.request.usage import ERROR_MARK, error_event, error_status, read_response_id, read_usage
+from kvproxy.request.usage import ERROR_MARK, error_status, read_response_id, read_usage
 from kvproxy.types import ClientConnection, Headers, RequestKind
 from kvproxy.upstream.pool import UpstreamResponse
 

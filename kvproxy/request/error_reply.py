@@ -1,4 +1,4 @@
-"""Answers the proxy makes itself, in the error shape of the API the client speaks."""
+"""Answers the proxy makes itself, and what ends a broken stream, in the error shape of the API the client speaks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.exchange import SCOPE_KEY
-from kvproxy.types import CONNECTION
+from kvproxy.types import CONNECTION, RequestKind
 
 _OPENAI_TYPES = {
     401: "authentication_error",
@@ -62,9 +62,31 @@ def error_body(path: str, status: int, *, reason: str, message: str) -> bytes:
     """JSON: OpenAI's `{"error": {...}}` with `reason` as its code, or Anthropic's `{"type": "error", ...}`."""
     if speaks_anthropic(path):
         kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
+        return _anthropic(kind, message)
     kind = _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": reason}})
+    return _openai(kind, message, reason)
+
+
+def error_event(kind: RequestKind | None, *, message: str, reason: str, tail: bytes) -> bytes:
+    """Bytes that end a broken stream: completes a half-sent event first (`tail` is what went last), then the error.
+
+    OpenAI's clients raise on `data: {"error": ...}`, Anthropic's on `event: error`; the responses API has its own type.
+    """
+    separator = b"" if not tail or tail.endswith(b"\n\n") else b"\n\n"
+    if kind is RequestKind.MESSAGES:
+        return separator + b"event: error\ndata: " + _anthropic("api_error", message) + b"\n\n"
+    if kind is RequestKind.RESPONSES:
+        response_error = {"type": "error", "code": reason, "message": message, "param": None}
+        return separator + b"event: error\ndata: " + msgspec.json.encode(response_error) + b"\n\n"
+    return separator + b"data: " + _openai("upstream_error", message, reason) + b"\n\ndata: [DONE]\n\n"
+
+
+def _anthropic(kind: str, message: str) -> bytes:
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
+
+
+def _openai(kind: str, message: str, code: str) -> bytes:
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": code}})
 
 
 async def local_reply(

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from kvproxy.request.usage import error_event, error_status
+from kvproxy.request.error_reply import error_event
+from kvproxy.request.usage import error_status
 from kvproxy.types import RequestKind
 
 

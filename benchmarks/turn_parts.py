@@ -1,0 +1,380 @@
+"""What each part of a warm turn costs: the same requests with one part after the other left out, in pairs.
+
+`python -m benchmarks.turn_parts [--rounds N] [--out FOLDER]`
+
+No sockets and no second thread: clients and engines are transports in memory, around the listener's own protocol and
+the whole proxy. Every variant is a process of its own on one core, and all take turns; a part's cost is the median
+over the rounds of what is saved where it is left out. About three minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import io
+import itertools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+from uvicorn.server import ServerState
+
+from benchmarks.report import machine
+from kvproxy.app import Proxy
+from kvproxy.cluster.autoscaling import Autoscaling
+from kvproxy.cluster.pick import Pick
+from kvproxy.commands.logging_setup import log_to
+from kvproxy.config.load import load_config
+from kvproxy.forward import relay
+from kvproxy.forward.body_guard import BodyGuard
+from kvproxy.forward.headers import RequestHeaders
+from kvproxy.forward.metrics import RouteMetrics
+from kvproxy.kvcache.feedback.predictions import PredictionFeedback
+from kvproxy.kvcache.feedback.prefix_breaks import PrefixBreaks
+from kvproxy.kvcache.overlap import indexes
+from kvproxy.kvcache.overlap.indexes import LocalIndexes
+from kvproxy.kvcache.overlap.sources import OverlapSources
+from kvproxy.listener.parser import ListenerLimits
+from kvproxy.listener.protocol import ClientProtocol
+from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
+from kvproxy.prefix.tokens.session_hashes import SessionHashes
+from kvproxy.request.observer import RecentDecisions
+from kvproxy.routing.kv_aware import KvAware
+from kvproxy.routing.policy import Choice, OverlapFacts
+from kvproxy.routing.speeds import SpeedModel
+
+NOTES = Path(__file__).with_name("turn_parts_notes.md")
+CHAIN = ("request_id", "access_log", "inference_request", "kvcache", "router")
+CLIENTS, REQUESTS, WARM = 8, 300, 600
+SESSIONS, TURNS = 16, 6  # of conversations at a time, and of each
+SYSTEM = "You are the assistant of a company that makes tables, chairs and beds. " * 25
+_LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
+
+_EVENT = b'data: {"id":"c","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":" tok"}}]}\n\n'
+_USAGE = b'"usage":{"prompt_tokens":%d,"completion_tokens":6,"prompt_tokens_details":{"cached_tokens":%d}}}'
+_ANSWER = b'{"id":"c","object":"chat.completion","model":"bench","choices":[{"index":0,"message":{"content":"hi"}}],'
+
+
+@dataclass(frozen=True)
+class Load:
+    """One kind of request."""
+
+    name: str
+    bytes_a_prompt: int  # of a chat on average
+    tokens: int  # of its prompt, by the engine, which reuses nearly all
+    chat: bool = False  # streamed turns of conversations that grow
+
+    def request(self, number: int) -> bytes:
+        """As a client sends it; its end is its own."""
+        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: proxy\r\ncontent-type: application/json\r\n"
+        body: dict[str, Any] = {"model": "bench"}
+        if self.chat:  # the next turn of one of several conversations
+            turn, session = number // SESSIONS % TURNS, number // (SESSIONS * TURNS) * SESSIONS + number % SESSIONS
+            contents = [f"message {n} of session {session}: " * 30 for n in range(2 * turn + 1)]
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+            head += f"x-session-id: s{session}\r\n"
+        else:
+            contents = [("lorem ipsum dolor " * self.bytes_a_prompt)[: self.bytes_a_prompt] + f"{number:016d}"]
+        roles = itertools.cycle(("user", "assistant"))
+        system = [{"role": "system", "content": SYSTEM}] if self.chat else []
+        said = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+        data = json.dumps(body | {"messages": system + said})
+        return f"{head}content-length: {len(data)}\r\n\r\n{data}".encode()
+
+    def answer(self) -> Sequence[bytes]:
+        """What the engine sends, piece by piece."""
+        usage = _USAGE % (self.tokens, self.tokens - 20)
+        if not self.chat:
+            body = _ANSWER + usage
+            return [
+                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+            ]
+        last = b'data: {"id":"c","choices":[],' + usage + b"\n\n"
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        pieces = [b"%x\r\n%b\r\n" % (len(one), one) for one in (*[_EVENT] * 6, last, b"data: [DONE]\n\n")]
+        return [head, *pieces[:-1], pieces[-1] + b"0\r\n\r\n"]
+
+
+LOADS = (Load("2 KB", 2_048, 500), Load("chats, 2 to 12 messages, streamed", 7_000, 1_700, chat=True))
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _constant(owner: Any, name: str) -> Callable[..., Any]:
+    """The method, of which only the first result counts."""
+    method, kept = getattr(owner, name), list[Any]()
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        if not kept:
+            kept.append(method(*args, **kwargs))
+        return kept[0]
+
+    return answer
+
+
+def _no_match(_: OverlapSources, facts: Any) -> None:
+    facts.overlaps = OverlapFacts(500)
+
+
+def _unrouted(_: LocalIndexes, endpoint: Any, cursor: Any) -> SpeculativeEntry:
+    return SpeculativeEntry(endpoint, cursor, 0, 0, None)
+
+
+_turns = itertools.cycle((Choice(0, "load"), Choice(1, "load")))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that a turn does, and how it is left out: filters, or methods with what stands in for them."""
+
+    name: str
+    what: str = ""
+    policy: str = "kv_aware"
+    chain: Sequence[str] = CHAIN
+    stubs: Sequence[tuple[Any, str, Callable[..., Any]]] = ()
+
+
+def _without(*filters: str) -> Sequence[str]:
+    return [one for one in CHAIN if one not in filters]
+
+
+WHOLE = Part("everything")
+ROUND_ROBIN = Part("all that only kv_aware does", "`round_robin`, and no facts", policy="round_robin")
+PARTS = (
+    ROUND_ROBIN,
+    Part("facts, insertion, feedback", "the `kvcache` filter", chain=_without("kvcache")),
+    Part("- a prompt's name", "block hashes, of the bytes that name it",
+         stubs=[(LocalIndexes, "hash_prompt", _constant(LocalIndexes, "hash_prompt"))]),
+    Part("- - of that, identity", "what engines read alike, by message",
+         stubs=[(indexes, "prompt_identity", lambda kind, prompt, drops_header: prompt),
+                (SessionHashes, "identified", _constant(SessionHashes, "identified"))]),
+    Part("- match", "both indexes, merged; heat; facts", stubs=[(OverlapSources, "_assess", _no_match)]),
+    Part("- insertion", "at the placement, confirmed at the end",
+         stubs=[(LocalIndexes, "route", _unrouted), (LocalIndexes, "settle_entry", _nothing)]),
+    Part("- feedback", "predicted against reused: trust, capacity, ratios",
+         stubs=[(PredictionFeedback, "_compare", _nothing)]),
+    Part("- hygiene", "what broke a returning session's prefix", stubs=[(PrefixBreaks, "finished", _nothing)]),
+    Part("decision", "the cost of each endpoint", stubs=[(KvAware, "choose", lambda *_: next(_turns))]),
+    Part("what a placement teaches", "utilisation, arrivals", stubs=[(KvAware, "placed", _nothing)]),
+    Part("learned speeds", "from first tokens", stubs=[(SpeedModel, "observe", _nothing)]),
+    Part("demand for autoscaling", stubs=[(Autoscaling, "placed", _nothing)]),
+    Part("verdict on the attempt", "breaker, health", stubs=[(Pick, "_record", _nothing)]),
+    Part("usage", "read from the answer", stubs=[(relay, "read_end", _nothing)]),
+    Part("metrics of the request", stubs=[(RouteMetrics, "finished", _nothing)]),
+    Part("record for the live page", stubs=[(RecentDecisions, "finished", _nothing)]),
+    Part("access log", chain=_without("access_log")),
+    Part("request id", chain=_without("request_id")),
+    Part("fields for the engine", "forwarded, via, trace parent, no hop-by-hop",
+         stubs=[(RequestHeaders, "build_head", _constant(RequestHeaders, "build_head"))]),
+    Part("body guard", "fields that are no client's business", stubs=[(BodyGuard, "passes", lambda *_: True)]),
+    Part("body read and parsed", "and without it no facts, as above",
+         chain=_without("inference_request", "kvcache")),
+)  # fmt: skip
+
+
+TEXT = """`kv_aware`, the default chain, two endpoints, no sockets. CPU of a whole turn, least seen: {least}.
+What is saved where a part is left out, in us (median over the rounds, and quartiles). A part that others build on takes
+some of theirs along, so that the rows do not add up to the whole.
+"""
+
+
+class Pipe(asyncio.Transport):
+    """The proxy's end of a connection in memory: what it writes goes to `on_data` at once."""
+
+    def __init__(self, protocol: asyncio.BaseProtocol, on_data: Callable[[bytes], None]) -> None:
+        super().__init__({"sockname": ("127.0.0.1", 80), "peername": ("127.0.0.1", 4000)})
+        self.write = on_data  # type: ignore[method-assign, assignment]
+        self.writelines = lambda pieces: on_data(b"".join(pieces))  # type: ignore[method-assign, assignment]
+        self._protocol: Any = protocol
+        self._closing = False
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def close(self) -> None:
+        if not self._closing:
+            self._closing = True
+            asyncio.get_running_loop().call_soon(self._protocol.connection_lost, None)
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    pause_reading = resume_reading = _nothing
+    abort = close
+
+
+class Loop(uvloop.Loop):
+    """Whose connections lead to an engine that answers each whole request, a piece in each turn of the loop."""
+
+    answer: Sequence[bytes] = ()
+
+    async def create_connection(self, factory: Callable[[], Any], *_: Any, **__: Any) -> Any:  # type: ignore[override]
+        protocol, left = factory(), 0
+
+        def on_data(data: bytes) -> None:
+            nonlocal left
+            if not left:
+                length = _LENGTH.search(data)
+                left = data.index(b"\r\n\r\n") + 4 + (int(length[1]) if length else 0)
+            left -= len(data)
+            if not left:
+                self.call_soon(send, 0)
+
+        def send(at: int) -> None:
+            protocol.data_received(self.answer[at])
+            if at + 1 < len(self.answer):
+                self.call_soon(send, at + 1)
+
+        transport = Pipe(protocol, on_data)
+        protocol.connection_made(transport)
+        return transport, protocol
+
+
+class Clients:
+    """Connections of clients to a proxy; each sends its next request when it has the answer to the last."""
+
+    def __init__(self, proxy: Proxy, load: Load) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._load = load
+        self._numbers = itertools.count()
+        self._waiting: list[bytes] = []
+        self._running = 0
+        self._done = asyncio.Event()
+        self._config = uvicorn.Config(proxy, log_config=None, lifespan="off", loop="none", proxy_headers=False)
+        self._config.load()
+        self._all = [self._connected() for _ in range(CLIENTS)]
+
+    def _connected(self) -> ClientProtocol:
+        protocol = ClientProtocol(self._config, ServerState(), {}, limits=ListenerLimits(), on_refused=_nothing)
+        end = b"0\r\n\r\n" if self._load.chat else b"}"
+
+        def on_data(data: bytes) -> None:
+            if data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 200"):
+                raise RuntimeError(data.decode())
+            if data.endswith(end):
+                self._loop.call_soon(self._go_on, protocol)
+
+        protocol.connection_made(Pipe(protocol, on_data))
+        return protocol
+
+    def _go_on(self, client: ClientProtocol) -> None:
+        if self._waiting:
+            client.data_received(self._waiting.pop())
+            return
+        self._running -= 1
+        if not self._running:
+            self._done.set()
+
+    async def run(self, requests: int) -> float:
+        """CPU microseconds of a request, over so many."""
+        self._waiting = [self._load.request(next(self._numbers)) for _ in range(requests)]
+        self._running = len(self._all)
+        self._done.clear()
+        gc.collect()
+        began = time.thread_time_ns()
+        for client in self._all:
+            self._go_on(client)
+        await self._done.wait()
+        return (time.thread_time_ns() - began) / requests / 1000
+
+
+async def _serve(part: Part, load: Load) -> None:
+    """The child: each line on its stdin is answered with what a request costs."""
+    endpoints = {"a": "http://127.0.0.1:9", "b": "http://127.0.0.1:10"}
+    filters = [{"kvcache": {"engine_metrics_interval": 0}} if one == "kvcache" else one for one in part.chain]
+    raw = {"endpoints": endpoints, "policy": part.policy, "health": {"active": False}, "filters": filters}
+    config, loop = load_config(raw), asyncio.get_running_loop()
+    with log_to(config.log, stream=io.StringIO()):
+        async with Proxy(config) as proxy:
+            clients = Clients(proxy, load)
+            await clients.run(WARM)
+            gc.freeze()
+            for owner, name, stub in part.stubs:
+                setattr(owner, name, stub)
+            while await loop.run_in_executor(None, sys.stdin.readline):
+                print(await clients.run(REQUESTS), flush=True)
+
+
+def measure(load: Load, rounds: int) -> Mapping[str, list[float]]:
+    """CPU microseconds a request by part, of the same rounds."""
+    with ExitStack() as stack:
+        children = {}
+        for at, part in enumerate((WHOLE, *PARTS)):
+            command = [sys.executable, "-m", "benchmarks.turn_parts", "--child", str(at), str(LOADS.index(load))]
+            options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+            children[part.name] = stack.enter_context(subprocess.Popen(command, **options))  # type: ignore[call-overload]
+
+        def ask(child: Any) -> float:
+            child.stdin.write("\n")
+            child.stdin.flush()
+            return float(child.stdout.readline())
+
+        for child in children.values():
+            ask(child)
+        found: dict[str, list[float]] = {name: [] for name in children}
+        for number in range(rounds):
+            names = list(children)
+            for name in names if number % 2 else reversed(names):
+                found[name].append(ask(children[name]))
+        for child in children.values():
+            child.stdin.close()
+        return found
+
+
+def report(results: Mapping[str, Mapping[str, list[float]]], about: Mapping[str, str]) -> str:
+    """A row a part, a column a load."""
+    lines = ["# The parts of a turn", "", *(f"- {name}: {value}" for name, value in about.items()), ""]
+    least = ", ".join(f"{min(found[WHOLE.name]):.0f} us ({name})" for name, found in results.items())
+    lines.append(TEXT.format(least=least))
+    lines += [f"| part | what it is | {' | '.join(results)} |", "|---|---" + "|---" * len(results) + "|"]
+    for part in PARTS:
+        cells = []
+        for found in results.values():
+            saved = [whole - left for whole, left in zip(found[WHOLE.name], found[part.name], strict=True)]
+            low, middle, high = statistics.quantiles(saved, n=4)
+            cells.append(f"**{middle:.1f}** ({low:.1f} to {high:.1f})")
+        lines.append(f"| {part.name} | {part.what} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n" + (NOTES.read_text() if NOTES.exists() else "")
+
+
+def main() -> None:
+    """Measures and writes turn-parts.md, or is one of the children."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--child", type=int, nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    if options.child:
+        os.sched_setaffinity(0, cores[:1])
+        part, load = (WHOLE, *PARTS)[options.child[0]], LOADS[options.child[1]]
+        Loop.answer = load.answer()
+        with asyncio.Runner(loop_factory=Loop) as runner:
+            runner.run(_serve(part, load))
+        return
+    about = machine(len(cores), f"python -m benchmarks.turn_parts --rounds {options.rounds}")
+    text = report({load.name: measure(load, options.rounds) for load in LOADS}, about)
+    print(text)
+    if options.out:
+        (options.out / "turn-parts.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
