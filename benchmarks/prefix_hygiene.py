@@ -46,8 +46,8 @@ COST = """## Cost
 Microseconds a request. In pairs: the service's whole work for it (hashing, facts, learning), and what looking for
 breaks, or a call that does nothing, adds to it; each session served {repeats} times by each side in turn, of each of
 its requests the least, medians over {measured} sessions. By itself: one session's looking, 200 times, the least. Load
-of the machine's {processors} processors meanwhile: {load:.1f}. Limit: 3 us. Half of what is added is a session's first
-prompt, all of whose parts are new.
+of the machine's {processors} processors meanwhile: {load:.1f}. Limit: 3 us. By itself
+looking keeps it; between other work it does not, where what it needs is not at hand in the processor's caches.
 
 | traffic | service | looking adds | a call that does nothing adds | looking by itself |
 |---|---|---|---|---|

@@ -171,5 +171,5 @@ class LeaseSettings(Model):
     tenants: tuple[LeaseBudget, ...] = ()
     """The same for single tenants, where it is another number."""
     touch: bool = False
-    """Ask the engine for a prompt again (`max_tokens: 1`) where nothing pins and that is expected to save more. No gain
-    by it has been shown."""
+    """Ask the engine for a prompt again (`max_tokens: 1`) where nothing pins and that is expected to save more:
+    of use where prompts are long and memory is short (docs/leases.md)."""

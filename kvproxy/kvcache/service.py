@@ -124,6 +124,7 @@ class KvCache:
             clusters=self.clusters,
             hotness=self.actions.hotness,
             losses=self.state.losses,
+            executor=self.actions.executor,
             jobs=self.actions.jobs,
             warmer=warmer,
             metrics=metrics,

@@ -7,7 +7,7 @@ all; a place that `/pick` reserves is in one, whose number its id begins with, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
+from itertools import chain, count, zip_longest
 from typing import Any
 
 import httpx
@@ -35,7 +35,7 @@ from kvproxy.workers.workers import Workers
 _CHANGING = ("POST", "PUT", "PATCH", "DELETE")
 _PASSED_ON = ("content-type", "cache-control", "allow")
 #: As many as a worker answers with where the question does not say.
-_LIMITS = {"/decisions": 100, "/cache/hot": 20}
+_LIMITS = {"/decisions": 100, "/cache/hot": 20, "/warm": 100}
 #: A long prompt on a slow engine, twice.
 _WARM_S = 300.0
 
@@ -57,8 +57,7 @@ class MetricsOfAll:
         asked = {slot.index: slot.process for slot in self._workers.serving}
         answers = await self._workers.ask_all(Change("GET", "/metrics"), self._workers.serving)
         for slot in self._workers.serving:
-            answer = answers.get(slot.index)
-            if answer is not None and slot.process is asked.get(slot.index):
+            if (answer := answers.get(slot.index)) is not None and slot.process is asked.get(slot.index):
                 self._last[slot.index] = parse_page(answer.text)
         own = parse_page((await render_exposition(self._workers.metrics.registry)).decode())
         return write_page(add_pages([own, self._gone, *self._last.values()]))
@@ -155,8 +154,8 @@ class WorkersAdmin:
 
     async def _picked(self, request: Request) -> Response:
         index, rest = request.path_params["index"], request.path_params["rest"]
-        body = await receive_body(request)
-        return _passed_on([await self._ask(index, Change("POST", f"/pick/{rest}", body))])
+        change = Change("POST", f"/pick/{rest}", await receive_body(request))
+        return _passed_on([await self._ask(index, change)])
 
     async def _warm(self, request: Request) -> Response:
         """Each prompt is sent by one: what endpoints hold afterwards all workers hear of."""
@@ -167,10 +166,11 @@ class WorkersAdmin:
         answers = await self._ask_all(_target(request))
         if not all(one.is_success for one in answers):
             return _passed_on(answers)
-        if path == "/warm":  # lines; what several know is there once
-            lines = dict.fromkeys([line for one in answers for line in one.content.splitlines(keepends=True)])
-            return Response(b"".join(lines), media_type=answers[0].headers["content-type"])
         most = int(request.query_params.get("limit", _LIMITS[path])) if path in _LIMITS else None
+        if path == "/warm":  # lines, each worker's hottest first; what several know is there once
+            ranks = zip_longest(*(one.content.splitlines(keepends=True) for one in answers), fillvalue=b"")
+            lines = [line for line in dict.fromkeys(chain.from_iterable(ranks)) if line]
+            return Response(b"".join(lines[:most]), media_type=answers[0].headers["content-type"])
         return reply_json(merge_answers(path, self._decoded(answers), limit=most))
 
     async def _change(self, request: Request) -> Response:

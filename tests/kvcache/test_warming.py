@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvproxy.config.load import check_config
+from kvproxy.kvcache.actions.strategies import Action
 from kvproxy.kvcache.actions.warming import PIECE_TOKENS, RETRY_S
 from kvproxy.kvcache.feedback.trust import LossReason
 from kvproxy.types import EndpointId
@@ -154,6 +155,39 @@ async def test_an_engine_that_refuses_is_left_alone_for_a_while() -> None:
         b.status = 200
         await rounds(service)
         assert b.prompts == []
+        clock.advance(RETRY_S)
+        await rounds(service)
+        assert (done(service), len(b.prompts)) == (1, 2)
+
+
+class Elsewhere:
+    """Another proxy has what is claimed, for so long."""
+
+    granted = False
+
+    def __init__(self) -> None:
+        self.claimed: list[tuple[str, float]] = []
+
+    async def claim(self, what: str, ttl_s: float) -> bool:
+        self.claimed.append((what, ttl_s))
+        return self.granted
+
+    def acted(self, action: Action) -> None:
+        raise AssertionError(action)
+
+
+async def test_what_another_proxy_warms_is_left_to_it() -> None:
+    """It is looked at again once that may have ended."""
+    clock, b, elsewhere = FakeClock(), Engine(), Elsewhere()
+    async with warming(Engine(), b, clock) as service:
+        service.kv.actions.executor.claims = elsewhere
+        await rounds(service)
+        await rounds(service)
+        assert (done(service, "elsewhere"), b.prompts) == (1, [])
+        [(what, ttl_s)] = elsewhere.claimed
+        assert what.startswith("warm b ")
+        assert ttl_s == service.kv.settings.background.job_timeout
+        elsewhere.granted = True
         clock.advance(RETRY_S)
         await rounds(service)
         assert (done(service), len(b.prompts)) == (1, 2)

@@ -15,6 +15,7 @@ from pydantic import SecretStr
 
 from kvproxy.admin.troubles import Troubles
 from kvproxy.config.load import load_config
+from kvproxy.kvcache.overlap.last_served import RequestNames
 from kvproxy.sync import datagrams, stores
 from kvproxy.sync.datagrams import DatagramLink, Siblings
 from kvproxy.sync.deltas import Spent
@@ -48,16 +49,36 @@ async def two_workers(folder: Path, **config: Any) -> AsyncIterator[tuple[Decidi
 
 
 async def test_what_one_worker_serves_the_other_knows(tmp_path: Path) -> None:
-    """The prompt is in both indexes, and learned ratios are those of both."""
+    """The prompt is in both indexes."""
     async with two_workers(tmp_path) as (one, two):
         assert (await one.ask()).status_code == 200
         await until(lambda: two.entries() == one.entries() > 0)
         assert two.metric("kvproxy_sync_consistency_ratio") == 1.0
         assert one.proxy.metrics.registry.get_sample_value("kvproxy_sync_store_up") is None  # nor is there a store
-        assert one.proxy.kvcache is not None
-        assert two.proxy.kvcache is not None
-        ratio = one.proxy.kvcache.state.bytes_per_token.learned
-        await until(lambda: two.proxy.kvcache is not None and two.proxy.kvcache.state.bytes_per_token.learned == ratio)
+
+
+async def test_what_one_worker_learns_the_other_knows(tmp_path: Path) -> None:
+    """Of a prompt's tokens, of what is asked for, of speeds, and of where a session is."""
+    async with two_workers(tmp_path) as (one, two):
+        here, there = one.proxy.kvcache, two.proxy.kvcache
+        assert here is not None
+        assert there is not None
+        assert here.state.on_counted is not None
+        here.state.on_counted("m", (5,), 3000, 1000)
+        here.actions.hotness.count_use((5, 6), model="m", cache_salt="", instance="a", now=0.0)
+        here.overlap.indexes["default"].last_served.note_served(
+            RequestNames(session=3), response_id="", endpoint=EndpointId("a"), prompt_tokens=100, answer_tokens=10,
+            now=one.proxy.clock(),
+        )  # fmt: skip
+        load = one.proxy.clusters["default"].endpoints[0].load
+        assert load.watch is not None
+        load.watch.sampled((1.0, 9000.0, 0.0, 0.0), 3.0, scraped=False)
+        await until(lambda: there.state.bytes_per_token.look_up("m") == 3.0)
+        await until(lambda: there.actions.hotness.find_prefix(6) is not None)
+        await until(lambda: there.overlap.indexes["default"].last_served.sessions == 1)
+        speeds = two.proxy.clusters["default"].speeds
+        assert speeds is not None
+        await until(lambda: not speeds.learning)
 
 
 async def test_a_new_worker_knows_what_the_others_do(tmp_path: Path) -> None:

@@ -113,6 +113,9 @@ async def test_hot_prefixes_of_all_workers_are_exported() -> None:
         assert (answer.status_code, answer.headers["content-type"]) == (200, "application/x-ndjson")
         prompts = [msgspec.json.decode(line)["prompt"] for line in answer.content.splitlines()]
         assert sorted(prompt[0] for prompt in prompts) == [10_000, 20_000]
+        for limit in (1, 2):  # of all workers together
+            limited = await both.admin.get(f"/warm?limit={limit}")
+            assert len(limited.content.splitlines()) == limit
 
 
 async def test_a_prompt_is_warmed_by_one_worker(audit: list[str]) -> None:

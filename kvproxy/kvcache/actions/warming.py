@@ -19,6 +19,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ClientError
+from kvproxy.kvcache.actions.executor import ActionExecutor
 from kvproxy.kvcache.actions.job_queue import Job, JobQueue
 from kvproxy.kvcache.actions.signals import Hotness, KnownPrefix, common_tokens
 from kvproxy.kvcache.engines import Engines
@@ -134,17 +135,18 @@ class Warming:
         clusters: Mapping[str, Cluster],
         hotness: Hotness,
         losses: CacheLosses,
+        executor: ActionExecutor,
         jobs: JobQueue,
         warmer: Warmer,
         metrics: Metrics,
         clock: Clock,
     ) -> None:
-        self._settings = settings.warming
+        self._settings, self._claim_s = settings.warming, settings.background.job_timeout
         self._hot_uses = settings.cache_strategy.hot_content_threshold
         self._clusters = clusters
         self._hotness = hotness
         self._losses = losses
-        self._jobs = jobs
+        self._executor, self._jobs = executor, jobs
         self._warmer = warmer
         self._results = metrics.holdings.actions
         self._clock = clock
@@ -245,6 +247,10 @@ class Warming:
 
     async def _run(self, planned: WarmingPlan) -> bool:
         prefix, instance, began = planned.prefix, planned.endpoint.instance_id, self._clock()
+        claims = self._executor.claims
+        if claims is not None and not await claims.claim(f"warm {instance} {prefix.name}", self._claim_s):
+            self._results.labels("warm", "elsewhere").inc()
+            return False
         warmed = await self._warmer.warm_prefix(planned.endpoint, prefix)
         good = warmed.result in ("done", "unverified", "dry_run")
         if good:

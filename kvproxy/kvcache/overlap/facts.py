@@ -58,7 +58,7 @@ class RequestFacts(msgspec.Struct):
 
     @property
     def preferred(self) -> EndpointId | None:
-        """The endpoint that holds most. Worked out for whoever goes by it: under most policies nothing does."""
+        """The endpoint that holds most. Worked out when it is asked for: most policies do not go by it."""
         endpoints = self.cluster.endpoints
         return preferred_endpoint(self.overlaps, endpoints, model=self.model, min_tokens=self.min_tokens)
 
