@@ -6,8 +6,7 @@ What the proxy decides is decided by its own code: how long pauses are learned t
 touch is worth it. A trace does not say which turns wait for a tool: every answer counts as one that does, save a
 session's last, after which the session ends. Three levers: touches of prompts in the engines' own memory, which is cut
 to the share that is named; pins in each engine's host memory, of as much and of four times as much, read at 20 GB/s;
-and pins in a store that all engines share, of twice an engine's memory, read at 2.5 GB/s. Beside each stands an oracle
-of pauses: where the lever acts, the prompt whose next turn comes last goes first, and that costs nothing.
+and pins in a store that all engines share, of twice an engine's memory, read at 2.5 GB/s.
 Writes leases.md and leases.json of benchmarks/reports.
 """
 
@@ -20,7 +19,6 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import inf
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -34,7 +32,7 @@ from kvproxy.kvcache.actions.touching import LAST_TOKENS, Insertions, chance_of_
 from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.pooled import measure_bound
 from kvproxy.replay.results import summarize_outcomes
-from kvproxy.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
+from kvproxy.replay.router import LiveRequest, SimEndpoint, VirtualRouter
 from kvproxy.replay.settings import Pace, ReplayFleet
 from kvproxy.replay.tier_plan import TierPlan
 from kvproxy.replay.trace import Trace
@@ -45,7 +43,7 @@ from kvproxy.routing.work import prefill_s
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import EngineOutput, FirstToken, KvEvent, SimRequest
 from kvproxy.simulator.lower_tiers import LowerTier
-from kvproxy.simulator.retention import Eviction, Future, TierSettings
+from kvproxy.simulator.retention import Eviction, TierSettings
 
 #: Shares of an engine's memory that are left: enough for what runs, and too little for all that pauses.
 MEMORY = {"cc_dev": (0.25, 0.125), "agent_dev": (0.03, 0.01)}
@@ -66,8 +64,8 @@ class Cell:
     mode: str  # one of MODES
 
 
-#: Without leases, with them, and with eviction that knows when each conversation goes on.
-MODES = ("without", "leases", "oracle")
+#: Without leases, and with them.
+MODES = ("without", "leases")
 
 
 def cells_of(trace: str) -> tuple[Cell, ...]:
@@ -80,8 +78,8 @@ def cells_of(trace: str) -> tuple[Cell, ...]:
 class PinnedStore(LowerTier):
     """LMCache's L1 or L2 with counted pins: eviction passes over what has one."""
 
-    def __init__(self, settings: TierSettings, future: Future | None) -> None:
-        super().__init__(settings, future=future)
+    def __init__(self, settings: TierSettings) -> None:
+        super().__init__(settings)
         self._pins: Counter[int] = Counter()
 
     def pin(self, blocks: Sequence[int], by: int) -> None:
@@ -96,23 +94,6 @@ class PinnedStore(LowerTier):
                 break
             self._held.move_to_end(block)
         yield from super()._give_up()
-
-
-class Returns(Future):
-    """When the conversations that wait go on, by the blocks of their prompts."""
-
-    def __init__(self) -> None:
-        super().__init__(())
-        self._at: dict[int, float] = {}
-
-    def expect(self, blocks: Sequence[int], at: float, now: float) -> None:
-        """Needed by then, or sooner by another one."""
-        for block in blocks:
-            known = self._at.get(block, inf)
-            self._at[block] = min(at, known if known > now else inf)
-
-    def next_use(self, block: int) -> float:
-        return self._at.get(block, inf)
 
 
 class TouchedEngine(Engine):
@@ -139,15 +120,13 @@ class LeasedTime(VirtualTime):
     """A run in which answers are followed by leases."""
 
     def __init__(
-        self, *args: Any, policy: Policy, stores: Sequence[PinnedStore | None], leases: bool,
-        returns: Returns | None, **others: Any,
+        self, *args: Any, policy: Policy, stores: Sequence[PinnedStore | None], leases: bool, **others: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, **others)
         self._policy = policy
         self._stores = stores  # by engine, which may be the same one; None: there is none
         self._pins = stores[0] is not None
         self._leased = leases
-        self._returns = returns
         self._settings = LeaseSettings(enabled=True, tenant_tokens=10**9, endpoint_tokens=10**9, max_leases=100_000)
         self.book = LeaseBook()
         self._insertions = Insertions()
@@ -161,11 +140,6 @@ class LeasedTime(VirtualTime):
             self.book.note_return([session], now)
         super()._arrive(turn_of_session, now)
 
-    def _give(self, placement: Placement, now: float) -> None:
-        if self._returns is not None:  # until its end, after which an engine evicts before this run hears of it
-            self._returns.expect(placement.request.turn.blocks, now, now)
-        super()._give(placement, now)
-
     def _goes_on(self, session: int, number: int) -> bool:
         """Whether the turn's prompt begins with the one before it, but for its last block."""
         turns = self._trace.sessions[session].turns
@@ -175,10 +149,6 @@ class LeasedTime(VirtualTime):
     def _end(self, request: LiveRequest, now: float) -> None:
         super()._end(request, now)
         outcome, session = request.outcome, request.session
-        if self._returns is not None:
-            turns, following = self._trace.sessions[session].turns, request.number + 1
-            at = now + turns[following].delay_s if following < len(turns) else inf
-            self._returns.expect(request.turn.blocks, at, now)
         if not self._leased or outcome.first_token_at is None:
             return
         endpoint = self._router.endpoints[outcome.endpoint]
@@ -269,16 +239,10 @@ def play(trace: Trace, pace: Pace, fleet: ReplayFleet, cell: Cell, seed: int) ->
     plan = TierPlan(device=cell.memory, host=0.0, shared=cell.store)
     fleet = replace(fleet, tiers=plan)
     blocks, duration_s = fleet.blocks_of(trace), pace.duration_s(trace)
-    future = Returns() if cell.mode == "oracle" else None
-    eviction = Eviction.LRU if future is None else Eviction.OPTIMUM
     settings = [fleet.engine_settings(blocks.size, index, duration_s) for index in range(fleet.instances)]
-    stores = _stores(fleet, cell, settings[0].capacity_blocks, blocks.size, eviction, future)
-    if stores[0] is None:
-        settings = [replace(each, eviction=eviction) for each in settings]
+    stores = _stores(fleet, cell, settings[0].capacity_blocks, blocks.size)
     endpoints = [
-        SimEndpoint(
-            endpoint_id(index), index, TouchedEngine(each, store=store, future=future if store is None else None)
-        )
+        SimEndpoint(endpoint_id(index), index, TouchedEngine(each, store=store))
         for index, (each, store) in enumerate(zip(settings, stores, strict=True))
     ]
     policy = PolicySpec.parse("kv_aware").make(rng=Random(seed))
@@ -286,7 +250,7 @@ def play(trace: Trace, pace: Pace, fleet: ReplayFleet, cell: Cell, seed: int) ->
     router = VirtualRouter(endpoints, policy, view)
     jitter = Random(seed + 3)
     run = LeasedTime(blocks, pace, router, view, jitter=jitter, policy=policy, stores=stores,
-                     leases=cell.mode == "leases", returns=future)  # fmt: skip
+                     leases=cell.mode == "leases")  # fmt: skip
     summary = summarize_outcomes(run.run(), fleet.instances)
     return {
         "requests": summary.requests, "failed": summary.failed, "hit_ratio": round(summary.hit_rate, 4),
@@ -295,18 +259,16 @@ def play(trace: Trace, pace: Pace, fleet: ReplayFleet, cell: Cell, seed: int) ->
     }  # fmt: skip
 
 
-def _stores(
-    fleet: ReplayFleet, cell: Cell, capacity_blocks: int, block_size: int, eviction: Eviction, future: Future | None
-) -> list[PinnedStore | None]:
+def _stores(fleet: ReplayFleet, cell: Cell, capacity_blocks: int, block_size: int) -> list[PinnedStore | None]:
     """By engine: the one that all of them read, its own host memory, or None."""
     if cell.store:
         assert fleet.tiers is not None
-        shared = fleet.tiers.shared_tier(capacity_blocks, block_size, eviction)
-        return [PinnedStore(shared, future)] * fleet.instances
+        shared = fleet.tiers.shared_tier(capacity_blocks, block_size, Eviction.LRU)
+        return [PinnedStore(shared)] * fleet.instances
     if not cell.host:
         return [None] * fleet.instances
-    [host] = TierPlan(host=cell.host).own_tiers(capacity_blocks, block_size, eviction)
-    return [PinnedStore(host, future) for _ in range(fleet.instances)]
+    [host] = TierPlan(host=cell.host).own_tiers(capacity_blocks, block_size, Eviction.LRU)
+    return [PinnedStore(host) for _ in range(fleet.instances)]
 
 
 @dataclass(frozen=True)
@@ -333,8 +295,7 @@ def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
         "# Leases: what keeping prompts over pauses is worth in virtual time", "",
         f"`{command}`. {INSTANCES} simulated engines under `kv_aware`, at {LOAD} of what they serve with all of their "
         "memory in one pool. Every answer but a session's last one counts as one that waits for a tool; pauses are "
-        "learned in the run. Three figures are without leases, with them, and with an oracle: eviction where the lever "
-        "acts that knows when each conversation goes on, and costs nothing.", "",
+        "learned in the run. Each pair of figures is without and with leases.", "",
         "| trace | memory, lever | hit ratio | session (s) | to without | mean TTFT (ms) | promises kept "
         "| elsewhere | granted, touches (too late), given up, over budget |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -30,8 +30,7 @@ class KvAwareSettings(Model):
     """What a missing hot token counts."""
     target_itl: float | None = Field(default=None, ge=0.001, le=10)
     """Seconds between two tokens of an answer that are to be kept where possible: an endpoint counts as dearer by what
-    its answers would end late by. None: answers may slow down where sequences
-    gather on a hot prefix."""
+    its answers would end late by. None: answers may slow down where sequences gather on a hot prefix."""
 
 
 class PrefixAffinitySettings(Model):

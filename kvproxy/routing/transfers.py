@@ -23,8 +23,9 @@ LEAST_TOKENS_PER_S = 8192.0
 #: By how much a copy has to be faster than computing: it takes two engines' links from others besides.
 SAVES = 2.0
 #: Of the seconds that a request waits for its copy, and of those that links are taken: an engine that waits for a copy
-#: goes on with others, and a link with time to spare costs little. Tuned on halves of the traces that no report shows.
-LATE, LINK = 0.5, 0.02
+#: goes on with others, and a link with time to spare costs little, except for copies that no request waits for, which
+#: may come for nothing. Tuned on halves of the traces that no report shows.
+LATE, LINK, LINK_UNAWAITED = 0.5, 0.02, 1.0
 #: Tiers from which nothing has to be transferred.
 NEAR = frozenset({Tier.DEVICE, Tier.PINNED, Tier.HOST})
 #: The source of what an endpoint's own instance reads: a shared store, a disk.
@@ -117,7 +118,8 @@ class TransferPlanner:
             if late_s and not self.terms.waits:
                 continue
             offered[target.id], found[target.id] = transfer, overlap
-            price_s[target.id] = price_s.get(target.id, 0.0) + LATE * late_s + LINK * (self.terms.latency_s + copy_s)
+            link_s = (LINK if self.terms.waits else LINK_UNAWAITED) * (self.terms.latency_s + copy_s)
+            price_s[target.id] = price_s.get(target.id, 0.0) + LATE * late_s + link_s
         if not offered:
             return asked
         facts = msgspec.structs.replace(facts, by_endpoint=found)

@@ -266,8 +266,8 @@ def test_a_system_prompt_of_headers_alone() -> None:
     assert rendered(MESSAGES, body(2)) == rendered(MESSAGES, body(3))
 
 
-@given(st.lists(_bodies(), min_size=1, max_size=4), st.integers(0, 2**32))
-def test_turn_by_turn_hashes_like_whole_prompts(bodies: list[dict[str, Any]], seed: int) -> None:
+@given(st.lists(_bodies(), min_size=1, max_size=4), st.integers(0, 2**32), st.sampled_from([CHAT, MESSAGES]))
+def test_turn_by_turn_hashes_like_whole_prompts(bodies: list[dict[str, Any]], seed: int, kind: RequestKind) -> None:
     """Whatever was kept of earlier turns and however the marks moved."""
     memo, rng, said = SessionHashes(), random.Random(seed), []
     for body in bodies:
@@ -278,9 +278,11 @@ def test_turn_by_turn_hashes_like_whole_prompts(bodies: list[dict[str, Any]], se
         for block in _blocks_of(turn):
             if rng.random() < 0.3:
                 block["cache_control"] = MARK
-        prompt = sent(MESSAGES, turn)
-        known = prompt_identity(MESSAGES, prompt)
-        hashes, keys, size_bytes, _ = memo.identified(MESSAGES, prompt, 8)
+        if kind is CHAT:
+            turn = {"messages": [{"role": "system", "content": turn["system"]}, *turn["messages"]]}
+        prompt = sent(kind, turn)
+        known = prompt_identity(kind, prompt)
+        hashes, keys, size_bytes, _ = memo.identified(kind, prompt, 8)
         assert (hashes, list(keys)) == (text_blocks(known, 8), list(message_chain(known, 8)))
         assert size_bytes == known.size_bytes
 
