@@ -118,8 +118,9 @@ async def test_an_engine_is_probed_by_one_worker_for_all(monkeypatch: pytest.Mon
         assert await both.metric('kvproxy_ejections_total{cluster="default",endpoint="a",reason="probes"}') == 1
 
 
-async def test_replicas_probe_for_themselves() -> None:
+async def test_replicas_probe_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one machine cannot reach another one may."""
+    monkeypatch.setattr("kvproxy.cluster.verdicts.FIRST_PROBES_S", 3600.0)
     async with serve(FakeEngine("a")) as url, together({"a": url}, health={"interval": "1h"}) as both:
         await both.synced()
         there, cluster = both.proxies[1].sync, both.proxies[1].clusters["default"]
