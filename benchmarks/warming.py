@@ -16,7 +16,6 @@ import json
 import multiprocessing
 from collections import Counter, defaultdict, deque
 from itertools import product
-from math import nan
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
@@ -129,14 +128,14 @@ class WarmedTime(VirtualTime):
         self.counts["warmed"] += 1
 
 
-def play(load: float, seed: int) -> dict[str, dict[str, float]]:
+def play(load: float, seed: int) -> dict[str, dict[str, float | None]]:
     """A run of each plan on one draw; figures of the first requests after the engine came back."""
     fleet = ReplayFleet(instances=INSTANCES, capacity_tokens=400_000)
     bound = measure_bound(draw_agents(Random(seed)), fleet, load)
     return {plan: _play_plan(fleet, bound, most, seed) for plan, most in PLANS.items()}
 
 
-def _play_plan(fleet: ReplayFleet, bound: Bound, most: int | None, seed: int) -> dict[str, float]:
+def _play_plan(fleet: ReplayFleet, bound: Bound, most: int | None, seed: int) -> dict[str, float | None]:
     trace, pace, blocks = bound.trace, bound.pace, fleet.blocks_of(bound.trace)
     duration_s = pace.duration_s(trace)
     settings = [fleet.engine_settings(blocks.size, index, duration_s) for index in range(INSTANCES)]
@@ -161,9 +160,9 @@ def _systems(trace: Trace) -> dict[str, list[int]]:
     return found
 
 
-def _figures(outcomes: list[ReplayOutcome], where: str) -> dict[str, float]:
+def _figures(outcomes: list[ReplayOutcome], where: str) -> dict[str, float | None]:
     if not outcomes:
-        return dict.fromkeys((f"{where}mean_ms", f"{where}p90_ms", f"{where}hit"), nan)  # no request went there
+        return dict.fromkeys((f"{where}mean_ms", f"{where}p90_ms", f"{where}hit"))  # no request went there
     ttfts = sorted(one.ttft_s for one in outcomes if one.ttft_s is not None)
     prompt, cached = sum(one.prompt_tokens for one in outcomes), sum(one.cached_tokens for one in outcomes)
     return {f"{where}mean_ms": 1000 * fmean(ttfts), f"{where}p90_ms": 1000 * percentile(ttfts, 0.9),
@@ -178,7 +177,8 @@ def as_markdown(rows: list[dict[str, Any]], command: str, seeds: int) -> str:
         f"tokens, one engine lost in the middle of the run and back, empty, {AWAY_S:g} s later; virtual time, means of "
         f"{seeds} draws. `first {FIRST}`: requests that came after its return, at any engine; `there`: the first "
         f"{FIRST} that went to it. `ratio`: TTFT to that without warming, the median of the draws (and its range). "
-        "`max_requests 8`: engines with up to eight requests are warmed too.", "",
+        "`max_requests 8`: engines with up to eight requests are warmed too. `there` leaves out draws in which the "
+        "router sent it nothing without warming.", "",
         f"| load | warming | first {FIRST}: TTFT (ms) | p90 | hit | ratio | there: TTFT (ms) | p90 "
         "| hit | ratio | prefixes warmed | put off |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
@@ -192,18 +192,14 @@ def as_markdown(rows: list[dict[str, Any]], command: str, seeds: int) -> str:
 def _row(cell: list[dict[str, Any]], plan: str) -> str:
     runs, without = ([row for row in cell if row["plan"] == name] for name in (plan, "without"))
     parts = []
-    for where in ("", "there_"):
-        mean, p90, hit = (
-            fmean(row[f"{where}{name}"] for row in runs if row[f"{where}{name}"] > 0)
-            for name in ("mean_ms", "p90_ms", "hit")
-        )
-        pairs = [(a[f"{where}mean_ms"], b[f"{where}mean_ms"]) for a, b in zip(runs, without, strict=True)]
-        ratios = sorted(a / b for a, b in pairs if a > 0 and b > 0)
+    for where in ("", "there_"):  # of the draws in which there were requests without warming as well
+        pairs = [(a, b) for a, b in zip(runs, without, strict=True) if a[f"{where}hit"] and b[f"{where}hit"]]
+        mean, p90, hit = (fmean(a[where + name] for a, _ in pairs) for name in ("mean_ms", "p90_ms", "hit"))
+        ratios = sorted(a[f"{where}mean_ms"] / b[f"{where}mean_ms"] for a, b in pairs)
         ratio = "" if plan == "without" else f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         parts.append(f"{mean:.0f} | {p90:.0f} | {hit:.3f} | {ratio}")
-    return " | ".join(
-        [*parts, f"{fmean(row['warmed'] for row in runs):.1f}", f"{fmean(row['busy'] for row in runs):.0f}"]
-    )
+    warmed, busy = (fmean(row[name] for row in runs) for name in ("warmed", "busy"))
+    return " | ".join([*parts, f"{warmed:.1f}", f"{busy:.0f}"])
 
 
 def main() -> None:

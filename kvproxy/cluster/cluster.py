@@ -14,7 +14,7 @@ import msgspec
 from kvproxy.background_task import TaskSet
 from kvproxy.cluster.adapters import Adapters, KnownAdapters
 from kvproxy.cluster.autoscaling import Autoscaling
-from kvproxy.cluster.discovery import Poller, Source, sources_of
+from kvproxy.cluster.discovery import Poller, Source, sources_of, step_towards
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.engine_priority import ClusterPriority, utc_seconds
@@ -84,6 +84,7 @@ class Cluster:
         self._tasks = TaskSet()
         self._prober = self._make_prober(probe)
         self._poller = self._make_poller(sources)
+        self._applying: asyncio.Task[None] | None = None
         self._shown = False
         self._hiding: set[Endpoint] = set()  # with requests under way whose first token cannot be seen
         self.policies = PolicySet(name, settings, metrics=metrics, rng=rng, policy=policy)
@@ -204,14 +205,21 @@ class Cluster:
     def close(self) -> None:
         """The cluster is no more: requests that wait are refused, and its endpoints take their metric series along."""
         self._ask_sources(())
-        self.apply_endpoints(())
+        self.apply_endpoints((), in_steps=False)
         for endpoint in self.endpoints:  # those an operator added
             self.remove_endpoint(endpoint.id)
         self._close_queue()
 
-    def apply_endpoints(self, endpoints: Sequence[EndpointSettings]) -> None:
-        """These are the static endpoints from now on. ValueError for a URL that is none, and then nothing changed."""
-        self._update(STATIC, endpoints)
+    def apply_endpoints(self, endpoints: Sequence[EndpointSettings], *, in_steps: bool = True) -> None:
+        """These are the static endpoints from now on; where very many come or leave, most of them in later turns of
+        the event loop. ValueError for a URL that is none, and then nothing changed."""
+        if self._applying is not None:
+            self._applying.cancel()
+        in_steps = in_steps and self._tasks.running
+        step = step_towards(endpoints, self._members.named_by(STATIC) or ()) if in_steps else endpoints
+        self._update(STATIC, step)
+        if step is not endpoints:
+            self._applying = self._tasks.start(self._poller.update_in_steps(STATIC, endpoints), name="endpoints")
 
     def drain_endpoint(self, name: EndpointId, *, draining: bool = True) -> bool:
         """Stop (with False, resume) giving a member, or all of an engine, new requests; whether there is such a one."""

@@ -164,7 +164,7 @@ class Poller:
         changed = endpoints is not None and endpoints != self._known(source.name)
         if changed and endpoints is not None:
             try:
-                await self._update(source.name, endpoints)
+                await self.update_in_steps(source.name, endpoints)
             except ValueError as error:
                 trouble = str(error)
         if trouble:
@@ -175,7 +175,7 @@ class Poller:
             self._failing.labels(self._cluster, source.name).set(0)
             log.info("discovery %s/%s answers again", self._cluster, source.name)
 
-    async def _update(self, source: str, wanted: Sequence[EndpointSettings]) -> None:
+    async def update_in_steps(self, source: str, wanted: Sequence[EndpointSettings]) -> None:
         """In steps, so that thousands that come or leave at once hold no request up."""
         step: Sequence[EndpointSettings] | None = None
         while step is not wanted:

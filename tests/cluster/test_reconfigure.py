@@ -311,3 +311,21 @@ async def test_a_cluster_that_is_closed_takes_every_endpoint_along(make_cluster:
         assert bench.cluster.endpoints == ()
         assert not [name for endpoint in ("a", "b", "x") for name in bench.series(endpoint)]
         await until(lambda: not [task for task in asyncio.all_tasks() if task.get_name().startswith("discovery")])
+
+
+async def test_very_many_static_endpoints_come_and_leave_over_some_turns(make_cluster: MakeCluster) -> None:
+    """The first at once; what is asked for meanwhile replaces what was. A cluster that is no more has none."""
+    names = [f"e{number}" for number in range(300)]
+    async with make_cluster("e0").cluster as cluster:
+        cluster.apply_endpoints(configs(*names))
+        assert 1 < len(cluster.endpoints) < 100
+        await until(lambda: len(cluster.endpoints) == 300)
+        cluster.apply_endpoints(configs("e0"))
+        assert len(cluster.endpoints) > 200
+        cluster.apply_endpoints(configs("e1", "e2"))
+        await until(lambda: [one.id for one in cluster.endpoints] == ["e1", "e2"])
+        cluster.apply_endpoints(configs(*names))
+        cluster.close()
+        assert not cluster.endpoints
+        await asyncio.sleep(0)
+        assert not cluster.endpoints

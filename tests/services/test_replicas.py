@@ -268,7 +268,7 @@ async def test_what_is_to_be_done_once_is_done_once(store: Store) -> None:
         async with replica(store, "three", engine) as three:
             everyone = [*others, three.sync]
             await until(lambda: all(len(one.peers.living) == 2 for one in everyone))
-            granted = [await one.claim("pin a 17", 1.0) for one in everyone]
+            granted = [await one.claim("pin a 17", 60.0) for one in everyone]
             assert sorted(granted) == [False, False, True]
             winner = everyone[granted.index(True)]
             assert await winner.claim("pin a 17", 1.0)
