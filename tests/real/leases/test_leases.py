@@ -95,7 +95,7 @@ def go_on(first: str, answer: Asked) -> dict[str, Any]:
 async def test_a_touched_prompt_survives_what_evicts_others(server: Vllm, saw: Saw) -> None:
     """Promised, touched while twice what the engine's cache holds goes by, and verified on its return; one that came
     at the same time without a lease is gone."""
-    short = chain(max_duration=45)  # for minutes it would not be worth its touches: this model computes fast
+    short = chain(max_duration=20)  # for longer it would not be worth its touches: this model computes fast
     async with running_proxy({"a": server.url}, policy="kv_aware", filters=short) as proxy:
         service = service_of(proxy)
         await press(proxy, 6, seed="learn")
