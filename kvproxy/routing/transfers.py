@@ -64,11 +64,17 @@ class Links:
     out: dict[EndpointId, float] = field(default_factory=dict)
     into: dict[EndpointId, float] = field(default_factory=dict)
 
-    def reserve(self, transfer: Transfer, over_at: float) -> None:
-        """Both are taken until then."""
-        self.into[transfer.target] = over_at
+    def reserve(self, transfer: Transfer) -> None:
+        """Both are taken until it is over."""
+        self.into[transfer.target] = transfer.over_at
         if transfer.source != STORE:
-            self.out[transfer.source] = over_at
+            self.out[transfer.source] = transfer.over_at
+
+    def release(self, transfer: Transfer) -> None:
+        """It is over, earlier or later than it was to be: both are free, but for what was reserved behind it."""
+        for links, endpoint in ((self.into, transfer.target), (self.out, transfer.source)):
+            if links.get(endpoint) == transfer.over_at:
+                del links[endpoint]
 
     def free_at(self, source: EndpointId, target: EndpointId, now: float) -> float:
         """When a copy could begin."""

@@ -143,7 +143,7 @@ class OnDemand:
         if not self._transfers.begin(target, prefix, missing, source, "queued", speeds, over):
             return False
         self._waiting[key] = []
-        self._planner.links.reserve(transfer, transfer.over_at)
+        self._planner.links.reserve(transfer)
         return True
 
     def _instance_of(self, facts: RequestFacts, endpoint: EndpointId) -> str:
@@ -152,7 +152,7 @@ class OnDemand:
 
     def _over(self, key: tuple[str, int], transfer: Transfer, result: str, tokens: int) -> None:
         """Its links are free; requests that wait still will be placed by what is there now."""
-        self._planner.links.reserve(transfer, self._transfers.clock())
+        self._planner.links.release(transfer)
         for facts in self._waiting.pop(key, ()):
             if facts.transfer is not None:
                 facts.transfer.result, facts.transfer.moved = result, tokens
