@@ -110,9 +110,9 @@ class SimTransfers:
             return now + self._plan.latency_s, ()
         links = self._planner.links
         began = links.free_at(transfer.source, transfer.target, now)
-        transfer.over_at = began + self._plan.latency_s + missing * self._block_size / self._plan.tokens_per_s
-        links.reserve(transfer)
-        return transfer.over_at, wanted[:held]
+        over_at = began + self._plan.latency_s + missing * self._block_size / self._plan.tokens_per_s
+        links.reserve(transfer, over_at)
+        return over_at, wanted[:held]
 
 
 def _published_tokens(facts: OverlapFacts, endpoint: EndpointId) -> int:

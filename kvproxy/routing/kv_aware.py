@@ -129,8 +129,10 @@ class KvAware(Policy):
         if target_itl is not None:
             for index, (slow, load, weight) in enumerate(zip(slowness, pool.loads, pool.weights, strict=True)):
                 costs[index] += LATENESS * self.steps.late_s(load.in_flight, slow, target_itl) / weight
-        if (more := request.adapter_s) is not None:
-            costs = [one + more.get(id_, 0.0) / w for one, id_, w in zip(costs, pool.ids, pool.weights, strict=True)]
+        for more in (request.adapter_s, request.transfer_s):
+            if more is not None:
+                columns = zip(costs, pool.ids, pool.weights, strict=True)
+                costs = [cost + more.get(id_, 0.0) / weight for cost, id_, weight in columns]
         index = least(costs, self._rng)
         if self.others is not None:
             work_s = self.utilisation.estimate_rates(now)[0] * len(owns)

@@ -59,19 +59,19 @@ class Transfer:
 
 @dataclass(slots=True)
 class Links:
-    """When each endpoint's two links are free again."""
+    """When each endpoint's two links are free again, where copies are under way."""
 
     out: dict[EndpointId, float] = field(default_factory=dict)
     into: dict[EndpointId, float] = field(default_factory=dict)
 
-    def reserve(self, transfer: Transfer) -> None:
-        """Both are taken until it is over."""
-        self.into[transfer.target] = transfer.over_at
+    def reserve(self, transfer: Transfer, over_at: float) -> None:
+        """Both are taken until then."""
+        transfer.over_at = self.into[transfer.target] = over_at
         if transfer.source != STORE:
-            self.out[transfer.source] = transfer.over_at
+            self.out[transfer.source] = over_at
 
     def release(self, transfer: Transfer) -> None:
-        """It is over, earlier or later than it was to be: both are free, but for what was reserved behind it."""
+        """It is over, sooner or later than was thought. What began after it keeps its links."""
         for links, endpoint in ((self.into, transfer.target), (self.out, transfer.source)):
             if links.get(endpoint) == transfer.over_at:
                 del links[endpoint]
@@ -88,7 +88,7 @@ class TransferPlanner:
         self.terms = terms
         self.links = Links()
         self._rng = rng
-        self._offered: tuple[PickRequest, Mapping[EndpointId, Transfer]] | None = None  # by the latest `offer`
+        self._offered: tuple[OverlapFacts, Mapping[EndpointId, Transfer]] | None = None  # by the latest `offer`
 
     def offer(
         self,
@@ -107,7 +107,7 @@ class TransferPlanner:
         facts, self._offered = asked.facts, None
         if self.terms.tokens_per_s < LEAST_TOKENS_PER_S:
             return asked
-        found, offered, price_s = dict(facts.by_endpoint), {}, dict(asked.adapter_s or {})
+        found, offered, price_s = dict(facts.by_endpoint), {}, {}
         for target in endpoints:
             held = facts.by_endpoint.get(target.id, Overlap(0))
             transfer = self._plan_transfer(sources, target, near_tokens(held), published, stored, now)
@@ -125,17 +125,16 @@ class TransferPlanner:
                 continue
             offered[target.id], found[target.id] = transfer, overlap
             link_s = (LINK if self.terms.waits else LINK_UNAWAITED) * (self.terms.latency_s + copy_s)
-            price_s[target.id] = price_s.get(target.id, 0.0) + LATE * late_s + link_s
+            price_s[target.id] = LATE * late_s + link_s
         if not offered:
             return asked
         facts = msgspec.structs.replace(facts, by_endpoint=found)
-        asked = msgspec.structs.replace(asked, facts=facts, adapter_s=price_s)
-        self._offered = asked, offered
-        return asked
+        self._offered = facts, offered
+        return msgspec.structs.replace(asked, facts=facts, transfer_s=price_s)
 
     def find_transfer(self, decision: Decision[Any]) -> Transfer | None:
         """The one that this decision is made with."""
-        if self._offered is None or self._offered[0] is not decision.request:
+        if self._offered is None or self._offered[0] is not decision.request.facts:
             return None
         return self._offered[1].get(decision.endpoint.id)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+import msgspec
 import pytest
 
 from kvproxy.config.cluster_schema import PolicyName
@@ -14,9 +15,11 @@ from kvproxy.replay.router import SimEndpoint
 from kvproxy.replay.settings import Pace, ReplayFleet
 from kvproxy.replay.transfers import LinkPlan, SimTransfers
 from kvproxy.replay.view import endpoint_id
+from kvproxy.routing.kv_aware import KvAware
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
+from kvproxy.routing.selector import decide
 from kvproxy.routing.speeds import SpeedModel, SpeedPriors
-from kvproxy.routing.transfers import LATE, LINK, Transfer
+from kvproxy.routing.transfers import LATE, LINK, STORE, Links, Transfer
 from kvproxy.simulator.block_cache import BlockCache
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import BlockStored, EngineSettings
@@ -51,11 +54,11 @@ def test_the_longest_is_offered_everywhere_at_its_price() -> None:
     """Those that hold it are left as they are; of the price nothing but the copy, where nothing else waits."""
     offered = planner().offer(asked(a=published(16), b=published(2)), endpoints(), SPEEDS, 0.0)
     assert [offered.facts.matched_tokens(name) for name in (A, B, C)] == [16 * BLOCK] * 3
-    assert offered.adapter_s is not None
-    assert set(offered.adapter_s) == {B, C}
+    assert offered.transfer_s is not None
+    assert set(offered.transfer_s) == {B, C}
     copy_s = PLAN.latency_s + 14 * BLOCK / PLAN.tokens_per_s
-    assert offered.adapter_s[B] == pytest.approx((LATE + LINK) * copy_s)
-    assert offered.adapter_s[C] > offered.adapter_s[B]
+    assert offered.transfer_s[B] == pytest.approx((LATE + LINK) * copy_s)
+    assert offered.transfer_s[C] > offered.transfer_s[B]
 
 
 @pytest.mark.parametrize(
@@ -78,9 +81,9 @@ def test_a_copy_that_is_over_in_time_costs_the_link_alone() -> None:
     there = endpoints()
     there[2].load.reserve(20_000, 0, 0.0)
     offered = planner().offer(asked(a=published(16)), there, SPEEDS, 0.0)
-    assert offered.adapter_s is not None
-    assert offered.adapter_s[C] == pytest.approx(LINK * (PLAN.latency_s + 16 * BLOCK / PLAN.tokens_per_s))
-    assert offered.adapter_s[B] > offered.adapter_s[C]
+    assert offered.transfer_s is not None
+    assert offered.transfer_s[C] == pytest.approx(LINK * (PLAN.latency_s + 16 * BLOCK / PLAN.tokens_per_s))
+    assert offered.transfer_s[B] > offered.transfer_s[C]
 
 
 def compute(engine: Engine, blocks: list[int]) -> None:
@@ -103,8 +106,8 @@ def test_both_links_are_reserved() -> None:
     second, _ = under_test.begin(Transfer(A, C, 16 * BLOCK, 0.0), source, other, blocks, 0.0)
     assert second == pytest.approx(2 * first)
     offered = under_test.offer(asked(a=published(16)), endpoints(), SPEEDS, 0.0)
-    assert offered.adapter_s is not None
-    assert offered.adapter_s[B] == pytest.approx(LATE * 3 * first + LINK * first)
+    assert offered.transfer_s is not None
+    assert offered.transfer_s[B] == pytest.approx(LATE * 3 * first + LINK * first)
     assert (under_test.counts.made, under_test.counts.tokens) == (2, 32 * BLOCK)
 
 
@@ -182,3 +185,32 @@ def test_what_is_computed_nearly_as_fast_is_not_copied() -> None:
     assert slow.offer(short, endpoints(), SPEEDS, 0.0) is short
     assert slow.offer(long, endpoints(), SPEEDS, 0.0) is not long
     assert planner().offer(short, endpoints(), SPEEDS, 0.0) is not short
+
+
+def test_a_copy_that_ends_leaves_its_links_to_those_that_began_after_it() -> None:
+    """The second from the same source still has the link of both; when it is over nothing is remembered."""
+    links = Links()
+    first, second = Transfer(A, B, 16, 0.0), Transfer(A, C, 16, 0.0)
+    links.reserve(first, 1.0)
+    links.reserve(second, 2.0)
+    links.release(first)
+    assert (links.free_at(A, B, 0.5), links.free_at(STORE, B, 0.5)) == (2.0, 0.5)
+    links.release(second)
+    assert (links.into, links.out) == ({}, {})
+
+
+def test_a_copy_for_a_request_that_needs_an_adapter_too() -> None:
+    """Both prices count, and the copy is found though the cluster says later what the adapter costs."""
+    subject, there = planner(), endpoints()
+    policy = KvAware(rng=Random(1), speeds=SPEEDS)
+    offered = subject.offer(asked(a=published(16)), there, SPEEDS, 0.0)
+    assert offered.transfer_s is not None
+    plain = decide(offered, there, policy, 0.0)
+    loaded = decide(msgspec.structs.replace(offered, adapter_s={A: 30.0, B: 1.0, C: 30.0}), there, policy, 0.0)
+    assert plain is not None
+    assert loaded is not None
+    more = [after - before for before, after in zip(plain.costs, loaded.costs, strict=True)]
+    assert more == pytest.approx([30.0, 1.0, 30.0])
+    transfer = subject.find_transfer(loaded)
+    assert transfer is not None
+    assert (loaded.endpoint.id, transfer.target) == (B, B)

@@ -143,7 +143,7 @@ class OnDemand:
         if not self._transfers.begin(target, prefix, missing, source, "queued", speeds, over):
             return False
         self._waiting[key] = []
-        self._planner.links.reserve(transfer)
+        self._planner.links.reserve(transfer, transfer.over_at)
         return True
 
     def _instance_of(self, facts: RequestFacts, endpoint: EndpointId) -> str:

@@ -78,7 +78,7 @@ class Transfers:
         self._executor = executor
         self._jobs = jobs
         self.metrics = metrics.transfers
-        self.clock = clock
+        self._clock = clock
         self.rng = rng
         self.link = Link(settings.transfers, clock=clock)
         self._pauses = SessionPauses()
@@ -105,7 +105,7 @@ class Transfers:
 
     def expect_turn(self, facts: RequestFacts, prefix: KnownPrefix, tokens: TokenIds) -> None:
         """A turn of a session is over, whose prompt has these tokens: its next one begins with them."""
-        session, now = facts.names.session, self.clock()
+        session, now = facts.names.session, self._clock()
         if not self.settings.ahead or not session:
             return
         pause_s = self._pauses.note_turn(session, facts.started_at, now)
@@ -173,7 +173,7 @@ class Transfers:
         cluster = facts.cluster
         preferred = None if cluster.policy.uses_overlap else facts.preferred
         asked = PickRequest(facts.model, facts.request.session_key, facts.overlaps, preferred)
-        verdict = cluster.decide(asked, self.clock())
+        verdict = cluster.decide(asked, self._clock())
         return None if isinstance(verdict, Refusal) else verdict.endpoint
 
     def _find_source(self, facts: RequestFacts, target: Endpoint) -> tuple[str, int] | None:
