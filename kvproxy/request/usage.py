@@ -287,7 +287,9 @@ def write_cached(answer: bytes, kind: RequestKind, *, prompt: int, cached: int) 
         if (counts := _counts_at_top(rest, wraps=wraps)) is not None:
             usage = _raw_usage(rest, wraps=wraps)
             fresh, written = max(0, prompt - cached - (counts.cache_creation_input_tokens or 0)), usage
-            with contextlib.suppress(*_INVALID):  # beside the counts there may be what only a lenient reader passes over
+            with contextlib.suppress(
+                *_INVALID
+            ):  # beside the counts there may be what only a lenient reader passes over
                 written = _with_cached(usage, kind, fresh=fresh, cached=cached)
             if written is usage:
                 return answer
