@@ -213,6 +213,8 @@ class KvCache:
     def _end_session(self, facts: RequestFacts) -> None:
         """What was kept for the session alone goes: nothing asks for it again."""
         last = facts.indexes.last_served.end_session(facts.names.session)
+        if self.actions.transfers is not None:
+            self.actions.transfers.end_session(facts.names.session)
         self._metrics.kvcache.sessions_ended.labels("unknown" if last is None else "known").inc()
         if last is not None:
             self.actions.hotness.end_session(facts.names.session, last.keys)
