@@ -5,7 +5,7 @@ Every group of first tokens is one sample, so that queueing stands on both sides
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from kvproxy.routing.work import NO_WORK, Features, sum_of
 from kvproxy.types import LowerTokens
@@ -23,12 +23,8 @@ class OnSample(Protocol):
     ) -> None: ...
 
 
-class Sample(NamedTuple):
-    """Work that was prefilled in these seconds, of which `lower` was brought up, tier by tier as it came."""
-
-    work: Features
-    busy_s: float
-    lower: LowerTokens
+#: Work, the busy seconds in which it was prefilled, and what of it was brought up, tier by tier as it came.
+Sample = tuple[Features, float, LowerTokens]
 
 
 class OpenSample:
@@ -64,6 +60,6 @@ class OpenSample:
     def close(self) -> Sample | None:
         """What there is until its end, from which the next one begins; None if that took no time."""
         ended_at, busy_s = self.ended_at, self.ended_at - self._began_at
-        sample = Sample(self._done, busy_s, self._lower) if busy_s > 0.0 else None
+        sample = (self._done, busy_s, self._lower) if busy_s > 0.0 else None
         self._began_at, self._done, self._lower = ended_at, NO_WORK, ()
         return sample
