@@ -26,8 +26,8 @@ from typing import Any
 from benchmarks.routing_cells import CAPACITY_TOKENS, ROOT, trace_of
 from kvproxy.config.kvcache_actions_schema import LeaseSettings
 from kvproxy.kvcache.actions.conversations import Waiting
+from kvproxy.kvcache.actions.hotness import KnownPrefix
 from kvproxy.kvcache.actions.leases import Lease, LeaseBook, Lever, Why, choose_duration
-from kvproxy.kvcache.actions.signals import KnownPrefix
 from kvproxy.kvcache.actions.touching import LAST_TOKENS, Insertions, chance_of_return, is_worth
 from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.pooled import measure_bound
