@@ -11,7 +11,8 @@ import pytest
 
 from kvproxy.config.load import check_config
 from kvproxy.kvcache.actions.strategies import Action
-from kvproxy.kvcache.actions.warming import PIECE_TOKENS, RETRY_S
+from kvproxy.kvcache.actions.warmer import PIECE_TOKENS
+from kvproxy.kvcache.actions.warming import RETRY_S
 from kvproxy.kvcache.feedback.trust import LossReason
 from kvproxy.types import EndpointId
 from tests.kvcache.support import A, B, Fake, Service, chat, engine, long_text, world

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from kvproxy.bounded import BoundedMapping
 from kvproxy.config.kvcache_actions_schema import CacheStrategySettings
-from kvproxy.kvcache.actions.signals import EDGE_PREFIXES, Hotness, KnownPrefix, Pressure
+from kvproxy.kvcache.actions.hotness import EDGE_PREFIXES, Hotness, KnownPrefix
+from kvproxy.kvcache.actions.signals import Pressure
 from kvproxy.kvcache.providers import ActionKind
 from kvproxy.prefix.eviction import Priority, Weights, score_use
 

@@ -14,9 +14,9 @@ from kvproxy.clients.tokens import TokenIds
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.actions.executor import ActionExecutor
+from kvproxy.kvcache.actions.hotness import Hotness, KnownPrefix
 from kvproxy.kvcache.actions.job_queue import Job, JobQueue
 from kvproxy.kvcache.actions.leasing import Leasing
-from kvproxy.kvcache.actions.signals import Hotness, KnownPrefix
 from kvproxy.kvcache.actions.strategies import (
     MAX_PRIORITIES,
     Action,
