@@ -14,6 +14,7 @@ from kvproxy.kvcache.actions.executor import ActionExecutor
 from kvproxy.kvcache.actions.job_queue import JobQueue
 from kvproxy.kvcache.actions.strategies import Action, PressureOf, Served
 from kvproxy.kvcache.breakers import OperationBreakers
+from kvproxy.kvcache.overlap.denied import DeniedPlacements
 from kvproxy.kvcache.overlap.lookup import LookupClient
 from kvproxy.kvcache.providers import ActionKind, Effect, Prefix
 from kvproxy.metrics.catalog import Metrics
@@ -61,7 +62,7 @@ class Bench:
         config = config or settings(retry={"base_backoff": 0, "max_backoff": 0})
         self.metrics = Metrics()
         breakers = OperationBreakers(config.circuit_breaker, clock=clock, metrics=self.metrics)
-        lookups = LookupClient(breakers=breakers, metrics=self.metrics, clock=clock)
+        lookups = LookupClient(breakers=breakers, denied=DeniedPlacements(clock), metrics=self.metrics, clock=clock)
         lookups.provider = provider
         self.background = JobQueue(config.background, metrics=self.metrics)
         self.actions = ActionExecutor(

@@ -11,6 +11,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.cluster_schema import BreakerSettings
 from kvproxy.errors import BreakerOpen
 from kvproxy.kvcache.breakers import OperationBreakers
+from kvproxy.kvcache.overlap.denied import DeniedPlacements
 from kvproxy.kvcache.overlap.lookup import LookupClient
 from kvproxy.kvcache.providers import EVERY_INSTANCE, ActionKind, Effect, Holder, Prefix, TierMemory
 from kvproxy.metrics.catalog import Metrics
@@ -50,7 +51,10 @@ class Answering:
 def lookups(clock: FakeClock, metrics: Metrics | None = None) -> LookupClient:
     metrics = metrics or Metrics()
     under_test = LookupClient(
-        breakers=OperationBreakers(BreakerSettings(), clock=clock, metrics=metrics), metrics=metrics, clock=clock
+        breakers=OperationBreakers(BreakerSettings(), clock=clock, metrics=metrics),
+        denied=DeniedPlacements(clock),
+        metrics=metrics,
+        clock=clock,
     )
     under_test.provider = Answering()
     return under_test

@@ -20,7 +20,7 @@ from kvproxy.sync.stores import RedisLink
 from kvproxy.sync.wire import Origin
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve
-from tests.support.until import until
+from tests.support.until import until, until_says
 from tests.sync.support import Deciding, deciding, until_synced
 
 SERVERS = {"redis": "redis-server", "nats": "nats-server"}
@@ -60,9 +60,7 @@ class Store:
         self.process = await asyncio.create_subprocess_exec(
             *self.program, cwd=self.folder, stdout=null, stderr=null
         )  # fmt: skip
-        async with asyncio.timeout(30):
-            while not await self._is_up():  # noqa: ASYNC110 - another process: there is no event to wait for
-                await asyncio.sleep(0.02)
+        await until_says(True, self._is_up)
 
     async def kill(self) -> None:
         assert self.process is not None
@@ -329,9 +327,7 @@ async def test_what_is_to_be_done_once_is_done_once(store: Store) -> None:
         async def granted_later() -> bool:
             return any([await one.claim("pin a 17", 1.0) for one in losers])
 
-        async with asyncio.timeout(10):
-            while not await granted_later():  # noqa: ASYNC110 - its time to live has to run out
-                await asyncio.sleep(0.05)
+        await until_says(True, granted_later, pause_s=0.05)  # its time to live has to run out
 
 
 async def test_a_way_back_that_is_gone_is_noticed(store: Store) -> None:
