@@ -18,7 +18,8 @@ from kvproxy.prefix.hashing import (
     text_blocks,
     text_chain,
 )
-from kvproxy.prefix.prompt_identity import HEADERS, HEADS_OF_TEXT, PartRules, are_texts, header_span, shape_identity
+from kvproxy.prefix.prompt_identity import HEADERS, HEADS_OF_TEXT, PartRules, are_texts
+from kvproxy.prefix.shape_identity import header_span, shape_identity
 from kvproxy.types import Prompt, RequestKind
 
 _MAX_NAMED_BYTES = 16 * 1024 * 1024
@@ -109,25 +110,20 @@ class SessionHashes:
         known, count = self._find_named(sent, kind, drops_header)
         keys, size = (array("Q"), text.size) if known is None else (known[2][:], known[3])
         rules = PartRules(kind, drops_header=drops_header)
-        key = keys[-1] if keys else begun
         new: list[bytes] = []
-        marks: list[tuple[int, int]] = []  # where a marked message stands, and the bytes that name what is before it
-        for index in range(count, len(raw)):
-            marked = rules.marked
-            part = rules.apply(index, raw[index])
-            if index > count and rules.marked > marked:
-                marks.append((index, size))
-            new.append(part)
-            size += len(part) + 1
-            key = xxh3_64_intdigest(part, key)
-            keys.append(key)
-        for index, size_before in marks[-_MARKS:]:  # how the chat begins when the mark has moved on
-            self._name(sent[index - 1], (kind, drops_header, keys[:index], size_before))
-        if new:
+        if count < len(raw):
+            key = keys[-1] if keys else begun
+            new = rules.apply(raw, count)
+            keys.extend([key := xxh3_64_intdigest(part, key) for part in new])
+            for index in sorted(rules.marked)[-_MARKS:]:  # how the chat begins when the mark has moved on
+                if index > count:
+                    before = sum(map(len, new[: index - count]), size + index - count)
+                    self._name(sent[index - 1], (kind, drops_header, keys[:index], before))
+            size = sum(map(len, new), size + len(new))
             self._name(sent[-1], (kind, drops_header, keys, size))
 
         def part_at(index: int) -> bytes:
-            return new[index - count] if index >= count else rules.apply(index, raw[index])
+            return new[index - count] if index >= count else rules.apply(raw[: index + 1], index)[0]
 
         prompt_bytes = size - 1 - len(raw) + prompt.unread_bytes  # what ends the parts is none of it
         text.part_at, text.size = part_at, size
