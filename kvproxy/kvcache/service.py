@@ -20,7 +20,8 @@ from kvproxy.kvcache.actions.signals import HostUse
 from kvproxy.kvcache.actions.strategy_runner import StrategyRunner
 from kvproxy.kvcache.actions.touching import Toucher
 from kvproxy.kvcache.actions.transfers import Transfers
-from kvproxy.kvcache.actions.warming import Warmer, Warming
+from kvproxy.kvcache.actions.warmer import Warmer
+from kvproxy.kvcache.actions.warming import Warming
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.feedback.predictions import PredictionFeedback
@@ -212,6 +213,8 @@ class KvCache:
     def _end_session(self, facts: RequestFacts) -> None:
         """What was kept for the session alone goes: nothing asks for it again."""
         last = facts.indexes.last_served.end_session(facts.names.session)
+        if self.actions.transfers is not None:
+            self.actions.transfers.end_session(facts.names.session)
         self._metrics.kvcache.sessions_ended.labels("unknown" if last is None else "known").inc()
         if last is not None:
             self.actions.hotness.end_session(facts.names.session, last.keys)
@@ -229,7 +232,7 @@ class KvCache:
         present = {(name, one.id) for name, cluster in self.clusters.items() for one in cluster.endpoints}
         self.feedback.keep_only(present)
         self.state.breaks.keep_only(present)
-        self.actions.tick()
+        self.actions.tick(self.overlap.instance_ids())
         if self.leasing is not None:
             self.leasing.tick()
         if self.warming is not None:

@@ -286,8 +286,11 @@ def write_cached(answer: bytes, kind: RequestKind, *, prompt: int, cached: int) 
     for position, rest, wraps in _places(answer, b'"usage"'):
         if (counts := _counts_at_top(rest, wraps=wraps)) is not None:
             usage = _raw_usage(rest, wraps=wraps)
-            fresh = max(0, prompt - cached - (counts.cache_creation_input_tokens or 0))
-            written = _with_cached(usage, kind, fresh=fresh, cached=cached)
+            fresh, written = max(0, prompt - cached - (counts.cache_creation_input_tokens or 0)), usage
+            with contextlib.suppress(
+                *_INVALID
+            ):  # beside the counts there may be what only a lenient reader passes over
+                written = _with_cached(usage, kind, fresh=fresh, cached=cached)
             if written is usage:
                 return answer
             start = answer.index(usage, position)

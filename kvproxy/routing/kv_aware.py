@@ -31,8 +31,9 @@ from dataclasses import asdict
 from random import Random
 
 from kvproxy.config.cluster_schema import KvAwareSettings
+from kvproxy.routing.costs import least, onboarding_s_of, own_s
 from kvproxy.routing.engine_samples import StepModel
-from kvproxy.routing.policy import Candidate, Choice, OverlapFacts, PickRequest, Policy, least, onboarding_s_of, own_s
+from kvproxy.routing.policy import Candidate, Choice, OverlapFacts, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.routing.traffic import ArrivalStats, EndpointArrivals, Pool, PoolSpeeds, Utilisation
 from kvproxy.routing.work import Features, prefill_s
@@ -117,6 +118,8 @@ class KvAware(Policy):
             delayed = congestion * arrivals_per_s / idle * sum(waits) / len(waits)
             if delayed > MAX_KAPPA:
                 delayed = MAX_KAPPA
+        if request.transfer_s is not None:
+            foresight = 0.0  # KV is copied: a session can leave again, and take what it finds with it
         columns = zip(waits, owns, slowness, pool.loads, arrivals, pool.weights, strict=True)
         for wait, own, slow, load, past, weight in columns:
             bound_s = crowding * past.bound_per_s * (wait + 0.5 * slow * own)

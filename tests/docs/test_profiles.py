@@ -33,7 +33,7 @@ def measured() -> dict[str, str]:
 
 
 def test_figures_are_those_of_the_report() -> None:
-    """A report that was made anew changes the page."""
+    """A report with other figures changes the page."""
     figures = {trace: figure for each in listed().values() for trace, figure in each.items()}
     assert len(figures) == 11
     assert figures == {trace: figure for trace, figure in measured().items() if trace in figures}

@@ -93,6 +93,15 @@ def test_what_is_no_answer_is_left_as_it_is(kind: RequestKind, answer: bytes) ->
         assert write_cached(answer, kind, prompt=9, cached=5) == answer
 
 
+@pytest.mark.parametrize("odd", [b'"x":1e999', b'"x":"\xff"', b'"\xff":1'])
+def test_counts_beside_what_cannot_be_read_stay_as_they_are(odd: bytes) -> None:
+    """The counts are read over it; to be written again, all of them would have to be."""
+    usage = b'{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":null,' + odd + b"}}"
+    answer = b'{"choices":[],"usage":' + usage + b"}"
+    assert read_usage(answer) is not None
+    assert write_cached(answer, CHAT, prompt=9, cached=5) is answer
+
+
 def completed(kind: RequestKind) -> list[bytes]:
     """The events of a stream of this API, as an engine sends them that says what was cached in words of its own."""
     usage = b'"usage":{"prompt_tokens":100,"completion_tokens":7},"timings":{"cache_n":64}'

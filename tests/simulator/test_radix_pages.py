@@ -148,3 +148,17 @@ def test_what_a_session_refers_to_goes_last() -> None:
     pages.close_session("s")
     pages.release(run(pages, range(200, 208)))
     assert pages.match_prefix(hashes(range(8)), 4) == 0
+
+
+def test_a_page_computed_again_counts_from_the_start() -> None:
+    """A session refers to it no more, and takes nothing from the next one when it is closed."""
+    pages = RadixPages(8, page_size=SIZE)
+    pages.release(run(pages, range(8)))
+    pages.refer("early", hashes(range(8)))
+    pages.release(run(pages, range(300, 316)))  # all of it
+    pages.release(run(pages, range(8)))
+    pages.refer("late", hashes(range(8)))
+    pages.close_session("early")
+    pages.release(run(pages, range(100, 108)))
+    pages.release(run(pages, range(200, 208)))
+    assert pages.match_prefix(hashes(range(8)), 4) == 4

@@ -22,8 +22,8 @@ from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import BreakerOpen, ClientError
 from kvproxy.kvcache.actions.executor import ActionExecutor, Link
 from kvproxy.kvcache.actions.gaps import SessionPauses
+from kvproxy.kvcache.actions.hotness import KnownPrefix
 from kvproxy.kvcache.actions.job_queue import Job, JobQueue
-from kvproxy.kvcache.actions.signals import KnownPrefix
 from kvproxy.kvcache.actions.strategies import Action, PressureOf, Served
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.kvcache.overlap.merge import HolderOverlap
@@ -106,7 +106,7 @@ class Transfers:
     def expect_turn(self, facts: RequestFacts, prefix: KnownPrefix, tokens: TokenIds) -> None:
         """A turn of a session is over, whose prompt has these tokens: its next one begins with them."""
         session, now = facts.names.session, self._clock()
-        if not self.settings.ahead or not session or facts.request.session_ends:
+        if not self.settings.ahead or not session:
             return
         pause_s = self._pauses.note_turn(session, facts.started_at, now)
         self._forget(session)
@@ -125,6 +125,10 @@ class Transfers:
             return False
         run = partial(self._prepare, expected.facts, expected.prefix)
         return self._jobs.submit(Job(("prepare", session), run, about=f"prepare {expected.prefix.name}"))
+
+    def end_session(self, session: int) -> None:
+        """No turn of it comes any more."""
+        self._forget(session)
 
     def _forget(self, session: int) -> _Expected | None:
         expected = self._expected.pop(session, None)

@@ -183,6 +183,9 @@ class RadixPages:
                 continue
             if (referred, used_at) == (node.sessions > 0, node.used_at):
                 break
+        if node.sessions:  # computed again, the page is none that they refer to
+            for referred_to in self._sessions.values():
+                referred_to.discard(page_hash)
         del self._nodes[page_hash], self._hash_of[node.page]
         self._spare.append(node.page)
         self.announce(BlockRemoved(page_hash))

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvproxy.config.kvcache_actions_schema import TransferSettings
@@ -230,6 +231,16 @@ async def test_a_session_that_ends_or_goes_on_is_not_prepared(clock: FakeClock) 
         assert before.timer.cancelled()
         transfers.close()
         assert after.timer.cancelled()
+        assert transfers._expected_tokens == 0
+
+
+async def test_a_session_that_says_its_end_is_not_prepared(clock: FakeClock) -> None:
+    async with prepared(coordinator(clock), clock) as (service, transfers):
+        (before,) = transfers._expected.values()
+        request, body = turn()
+        await service.serve((msgspec.structs.replace(request, session_ends=True), body), A)
+        assert transfers._expected == {}
+        assert before.timer.cancelled()
         assert transfers._expected_tokens == 0
 
 
