@@ -1,10 +1,10 @@
 """KV copied between engines on demand, on request traces in virtual time, against one pooled cache.
 
-    python -m benchmarks.moves [--requests N] [--jobs N] [--traces T,T...]
+    python -m benchmarks.moves [--requests N] [--jobs N] [--seeds N] [--traces T,T...]
 
 Routing may send a request together with what another engine has of its prompt, over a link of 12.5 or 2.5 GB/s each way
-of each engine (100 and 20 Gbit/s); a token's KV is 128 KiB. Before the engines is the router queue. Writes moves.md and
-moves.json of benchmarks/reports.
+of each engine (100 and 20 Gbit/s); a token's KV is 128 KiB. Before the engines is the router queue. Beside them: a link
+that copies in no time, and where the time of a request goes. Writes moves.md and moves.json of benchmarks/reports.
 """
 
 from __future__ import annotations
@@ -16,21 +16,36 @@ from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from random import Random
+from statistics import fmean
 from typing import Any
 
 from benchmarks.routing_cells import CAPACITY_TOKENS, ROOT, TRACES, trace_of
 from benchmarks.tiers import row_of
 from kvproxy.replay.compare import PolicySpec, play_policy
-from kvproxy.replay.pooled import measure_bound, play_on_pool
-from kvproxy.replay.results import summarize_outcomes
+from kvproxy.replay.pooled import average_seconds, measure_bound, play_on_pool
+from kvproxy.replay.results import ReplayOutcome, summarize_outcomes
 from kvproxy.replay.settings import ReplayFleet
 from kvproxy.replay.transfers import LinkPlan
+from kvproxy.routing.work import Features, features_of, seconds_of
 
 LOADS, INSTANCES, SPEEDS = (0.7, 0.9), 8, (12.5, 2.5)
+FREE = 1e6  # GB/s, with no latency: what copies are worth that take no time
 POOL, QUEUE, MOVE = "pool", "kv_aware+queue", "kv_aware+queue+move"
 #: Against the pool, and with a fifth of the placements false against none.
 TARGETS, FALSE_TARGET = {12.5: 1.00, 2.5: 1.05}, 1.05
 FALSE = 0.2
+
+
+NOTE = (
+    "What is left above the pool has two parts. A copy's own time is in the third figure: all of the difference "
+    "on cc_dev, where in the pool hardly a request waits. And copies are held twice, so that less is found again "
+    "than in the pool, as the hit ratio shows; that costs most at load 0.9, where a little more work is much more "
+    "waiting, and a link that copies in no time, over which copies are made without need, is the worse for it. "
+    "Tried on the tuning halves: giving up first, at the source, what was copied away (up to 5 % better where "
+    "memory is short, 5 to 10 % worse on cc_dev, whose sessions come back); comparing each endpoint's cost with "
+    "and without the copy, a copy's lateness in full, links at a third of their time, and copying only what takes "
+    "a quarter of computing (the last two on toolagent_like_dev and cc_dev alone): within 3 % either way."
+)
 
 
 @dataclass(frozen=True)
@@ -46,59 +61,77 @@ class Cell:
 
 CELLS = (
     *(Cell(QUEUE, load) for load in LOADS),
-    *(Cell(MOVE, load, speed) for load in LOADS for speed in SPEEDS),
+    *(Cell(MOVE, load, speed) for load in LOADS for speed in (*SPEEDS, FREE)),
     *(Cell(MOVE, LOADS[0], speed, FALSE) for speed in SPEEDS),
     *(Cell(MOVE, LOADS[0], speed, waits=False) for speed in SPEEDS),
 )
 
 
+@dataclass(frozen=True)
 class Job:
     """All cells of one trace, in another process."""
 
-    def __init__(self, requests: int) -> None:
-        self._requests = requests
+    requests: int
+    seeds: int
 
     def __call__(self, name: str) -> list[dict[str, Any]]:
         fleet = ReplayFleet(instances=INSTANCES, capacity_tokens=CAPACITY_TOKENS.get(name, 819_200))
         rows = []
         for load in LOADS:
             bound = measure_bound(trace_of(name), fleet, load)
-            trace = bound.trace.cut(min(self._requests, bound.trace.requests))
-            pooled = play_on_pool(trace, bound.pace, fleet)
-            runs = [(Cell(POOL, load), pooled)]
+            trace = bound.trace.cut(min(self.requests, bound.trace.requests))
+            runs = [(Cell(POOL, load), 0, play_on_pool(trace, bound.pace, fleet))]
             for cell in (each for each in CELLS if each.load == load):
                 spec = PolicySpec.parse(cell.policy)
-                link = LinkPlan(cell.gb_per_s, waits=cell.waits)
+                link = LinkPlan(cell.gb_per_s, latency_s=0.0 if cell.gb_per_s == FREE else 0.002, waits=cell.waits)
                 played = replace(fleet, link=link, wrong_share=cell.wrong_share)
-                policy = spec.make(rng=Random(1))
-                runs.append((cell, play_policy(trace, bound.pace, played, policy, queue=True, move=spec.move, seed=1)))
-            for cell, outcomes in runs:
+                for seed in range(1, self.seeds + 1):
+                    policy = spec.make(rng=Random(seed))
+                    found = play_policy(trace, bound.pace, played, policy, queue=True, move=spec.move, seed=seed)
+                    runs.append((cell, seed, found))
+            for cell, seed, outcomes in runs:
                 summary = summarize_outcomes(outcomes, INSTANCES)
-                rows.append({"trace": name, **asdict(cell), "requests": trace.requests, "failed": summary.failed,
-                             "ttft_mean_s": round(summary.ttft_mean_s, 5),
-                             "ttft_p99_s": round(summary.ttft_p99_s, 5),
-                             "hit_ratio": round(summary.hit_rate, 4)})  # fmt: skip
+                rows.append({"trace": name, **asdict(cell), "seed": seed, "requests": trace.requests,
+                             "failed": summary.failed, "ttft_mean_s": round(summary.ttft_mean_s, 5),
+                             "ttft_p99_s": round(summary.ttft_p99_s, 5), "hit_ratio": round(summary.hit_rate, 4),
+                             **find_parts(outcomes, average_seconds(fleet))})  # fmt: skip
         return rows
+
+
+def find_parts(outcomes: Sequence[ReplayOutcome], seconds: Features) -> dict[str, float]:
+    """Where the mean time to first token goes: the request's own prefill if it were alone, and what it waits for."""
+    own, queued, admitted = [], [], []
+    for one in outcomes:
+        if one.first_token_at is not None and one.placed_at is not None and one.admitted_at is not None:
+            own.append(seconds_of(features_of(one.prompt_tokens - one.cached_tokens, one.cached_tokens), seconds))
+            queued.append(one.placed_at - one.arrived_at)
+            admitted.append(one.admitted_at - one.placed_at)
+    parts = {"own_s": own, "queued_s": queued, "admitted_s": admitted}
+    return {name: round(fmean(values), 5) for name, values in parts.items()}
 
 
 def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
     """The report."""
-    found = {(row["trace"], *(row[name] for name in Cell.__dataclass_fields__)): row for row in rows}
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for run in rows:
+        found.setdefault((run["trace"], *(run[name] for name in Cell.__dataclass_fields__)), []).append(run)
     traces = list(dict.fromkeys(row["trace"] for row in rows))
 
-    def ratios(figure: str, to: Cell, of: Cell) -> list[float]:
-        def value(trace: str, cell: Cell) -> float:
-            return float(found[trace, *astuple(cell)][figure])
+    def value(trace: str, cell: Cell, figure: str) -> float:
+        return fmean(float(row[figure]) for row in found[trace, *astuple(cell)])
 
-        return [value(trace, to) / value(trace, of) for trace in traces]
+    def ratios(figure: str, to: Cell, of: Cell) -> list[float]:
+        return [value(trace, to, figure) / value(trace, of, figure) for trace in traces]
 
     lines = [
         "# Moves: KV that is copied between engines on demand", "",
         f"`{command}`. {INSTANCES} simulated engines behind the router queue, each with a link each way; a token's "
         "KV is 131,072 bytes. A request keeps its place and waits for its copy where that costs less than computing; "
         "as the proxy does it, it waits for its turn alone, and is copied for while the router queue holds it. "
-        "The pool is one cache of all engines' size, routed by exact least work. TTFT in ratios; the last but one "
-        "column is the geometric mean.", "",
+        "The pool is one cache of all engines' size, routed by exact least work. TTFT in ratios, means of "
+        f"{len({row['seed'] for row in rows if row['seed']})} seeds; the last but one column is the geometric mean. "
+        "`copied in no time`: a link without end, what copies could be worth at most; `nothing waits`: what the pool "
+        "itself would be if no request waited for anything, only its own prefill of what the pool lacks.", "",
         f"| of the pool | {' | '.join(traces)} | all | target |", "|---|" + "---|" * (len(traces) + 2),
     ]  # fmt: skip
     for figure, name in (("ttft_mean_s", "mean"), ("ttft_p99_s", "p99")):
@@ -108,6 +141,14 @@ def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
                 row = ratios(figure, Cell(MOVE, load, speed), Cell(POOL, load))
                 target = TARGETS[speed] if figure == "ttft_mean_s" else None
                 lines.append(row_of(f"{name}, load {load}, {speed:g} GB/s", row, target))
+            lines.append(
+                row_of(
+                    f"{name}, load {load}, copied in no time", ratios(figure, Cell(MOVE, load, FREE), Cell(POOL, load))
+                )
+            )
+            if figure == "ttft_mean_s":
+                alone = [value(one, Cell(POOL, load), "own_s") / value(one, Cell(POOL, load), figure) for one in traces]
+                lines.append(row_of(f"{name}, load {load}, nothing waits", alone))
             for speed in SPEEDS if load == LOADS[0] else ():
                 row = ratios(figure, Cell(MOVE, load, speed, waits=False), Cell(POOL, load))
                 lines.append(row_of(f"{name}, load {load}, {speed:g} GB/s, as the proxy does it", row))
@@ -116,11 +157,23 @@ def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
     for speed in SPEEDS:
         row = ratios("ttft_mean_s", Cell(MOVE, LOADS[0], speed, FALSE), Cell(MOVE, LOADS[0], speed))
         lines.append(row_of(f"load {LOADS[0]}, {speed:g} GB/s", row, FALSE_TARGET))
-    lines += ["", f"| hit ratio | {' | '.join(traces)} |", "|---|" + "---|" * len(traces)]
-    for cell in (Cell(POOL, LOADS[0]), Cell(QUEUE, LOADS[0]), *(Cell(MOVE, LOADS[0], speed) for speed in SPEEDS)):
-        hits = [found[trace, *astuple(cell)]["hit_ratio"] for trace in traces]
-        speed_name = f", {cell.gb_per_s:g} GB/s" if cell.gb_per_s else ""
-        lines.append(f"| {cell.policy}{speed_name} | " + " | ".join(f"{hit:.2f}" for hit in hits) + " |")
+    lines += ["", "Where the mean time goes, in ms: own prefill (as if alone) + router queue + placing to admission "
+              "(the copy, and the engine's own line) + the rest of the prefill (beside others); and the hit ratio.", "",
+              f"| ms | {' | '.join(traces)} |", "|---|" + "---|" * len(traces)]  # fmt: skip
+    for load in LOADS:
+        moves = (Cell(MOVE, load, speed) for speed in (*SPEEDS, FREE))
+        for cell in (Cell(POOL, load), Cell(QUEUE, load), *moves):
+            speed_name = (
+                "" if not cell.gb_per_s else f", {cell.gb_per_s:g} GB/s" if cell.gb_per_s < FREE else ", no time"
+            )
+            shown = []
+            for trace in traces:
+                parts = [1000 * value(trace, cell, part) for part in ("own_s", "queued_s", "admitted_s")]
+                rest = 1000 * value(trace, cell, "ttft_mean_s") - sum(parts)
+                shown.append(" + ".join(f"{part:.0f}" for part in (*parts, rest)) +
+                             f"; {value(trace, cell, 'hit_ratio'):.3f}")  # fmt: skip
+            lines.append(f"| {cell.policy}{speed_name}, load {load} | " + " | ".join(shown) + " |")
+    lines += ["", NOTE]
     return "\n".join(lines) + "\n"
 
 
@@ -128,12 +181,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=4000, help="of each trace at most (default 4000)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
+    parser.add_argument("--seeds", type=int, default=2, help="runs of each cell (default 2)")
     parser.add_argument("--traces", default=",".join(TRACES), help="of benchmarks/traces (default: all)")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "reports", help="folder of the report")
     args = parser.parse_args()
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
-        rows = [row for group in pool.imap(Job(args.requests), args.traces.split(",")) for row in group]
+        rows = [row for group in pool.imap(Job(args.requests, args.seeds), args.traces.split(",")) for row in group]
     command = "python -m benchmarks.moves" + (f" --requests {args.requests}" if args.requests != 4000 else "")
+    command += f" --seeds {args.seeds}" if args.seeds != 2 else ""
     (args.out / "moves.json").write_text(json.dumps({"command": command, "runs": rows}) + "\n")
     report = as_markdown(rows, command)
     (args.out / "moves.md").write_text(report)
