@@ -13,18 +13,16 @@ Writes leases.md and leases.json of benchmarks/reports.
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
 from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.routing_cells import CAPACITY_TOKENS, ROOT, trace_of
+from benchmarks.by_trace import Rows, measure_traces
+from benchmarks.markdown import table
+from benchmarks.routing_cells import capacity_tokens_of, trace_of
 from kvproxy.config.kvcache_actions_schema import LeaseSettings
 from kvproxy.kvcache.actions.conversations import Waiting
 from kvproxy.kvcache.actions.hotness import KnownPrefix
@@ -338,7 +336,7 @@ class Job:
     seeds: int
 
     def __call__(self, name: str) -> list[dict[str, Any]]:
-        fleet = ReplayFleet(instances=INSTANCES, capacity_tokens=CAPACITY_TOKENS.get(name, 819_200))
+        fleet = ReplayFleet(instances=INSTANCES, capacity_tokens=capacity_tokens_of(name))
         bound = measure_bound(trace_of(name).cut(self.requests), fleet, LOAD)
         trace = bound.trace.cut(self.requests)
         return [
@@ -348,7 +346,7 @@ class Job:
         ]
 
 
-def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
+def as_markdown(rows: Rows, command: str) -> str:
     """The report."""
     lines = [
         "# Leases: what keeping prompts over pauses is worth in virtual time", "",
@@ -357,11 +355,9 @@ def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
         "tool; pauses are learned in the run. Of each three figures the first is without leases, the second with them, "
         "and the third the bound: without, but it is known when each session goes on, and the memory that the lever "
         "holds prompts in (the engines', host memory, the store) gives up first what is needed last. `to without`: "
-        "with leases and of the bound, and from the least to the most of the seeds.", "",
-        "| trace | memory, lever | hit ratio | session (s) | to without | mean TTFT (ms) | promises kept "
-        "| elsewhere | granted, touches (too late), given up, over budget |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "with leases and of the bound, and from the least to the most of the seeds.",
     ]  # fmt: skip
+    shown = []
     for trace in dict.fromkeys(row["trace"] for row in rows):
         for cell in (one for one in cells_of(trace) if one.mode == "leases"):
             runs = [
@@ -369,11 +365,18 @@ def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
                     row[name] == value for name, value in asdict(replace(cell, mode=mode)).items())]
                 for mode in MODES
             ]  # fmt: skip
-            lines.append(_line(trace, cell, *runs))
+            shown.append(_row(trace, cell, *runs))
+    lines += table(_HEADS, shown)
     return "\n".join(lines) + "\n"
 
 
-def _line(trace: str, cell: Cell, *runs: Sequence[dict[str, Any]]) -> str:
+_HEADS = (
+    "trace", "memory, lever", "hit ratio", "session (s)", "to without", "mean TTFT (ms)", "promises kept", "elsewhere",
+    "granted, touches (too late), given up, over budget",
+)  # fmt: skip
+
+
+def _row(trace: str, cell: Cell, *runs: Sequence[dict[str, Any]]) -> list[object]:
     def means(figure: str, scale: float = 1.0) -> list[float]:
         return [scale * sum(float(row[figure]) for row in rows) / len(rows) for rows in runs]
 
@@ -383,15 +386,18 @@ def _line(trace: str, cell: Cell, *runs: Sequence[dict[str, Any]]) -> str:
     verified = counts["kept"] + counts["broken"]
     pinned = f"pins in host memory ({cell.host:g}x)" if cell.host else "pins in a store" if cell.store else "touches"
     sessions, ttfts = means("session_mean_s"), means("ttft_mean_s", 1000)
-    return (
-        f"| {trace} | {cell.memory:g}, {pinned} | {', '.join(f'{one:.3f}' for one in means('hit_ratio'))} | "
-        f"{', '.join(f'{one:.0f}' for one in sessions)} | "
-        f"{', '.join(_ratios(runs[0], each) for each in runs[1:])} | "
-        f"{', '.join(f'{one:.0f}' for one in ttfts)} | "
-        f"{counts['kept'] / max(1, verified):.1%} | "
-        f"{counts['elsewhere']} | {counts['granted']}, {counts['touched']} ({counts['touched_too_late']}), "
-        f"{counts['not_worth']}, {counts['endpoint_budget']} |"
-    )
+    return [
+        trace,
+        f"{cell.memory:g}, {pinned}",
+        ", ".join(f"{one:.3f}" for one in means("hit_ratio")),
+        ", ".join(f"{one:.0f}" for one in sessions),
+        ", ".join(_ratios(runs[0], each) for each in runs[1:]),
+        ", ".join(f"{one:.0f}" for one in ttfts),
+        f"{counts['kept'] / max(1, verified):.1%}",
+        counts["elsewhere"],
+        f"{counts['granted']}, {counts['touched']} ({counts['touched_too_late']}), {counts['not_worth']}, "
+        f"{counts['endpoint_budget']}",
+    ]
 
 
 def _ratios(without: Sequence[dict[str, Any]], runs: Sequence[dict[str, Any]]) -> str:
@@ -400,22 +406,5 @@ def _ratios(without: Sequence[dict[str, Any]], runs: Sequence[dict[str, Any]]) -
     return f"{sum(each) / len(each):.3f} ({min(each):.2f} to {max(each):.2f})"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=1500, help="of each trace at most (default 1500)")
-    parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each cell (default 3)")
-    parser.add_argument("--traces", default=",".join(MEMORY), help="of benchmarks/traces (default: both)")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "reports", help="folder of the report")
-    args = parser.parse_args()
-    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
-        rows = [row for group in pool.imap(Job(args.requests, args.seeds), args.traces.split(",")) for row in group]
-    command = f"python -m benchmarks.leases --requests {args.requests} --seeds {args.seeds}"
-    (args.out / "leases.json").write_text(json.dumps({"command": command, "runs": rows}) + "\n")
-    text = as_markdown(rows, command)
-    (args.out / "leases.md").write_text(text)
-    print(text)
-
-
 if __name__ == "__main__":
-    main()
+    measure_traces(__doc__ or "", job=Job, as_markdown=as_markdown, traces=tuple(MEMORY), requests=1500, seeds=3)

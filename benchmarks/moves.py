@@ -9,18 +9,15 @@ that copies in no time, and where the time of a request goes. Writes moves.md an
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, replace
-from pathlib import Path
 from random import Random
 from statistics import fmean
 from typing import Any
 
-from benchmarks.routing_cells import CAPACITY_TOKENS, ROOT, TRACES, trace_of
-from benchmarks.tiers import row_of
+from benchmarks.by_trace import Rows, measure_traces, ratio_row
+from benchmarks.markdown import table
+from benchmarks.routing_cells import capacity_tokens_of, trace_of
 from kvproxy.replay.compare import PolicySpec, play_policy
 from kvproxy.replay.pooled import average_seconds, measure_bound, play_on_pool
 from kvproxy.replay.results import ReplayOutcome, summarize_outcomes
@@ -36,6 +33,10 @@ TARGETS, FALSE_TARGET = {12.5: 1.00, 2.5: 1.05}, 1.05
 FALSE = 0.2
 
 
+WHERE = (
+    "Where the mean time goes, in ms: own prefill (as if alone) + router queue + placing to admission (the copy and "
+    "the engine's own line) + the rest of the prefill (beside others); and the hit ratio."
+)
 NOTE = (
     "What is left above the pool has two parts. A copy's own time is in the third figure: all of the difference "
     "on cc_dev, where in the pool hardly a request waits. And copies are held twice, so that less is found again "
@@ -75,7 +76,7 @@ class Job:
     seeds: int
 
     def __call__(self, name: str) -> list[dict[str, Any]]:
-        fleet = ReplayFleet(instances=INSTANCES, capacity_tokens=CAPACITY_TOKENS.get(name, 819_200))
+        fleet = ReplayFleet(instances=INSTANCES, capacity_tokens=capacity_tokens_of(name))
         rows = []
         for load in LOADS:
             bound = measure_bound(trace_of(name), fleet, load)
@@ -110,7 +111,7 @@ def find_parts(outcomes: Sequence[ReplayOutcome], seconds: Features) -> dict[str
     return {name: round(fmean(values), 5) for name, values in parts.items()}
 
 
-def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
+def as_markdown(rows: Rows, command: str) -> str:
     """The report."""
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for run in rows:
@@ -131,69 +132,50 @@ def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
         "The pool is one cache of all engines' size, routed by exact least work. TTFT in ratios, means of "
         f"{len({row['seed'] for row in rows if row['seed']})} seeds; the last but one column is the geometric mean. "
         "`copied in no time`: a link without end, what copies could be worth at most; `nothing waits`: what the pool "
-        "itself would be if no request waited for anything, only its own prefill of what the pool lacks.", "",
-        f"| of the pool | {' | '.join(traces)} | all | target |", "|---|" + "---|" * (len(traces) + 2),
+        "itself would be if no request waited for anything, only its own prefill of what the pool lacks.",
     ]  # fmt: skip
+    shown = []
     for figure, name in (("ttft_mean_s", "mean"), ("ttft_p99_s", "p99")):
         for load in LOADS:
-            lines.append(row_of(f"{name}, load {load}, no copies", ratios(figure, Cell(QUEUE, load), Cell(POOL, load))))
+            row = ratios(figure, Cell(QUEUE, load), Cell(POOL, load))
+            shown.append(ratio_row(f"{name}, load {load}, no copies", row))
             for speed in SPEEDS:
                 row = ratios(figure, Cell(MOVE, load, speed), Cell(POOL, load))
                 target = TARGETS[speed] if figure == "ttft_mean_s" else None
-                lines.append(row_of(f"{name}, load {load}, {speed:g} GB/s", row, target))
-            lines.append(
-                row_of(
-                    f"{name}, load {load}, copied in no time", ratios(figure, Cell(MOVE, load, FREE), Cell(POOL, load))
-                )
-            )
+                shown.append(ratio_row(f"{name}, load {load}, {speed:g} GB/s", row, target))
+            row = ratios(figure, Cell(MOVE, load, FREE), Cell(POOL, load))
+            shown.append(ratio_row(f"{name}, load {load}, copied in no time", row))
             if figure == "ttft_mean_s":
                 alone = [value(one, Cell(POOL, load), "own_s") / value(one, Cell(POOL, load), figure) for one in traces]
-                lines.append(row_of(f"{name}, load {load}, nothing waits", alone))
+                shown.append(ratio_row(f"{name}, load {load}, nothing waits", alone))
             for speed in SPEEDS if load == LOADS[0] else ():
                 row = ratios(figure, Cell(MOVE, load, speed, waits=False), Cell(POOL, load))
-                lines.append(row_of(f"{name}, load {load}, {speed:g} GB/s, as the proxy does it", row))
-    lines += ["", f"| a fifth of the placements false / none, mean | {' | '.join(traces)} | all | target |",
-              "|---|" + "---|" * (len(traces) + 2)]  # fmt: skip
+                shown.append(ratio_row(f"{name}, load {load}, {speed:g} GB/s, as the proxy does it", row))
+    lines += table(["of the pool", *traces, "all", "target"], shown)
+    disturbed = []
     for speed in SPEEDS:
         row = ratios("ttft_mean_s", Cell(MOVE, LOADS[0], speed, FALSE), Cell(MOVE, LOADS[0], speed))
-        lines.append(row_of(f"load {LOADS[0]}, {speed:g} GB/s", row, FALSE_TARGET))
-    lines += ["", "Where the mean time goes, in ms: own prefill (as if alone) + router queue + placing to admission "
-              "(the copy, and the engine's own line) + the rest of the prefill (beside others); and the hit ratio.", "",
-              f"| ms | {' | '.join(traces)} |", "|---|" + "---|" * len(traces)]  # fmt: skip
+        disturbed.append(ratio_row(f"load {LOADS[0]}, {speed:g} GB/s", row, FALSE_TARGET))
+    lines += table(["a fifth of the placements false / none, mean", *traces, "all", "target"], disturbed)
+    lines += ["", WHERE]
+    parts_of = []
     for load in LOADS:
         moves = (Cell(MOVE, load, speed) for speed in (*SPEEDS, FREE))
         for cell in (Cell(POOL, load), Cell(QUEUE, load), *moves):
             speed_name = (
                 "" if not cell.gb_per_s else f", {cell.gb_per_s:g} GB/s" if cell.gb_per_s < FREE else ", no time"
             )
-            shown = []
+            row_of = [f"{cell.policy}{speed_name}, load {load}"]
             for trace in traces:
                 parts = [1000 * value(trace, cell, part) for part in ("own_s", "queued_s", "admitted_s")]
                 rest = 1000 * value(trace, cell, "ttft_mean_s") - sum(parts)
-                shown.append(" + ".join(f"{part:.0f}" for part in (*parts, rest)) +
-                             f"; {value(trace, cell, 'hit_ratio'):.3f}")  # fmt: skip
-            lines.append(f"| {cell.policy}{speed_name}, load {load} | " + " | ".join(shown) + " |")
+                times = " + ".join(f"{part:.0f}" for part in (*parts, rest))
+                row_of.append(f"{times}; {value(trace, cell, 'hit_ratio'):.3f}")
+            parts_of.append(row_of)
+    lines += table(["ms", *traces], parts_of)
     lines += ["", NOTE]
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=4000, help="of each trace at most (default 4000)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
-    parser.add_argument("--seeds", type=int, default=2, help="runs of each cell (default 2)")
-    parser.add_argument("--traces", default=",".join(TRACES), help="of benchmarks/traces (default: all)")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "reports", help="folder of the report")
-    args = parser.parse_args()
-    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
-        rows = [row for group in pool.imap(Job(args.requests, args.seeds), args.traces.split(",")) for row in group]
-    command = "python -m benchmarks.moves" + (f" --requests {args.requests}" if args.requests != 4000 else "")
-    command += f" --seeds {args.seeds}" if args.seeds != 2 else ""
-    (args.out / "moves.json").write_text(json.dumps({"command": command, "runs": rows}) + "\n")
-    report = as_markdown(rows, command)
-    (args.out / "moves.md").write_text(report)
-    print(report)
-
-
 if __name__ == "__main__":
-    main()
+    measure_traces(__doc__ or "", job=Job, as_markdown=as_markdown, requests=4000, seeds=2)

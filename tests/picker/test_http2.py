@@ -14,6 +14,7 @@ from hpack import Encoder
 from kvproxy.picker.http2 import Http2Connection
 from kvproxy.picker.http2_frames import PREFACE, Code, Fields, encode_fields
 from kvproxy.picker.http2_stream import Stream
+from tests.support.until import until
 
 DATA, HEADERS, PRIORITY, RESET, SETTINGS, PUSH, PING, GOAWAY, WINDOW, CONTINUATION = range(10)
 END_STREAM, END_HEADERS, PADDED, PRIORITISED = 1, 4, 8, 32
@@ -168,9 +169,7 @@ async def test_a_reset_tells_the_handler() -> None:
         assert await peer.hear_of(DATA) == (0, 3, b"y")
         assert [handler.left for handler in peer.handlers] == [True, False]
         peer.writer.close()
-        async with asyncio.timeout(30):
-            while peer.connections:  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
+        await until(lambda: not peer.connections)
         assert peer.handlers[1].left
 
 
@@ -233,6 +232,20 @@ async def test_what_breaks_the_protocol_ends_the_connection(said: bytes, code: C
     """With the code that says how."""
     async with connected(hello=said) as peer:
         assert await peer.end() == code
+
+
+async def test_more_than_is_read_at_once_comes_whole() -> None:
+    """Frames of all lengths on several streams, of which reads end anywhere."""
+    pieces = [bytes((number,)) * (1 + number * 61 % 16_384) for number in range(1, 200)]
+    hello = (
+        PREFACE + frame(SETTINGS, 0, 0, struct.pack("!HI", 4, 2**24)) + frame(WINDOW, 0, 0, struct.pack("!I", 2**24))
+    )
+    async with connected(hello=hello) as peer:
+        for stream in (1, 3):
+            peer.say(frame(HEADERS, END_HEADERS, stream, block()))
+        peer.say(*[frame(DATA, 0, 1 + 2 * (len(piece) % 2), piece) for piece in pieces])
+        for piece in pieces:
+            assert await peer.hear_of(DATA) == (0, 1 + 2 * (len(piece) % 2), piece)
 
 
 async def test_more_than_a_window_ends_the_connection() -> None:
