@@ -12,6 +12,7 @@ import httpx
 from kvproxy.clients.vllm import VllmClient
 from tests.real.engines import vllm
 from tests.real.engines.place import Model
+from tests.real.engines.sglang import Sglang
 from tests.real.engines.vllm import Vllm
 from tests.real.prompts import chat, text
 
@@ -59,7 +60,7 @@ def running_pair(a: Vllm, b: Vllm) -> Iterator[Pair]:
         yield Pair(a, b)
 
 
-def warm_up(server: Vllm) -> None:
+def warm_up(server: Vllm | Sglang) -> None:
     """Two questions: an engine's first ones take many times as long as all others."""
     for number in range(2):
         body = chat(server.model.name, text(300, seed=f"warm up {number}"), max_tokens=8)
