@@ -12,22 +12,20 @@ Writes leases.md and leases.json of benchmarks/reports.
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.routing_cells import CAPACITY_TOKENS, ROOT, trace_of
+from benchmarks.by_trace import Rows, measure_traces
+from benchmarks.markdown import table
+from benchmarks.routing_cells import capacity_tokens_of, trace_of
 from kvproxy.config.kvcache_actions_schema import LeaseSettings
 from kvproxy.kvcache.actions.conversations import Waiting
+from kvproxy.kvcache.actions.hotness import KnownPrefix
 from kvproxy.kvcache.actions.leases import Lease, LeaseBook, Lever, Why, choose_duration
-from kvproxy.kvcache.actions.signals import KnownPrefix
 from kvproxy.kvcache.actions.touching import LAST_TOKENS, Insertions, chance_of_return, is_worth
 from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.pooled import measure_bound
@@ -279,7 +277,7 @@ class Job:
     seeds: int
 
     def __call__(self, name: str) -> list[dict[str, Any]]:
-        fleet = ReplayFleet(instances=INSTANCES, capacity_tokens=CAPACITY_TOKENS.get(name, 819_200))
+        fleet = ReplayFleet(instances=INSTANCES, capacity_tokens=capacity_tokens_of(name))
         bound = measure_bound(trace_of(name).cut(self.requests), fleet, LOAD)
         trace = bound.trace.cut(self.requests)
         return [
@@ -289,17 +287,15 @@ class Job:
         ]
 
 
-def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
+def as_markdown(rows: Rows, command: str) -> str:
     """The report."""
     lines = [
         "# Leases: what keeping prompts over pauses is worth in virtual time", "",
         f"`{command}`. {INSTANCES} simulated engines under `kv_aware`, at {LOAD} of what they serve with all of their "
         "memory in one pool. Every answer but a session's last one counts as one that waits for a tool; pauses are "
-        "learned in the run. Each pair of figures is without and with leases.", "",
-        "| trace | memory, lever | hit ratio | session (s) | to without | mean TTFT (ms) | promises kept "
-        "| elsewhere | granted, touches (too late), given up, over budget |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "learned in the run. Each pair of figures is without and with leases.",
     ]  # fmt: skip
+    shown = []
     for trace in dict.fromkeys(row["trace"] for row in rows):
         for cell in (one for one in cells_of(trace) if one.mode == "leases"):
             runs = [
@@ -307,11 +303,18 @@ def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
                     row[name] == value for name, value in asdict(replace(cell, mode=mode)).items())]
                 for mode in MODES
             ]  # fmt: skip
-            lines.append(_line(trace, cell, *runs))
+            shown.append(_row(trace, cell, *runs))
+    lines += table(_HEADS, shown)
     return "\n".join(lines) + "\n"
 
 
-def _line(trace: str, cell: Cell, *runs: Sequence[dict[str, Any]]) -> str:
+_HEADS = (
+    "trace", "memory, lever", "hit ratio", "session (s)", "to without", "mean TTFT (ms)", "promises kept", "elsewhere",
+    "granted, touches (too late), given up, over budget",
+)  # fmt: skip
+
+
+def _row(trace: str, cell: Cell, *runs: Sequence[dict[str, Any]]) -> list[object]:
     def means(figure: str, scale: float = 1.0) -> list[float]:
         return [scale * sum(float(row[figure]) for row in rows) / len(rows) for rows in runs]
 
@@ -321,33 +324,19 @@ def _line(trace: str, cell: Cell, *runs: Sequence[dict[str, Any]]) -> str:
     verified = counts["kept"] + counts["broken"]
     pinned = f"pins in host memory ({cell.host:g}x)" if cell.host else "pins in a store" if cell.store else "touches"
     sessions, ttfts = means("session_mean_s"), means("ttft_mean_s", 1000)
-    return (
-        f"| {trace} | {cell.memory:g}, {pinned} | {', '.join(f'{one:.3f}' for one in means('hit_ratio'))} | "
-        f"{', '.join(f'{one:.0f}' for one in sessions)} | "
-        f"{', '.join(f'{one / sessions[0]:.3f}' for one in sessions[1:])} | "
-        f"{', '.join(f'{one:.0f}' for one in ttfts)} | "
-        f"{counts['kept'] / max(1, verified):.1%} | "
-        f"{counts['elsewhere']} | {counts['granted']}, {counts['touched']} ({counts['touched_too_late']}), "
-        f"{counts['not_worth']}, {counts['endpoint_budget']} |"
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=1500, help="of each trace at most (default 1500)")
-    parser.add_argument("--jobs", type=int, default=1, help="processes (default 1)")
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each cell (default 1)")
-    parser.add_argument("--traces", default=",".join(MEMORY), help="of benchmarks/traces (default: both)")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "reports", help="folder of the report")
-    args = parser.parse_args()
-    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
-        rows = [row for group in pool.imap(Job(args.requests, args.seeds), args.traces.split(",")) for row in group]
-    command = f"python -m benchmarks.leases --requests {args.requests} --seeds {args.seeds}"
-    (args.out / "leases.json").write_text(json.dumps({"command": command, "runs": rows}) + "\n")
-    text = as_markdown(rows, command)
-    (args.out / "leases.md").write_text(text)
-    print(text)
+    return [
+        trace,
+        f"{cell.memory:g}, {pinned}",
+        ", ".join(f"{one:.3f}" for one in means("hit_ratio")),
+        ", ".join(f"{one:.0f}" for one in sessions),
+        ", ".join(f"{one / sessions[0]:.3f}" for one in sessions[1:]),
+        ", ".join(f"{one:.0f}" for one in ttfts),
+        f"{counts['kept'] / max(1, verified):.1%}",
+        counts["elsewhere"],
+        f"{counts['granted']}, {counts['touched']} ({counts['touched_too_late']}), {counts['not_worth']}, "
+        f"{counts['endpoint_budget']}",
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    measure_traces(__doc__ or "", job=Job, as_markdown=as_markdown, traces=tuple(MEMORY), requests=1500, seeds=1)

@@ -9,17 +9,13 @@ moves.json of benchmarks/reports.
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
-from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, replace
-from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.routing_cells import CAPACITY_TOKENS, ROOT, TRACES, trace_of
-from benchmarks.tiers import row_of
+from benchmarks.by_trace import Rows, measure_traces, ratio_row
+from benchmarks.markdown import table
+from benchmarks.routing_cells import capacity_tokens_of, trace_of
 from kvproxy.replay.compare import PolicySpec, play_policy
 from kvproxy.replay.pooled import measure_bound, play_on_pool
 from kvproxy.replay.results import summarize_outcomes
@@ -52,18 +48,18 @@ CELLS = (
 )
 
 
+@dataclass(frozen=True)
 class Job:
     """All cells of one trace, in another process."""
 
-    def __init__(self, requests: int) -> None:
-        self._requests = requests
+    requests: int
 
     def __call__(self, name: str) -> list[dict[str, Any]]:
-        fleet = ReplayFleet(instances=INSTANCES, capacity_tokens=CAPACITY_TOKENS.get(name, 819_200))
+        fleet = ReplayFleet(instances=INSTANCES, capacity_tokens=capacity_tokens_of(name))
         rows = []
         for load in LOADS:
             bound = measure_bound(trace_of(name), fleet, load)
-            trace = bound.trace.cut(min(self._requests, bound.trace.requests))
+            trace = bound.trace.cut(min(self.requests, bound.trace.requests))
             pooled = play_on_pool(trace, bound.pace, fleet)
             runs = [(Cell(POOL, load), pooled)]
             for cell in (each for each in CELLS if each.load == load):
@@ -81,7 +77,7 @@ class Job:
         return rows
 
 
-def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
+def as_markdown(rows: Rows, command: str) -> str:
     """The report."""
     found = {(row["trace"], *(row[name] for name in Cell.__dataclass_fields__)): row for row in rows}
     traces = list(dict.fromkeys(row["trace"] for row in rows))
@@ -98,47 +94,34 @@ def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
         "KV is 131,072 bytes. A request keeps its place and waits for its copy where that costs less than computing; "
         "as the proxy does it, it waits for its turn alone, and is copied for while the router queue holds it. "
         "The pool is one cache of all engines' size, routed by exact least work. TTFT in ratios; the last but one "
-        "column is the geometric mean.", "",
-        f"| of the pool | {' | '.join(traces)} | all | target |", "|---|" + "---|" * (len(traces) + 2),
+        "column is the geometric mean.",
     ]  # fmt: skip
+    shown = []
     for figure, name in (("ttft_mean_s", "mean"), ("ttft_p99_s", "p99")):
         for load in LOADS:
-            lines.append(row_of(f"{name}, load {load}, no copies", ratios(figure, Cell(QUEUE, load), Cell(POOL, load))))
+            row = ratios(figure, Cell(QUEUE, load), Cell(POOL, load))
+            shown.append(ratio_row(f"{name}, load {load}, no copies", row))
             for speed in SPEEDS:
                 row = ratios(figure, Cell(MOVE, load, speed), Cell(POOL, load))
                 target = TARGETS[speed] if figure == "ttft_mean_s" else None
-                lines.append(row_of(f"{name}, load {load}, {speed:g} GB/s", row, target))
+                shown.append(ratio_row(f"{name}, load {load}, {speed:g} GB/s", row, target))
             for speed in SPEEDS if load == LOADS[0] else ():
                 row = ratios(figure, Cell(MOVE, load, speed, waits=False), Cell(POOL, load))
-                lines.append(row_of(f"{name}, load {load}, {speed:g} GB/s, as the proxy does it", row))
-    lines += ["", f"| a fifth of the placements false / none, mean | {' | '.join(traces)} | all | target |",
-              "|---|" + "---|" * (len(traces) + 2)]  # fmt: skip
+                shown.append(ratio_row(f"{name}, load {load}, {speed:g} GB/s, as the proxy does it", row))
+    lines += table(["of the pool", *traces, "all", "target"], shown)
+    disturbed = []
     for speed in SPEEDS:
         row = ratios("ttft_mean_s", Cell(MOVE, LOADS[0], speed, FALSE), Cell(MOVE, LOADS[0], speed))
-        lines.append(row_of(f"load {LOADS[0]}, {speed:g} GB/s", row, FALSE_TARGET))
-    lines += ["", f"| hit ratio | {' | '.join(traces)} |", "|---|" + "---|" * len(traces)]
+        disturbed.append(ratio_row(f"load {LOADS[0]}, {speed:g} GB/s", row, FALSE_TARGET))
+    lines += table(["a fifth of the placements false / none, mean", *traces, "all", "target"], disturbed)
+    found_again = []
     for cell in (Cell(POOL, LOADS[0]), Cell(QUEUE, LOADS[0]), *(Cell(MOVE, LOADS[0], speed) for speed in SPEEDS)):
         hits = [found[trace, *astuple(cell)]["hit_ratio"] for trace in traces]
         speed_name = f", {cell.gb_per_s:g} GB/s" if cell.gb_per_s else ""
-        lines.append(f"| {cell.policy}{speed_name} | " + " | ".join(f"{hit:.2f}" for hit in hits) + " |")
+        found_again.append([f"{cell.policy}{speed_name}", *(f"{hit:.2f}" for hit in hits)])
+    lines += table(["hit ratio", *traces], found_again)
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=4000, help="of each trace at most (default 4000)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
-    parser.add_argument("--traces", default=",".join(TRACES), help="of benchmarks/traces (default: all)")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "reports", help="folder of the report")
-    args = parser.parse_args()
-    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
-        rows = [row for group in pool.imap(Job(args.requests), args.traces.split(",")) for row in group]
-    command = "python -m benchmarks.moves" + (f" --requests {args.requests}" if args.requests != 4000 else "")
-    (args.out / "moves.json").write_text(json.dumps({"command": command, "runs": rows}) + "\n")
-    report = as_markdown(rows, command)
-    (args.out / "moves.md").write_text(report)
-    print(report)
-
-
 if __name__ == "__main__":
-    main()
+    measure_traces(__doc__ or "", job=Job, as_markdown=as_markdown, requests=4000)

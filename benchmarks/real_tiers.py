@@ -20,12 +20,13 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from benchmarks.markdown import table
 from benchmarks.routing_cells import ROOT
 from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
 from kvproxy.clients.lmcache.coordinator_wire import CacheScope
@@ -142,9 +143,16 @@ def mean_of(rows: Sequence[dict[str, Any]], arm: str, repeat: int | None, first:
     return float(statistics.mean(chosen))
 
 
+def mean_rows(rows: Sequence[dict[str, Any]], before: str, after: str, first: int) -> Iterator[list[str]]:
+    """Mean TTFT of two arms and their ratio, of each repeat and of all together."""
+    for repeat in (*sorted({row["repeat"] for row in rows}), None):
+        one, other = (mean_of(rows, arm, repeat, first) for arm in (before, after))
+        name = "all" if repeat is None else f"repeat {repeat + 1}"
+        yield [f"{name}: mean TTFT", f"{one:.2f} s", f"{other:.2f} s", f"{other / one:.2f}"]
+
+
 def as_markdown(aware: Sequence[dict[str, Any]], ahead: Sequence[dict[str, Any]], command: str) -> str:
     """The report."""
-    repeats = sorted({row["repeat"] for row in aware})
     lines = ["# Tiers on real engines", "",
              f"`{command}`. Two vLLM 0.32 (CPU, one core each, 10,240 tokens of cache of their own, a random model of "
              "102 M parameters), an LMCache 0.5.6 server beside each, LMCache's coordinator; other work on the same "
@@ -152,24 +160,16 @@ def as_markdown(aware: Sequence[dict[str, Any]], ahead: Sequence[dict[str, Any]]
              "## Knowing of host memory", "",
              "Chats of about 5,000 tokens that grow by 200 a turn, two requests at once, host memory of 1 GB beside "
              "each engine, no shared store. *Blind*: the engines' KV events alone, which tell of their own memory. "
-             "*Aware*: the coordinator's directory too. Policy kv_aware in both.", "",
-             "| later turns | blind | aware | aware / blind |", "|---|---|---|---|"]  # fmt: skip
-    for repeat in (*repeats, None):
-        blind, knowing = (mean_of(aware, arm, repeat, 1) for arm in (BLIND, AWARE))
-        name = "all" if repeat is None else f"repeat {repeat + 1}"
-        lines.append(f"| {name}: mean TTFT | {blind:.2f} s | {knowing:.2f} s | {knowing / blind:.2f} |")
-    cached = [mean_of(aware, arm, None, 1, "cached") for arm in (BLIND, AWARE)]
-    lines.append(f"| tokens reused of a prompt, mean | {cached[0]:.0f} | {cached[1]:.0f} | |")
+             "*Aware*: the coordinator's directory too. Policy kv_aware in both."]  # fmt: skip
+    cached = [f"{mean_of(aware, arm, None, 1, 'cached'):.0f}" for arm in (BLIND, AWARE)]
+    means = [*mean_rows(aware, BLIND, AWARE, 1), ["tokens reused of a prompt, mean", *cached, ""]]
+    lines += table(["later turns", "blind", "aware", "aware / blind"], means)
     ratio = mean_of(aware, AWARE, None, 1) / mean_of(aware, BLIND, None, 1)
     lines += ["", f"Target {_TARGET}: {'reached' if ratio <= _TARGET else '**missed**'} ({ratio:.2f}).", "",
               "## Transfers ahead of a turn", "",
               f"Sessions with a pause of {PAUSE_S:g} s and more, whose prompts only a disk that both servers read has "
-              "after each turn. *Ahead*: `transfers.ahead` copies them into a server's memory meanwhile.", "",
-              "| third and later turns | none | ahead | ahead / none |", "|---|---|---|---|"]  # fmt: skip
-    for repeat in (*repeats, None):
-        without, with_it = (mean_of(ahead, arm, repeat, 2) for arm in (NONE, AHEAD))
-        name = "all" if repeat is None else f"repeat {repeat + 1}"
-        lines.append(f"| {name}: mean TTFT | {without:.2f} s | {with_it:.2f} s | {with_it / without:.2f} |")
+              "after each turn. *Ahead*: `transfers.ahead` copies them into a server's memory meanwhile."]  # fmt: skip
+    lines += table(["third and later turns", "none", "ahead", "ahead / none"], mean_rows(ahead, NONE, AHEAD, 2))
     return "\n".join(lines) + "\n"
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.routing_cells import CAPACITY_TOKENS, ROOT, trace_of
+from benchmarks.routing_cells import ROOT, capacity_tokens_of, trace_of
 from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.pooled import Bound, measure_bound
 from kvproxy.replay.replicas import ManyRouters, Replica
@@ -58,7 +58,7 @@ def _bound_of(trace: str, fleet: ReplayFleet) -> Bound:
 def run_cell(cell: Cell) -> dict[str, Any]:
     """Its figures."""
     started = time.process_time()
-    fleet = ReplayFleet(instances=INSTANCES, capacity_tokens=CAPACITY_TOKENS.get(cell.trace, 819_200), index=cell.index)
+    fleet = ReplayFleet(instances=INSTANCES, capacity_tokens=capacity_tokens_of(cell.trace), index=cell.index)
     bound = _bound_of(cell.trace, fleet)
     trace, pace = bound.trace.cut(cell.requests), bound.pace
     blocks, duration_s = fleet.blocks_of(trace), pace.duration_s(trace)

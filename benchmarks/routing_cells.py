@@ -24,7 +24,7 @@ from kvproxy.simulator.timing import TokenGaps
 
 ROOT = Path(__file__).parents[1]
 TRACES = ("conv_dev", "msyn_dev", "toolagent_like_dev", "cc_dev", "agent_dev")
-CAPACITY_TOKENS = {"cc_dev": 2_000_000, "agent_dev": 500_000}
+_CAPACITY_TOKENS = {"cc_dev": 2_000_000, "agent_dev": 500_000}
 OURS = ("kv_aware", "kv_aware+priority", "kv_aware+queue", "kv_aware+queue+priority")
 PEERS = ("dynamo", "dynamo_agentic", "llm_d", "llm_d_sticky", "lmetric", "least_ttft")
 SCENARIO_PEERS = ("dynamo", "dynamo_agentic", "lmetric", "least_ttft", "prefix_affinity", "least_request")
@@ -38,6 +38,11 @@ REQUESTS = 4000
 
 #: Left out with other fleet sizes, for time.
 ONLY_AT_EIGHT = ("llm_d", "llm_d_sticky")
+
+
+def capacity_tokens_of(trace: str) -> int:
+    """What an engine has room for: enough for its share of what comes again, and not for all of it."""
+    return _CAPACITY_TOKENS.get(trace, 819_200)
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ def fleet_of(cell: Cell) -> ReplayFleet:
     if cell.trace in SCENARIOS:
         return SCENARIOS[cell.trace].disturb(ReplayFleet(instances=cell.instances))
     changes = {key: value for key, value in VARIANTS[cell.variant].items() if key not in ("priors", "known")}
-    plain = ReplayFleet(instances=cell.instances, capacity_tokens=CAPACITY_TOKENS.get(cell.trace, 819_200))
+    plain = ReplayFleet(instances=cell.instances, capacity_tokens=capacity_tokens_of(cell.trace))
     return replace(plain, **changes)
 
 

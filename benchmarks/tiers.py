@@ -10,17 +10,13 @@ memory on the device. Writes tiers.md and tiers.json of benchmarks/reports.
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
-import multiprocessing
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.routing_cells import CAPACITY_TOKENS, ROOT, TRACES, trace_of
+from benchmarks.by_trace import Rows, measure_traces, ratio_row
+from benchmarks.markdown import table
+from benchmarks.routing_cells import capacity_tokens_of, trace_of
 from kvproxy.replay.compare import PolicySpec, play_policy
 from kvproxy.replay.pooled import measure_bound, play_on_pool
 from kvproxy.replay.results import summarize_outcomes
@@ -53,19 +49,19 @@ CELLS = (
 )
 
 
+@dataclass(frozen=True)
 class Job:
     """All cells of one trace, in another process."""
 
-    def __init__(self, requests: int) -> None:
-        self._requests = requests
+    requests: int
 
     def __call__(self, name: str) -> list[dict[str, Any]]:
-        fleet = ReplayFleet(instances=INSTANCES, capacity_tokens=CAPACITY_TOKENS.get(name, 819_200))
+        fleet = ReplayFleet(instances=INSTANCES, capacity_tokens=capacity_tokens_of(name))
         bounds = {load: measure_bound(trace_of(name), fleet, load) for load in LOADS}
         rows = []
         for cell in CELLS:
             bound = bounds[cell.load]
-            trace = bound.trace.cut(min(self._requests, bound.trace.requests))
+            trace = bound.trace.cut(min(self.requests, bound.trace.requests))
             plan = TierPlan(
                 device=0.25, host=4.0, gb_per_s=cell.gb_per_s, failing_reads=5 if cell.variant == FAILING else 0
             )
@@ -89,7 +85,7 @@ class Job:
         return rows
 
 
-def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
+def as_markdown(rows: Rows, command: str) -> str:
     """The report."""
     found = {(row["trace"], row["policy"], row["gb_per_s"], row["variant"], row["load"]): row for row in rows}
     traces = list(dict.fromkeys(row["trace"] for row in rows))
@@ -105,81 +101,52 @@ def as_markdown(rows: Sequence[dict[str, Any]], command: str) -> str:
         f"`{command}`. {INSTANCES} simulated engines at a load of what they serve with all memory on the device "
         "and in one pool; engine memory cut to a quarter, host memory of four times that, written through. "
         "A token's KV is 131,072 bytes: 32 layers, 8 KV heads, 128 values each, keys and values, two bytes. "
-        "TTFT in ratios; the last column is the geometric mean over the traces.", "",
-        f"| tier-aware / tier-blind | {' | '.join(traces)} | all | target |",
-        "|---|" + "---|" * (len(traces) + 2),
+        "TTFT in ratios; the last column is the geometric mean over the traces.",
     ]  # fmt: skip
+    shown = []
     for figure, name in (("ttft_mean_s", "mean TTFT"), ("ttft_p99_s", "p99 TTFT")):
         for load in LOADS:
             for speed in SPEEDS:
                 row = ratio(speed, load, figure, to=(AWARE, ""), of=(BLIND, ""))
                 target = AWARE_TARGET if figure == "ttft_mean_s" else None
-                lines.append(row_of(f"{name}, {speed:g} GB/s, load {load}", row, target))
+                shown.append(ratio_row(f"{name}, {speed:g} GB/s, load {load}", row, target))
+    lines += table(["tier-aware / tier-blind", *traces, "all", "target"], shown)
     lines += [
         "",
         "What there is to be had: the pool has one cache of all engines' size, all of it on the device, so that "
         "nothing is read, and nothing has to be found. On agent_dev a quarter of the memory still holds all that comes "
         "again: nothing lies in host memory alone, and aware is blind. The others would have to be at 0.58 together "
-        "for a mean of 0.65, which at load 0.7 is about what the pool is, whose reads cost nothing.", "",
-        f"| pool / tier-blind | {' | '.join(traces)} | all | - |", "|---|" + "---|" * (len(traces) + 2),
+        "for a mean of 0.65, which at load 0.7 is about what the pool is, whose reads cost nothing.",
     ]  # fmt: skip
+    had = []
     for load in LOADS:
         for speed in SPEEDS:
             row = [
                 found[trace, POOL, 0.0, "", load]["ttft_mean_s"] / found[trace, BLIND, speed, "", load]["ttft_mean_s"]
                 for trace in traces
             ]
-            lines.append(row_of(f"mean TTFT, {speed:g} GB/s, load {load}", row))
-    lines += [
-        "",
-        f"| tier-aware, mean TTFT | {' | '.join(traces)} | all | target |",
-        "|---|" + "---|" * (len(traces) + 2),
-    ]
+            had.append(ratio_row(f"mean TTFT, {speed:g} GB/s, load {load}", row))
+    lines += table(["pool / tier-blind", *traces, "all", "-"], had)
+    disturbed = []
     for variant, target in ((FALSE, FALSE_TARGET), (FAILING, None)):
         for speed in SPEEDS:
             row = ratio(speed, LOADS[0], "ttft_mean_s", to=(AWARE, variant), of=(AWARE, ""))
-            lines.append(row_of(f"{variant} / none, {speed:g} GB/s, load {LOADS[0]}", row, target))
-    lines += ["", "| what | " + " | ".join(traces) + " |", "|---|" + "---|" * len(traces)]
+            disturbed.append(ratio_row(f"{variant} / none, {speed:g} GB/s, load {LOADS[0]}", row, target))
+    lines += table(["tier-aware, mean TTFT", *traces, "all", "target"], disturbed)
+    figures = []
     for speed in SPEEDS:
         for policy in (BLIND, AWARE):
             cells = [found[trace, policy, speed, "", LOADS[0]] for trace in traces]
-            shown = " | ".join(f"{1000 * each['ttft_mean_s']:.0f} ms, {each['hit_ratio']:.2f}" for each in cells)
-            lines.append(f"| {policy}, {speed:g} GB/s: mean TTFT, hit ratio | {shown} |")
+            both = [f"{1000 * each['ttft_mean_s']:.0f} ms, {each['hit_ratio']:.2f}" for each in cells]
+            figures.append([f"{policy}, {speed:g} GB/s: mean TTFT, hit ratio", *both])
         true_us = 131_072 / speed / 1000
         learned = [found[trace, AWARE, speed, "", LOADS[0]]["onboarding_us_per_token"] for trace in traces]
         prices = [each.get("host", 0.0) for each in learned]
-        lines.append(f"| host onboarding learned at {speed:g} GB/s, us a token (true: {true_us:.1f}) | "
-                     + " | ".join(f"{price:.1f}" for price in prices) + " |")  # fmt: skip
+        what = f"host onboarding learned at {speed:g} GB/s, us a token (true: {true_us:.1f})"
+        figures.append([what, *(f"{price:.1f}" for price in prices)])
+    lines += table(["what", *traces], figures)
     return "\n".join(lines) + "\n"
 
 
-def row_of(what: str, ratios: Sequence[float], target: float | None = None) -> str:
-    """A line of a report: the ratio on each trace, their geometric mean, and whether it is what was wanted."""
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    verdict = "-"
-    if target is not None:
-        verdict = f"{target:.2f}: " + (
-            "reached" if mean <= target else f"**missed by {100 * (mean / target - 1):.0f} %**"
-        )
-    return f"| {what} | {' | '.join(f'{value:.2f}' for value in ratios)} | **{mean:.2f}** | {verdict} |"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=4000, help="of each trace at most (default 4000)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
-    parser.add_argument("--traces", default=",".join(TRACES), help="of benchmarks/traces (default: all)")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "reports", help="folder of the report")
-    args = parser.parse_args()
-    names = args.traces.split(",")
-    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
-        rows = [row for group in pool.imap(Job(args.requests), names) for row in group]
-    command = "python -m benchmarks.tiers" + (f" --requests {args.requests}" if args.requests != 4000 else "")
-    (args.out / "tiers.json").write_text(json.dumps({"command": command, "runs": rows}) + "\n")
-    text = as_markdown(rows, command)
-    (args.out / "tiers.md").write_text(text)
-    print(text)
-
-
 if __name__ == "__main__":
-    main()
+    measure_traces(__doc__ or "", job=Job, as_markdown=as_markdown, requests=4000)

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.leases import TOUCH, TouchedEngine
 from kvproxy.config.kvcache_actions_schema import CacheStrategySettings, WarmingSettings
 from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.kvcache.actions.warming import PIECE_TOKENS
+from kvproxy.kvcache.actions.warmer import PIECE_TOKENS
 from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.pooled import Bound, measure_bound
 from kvproxy.replay.results import ReplayOutcome, percentile

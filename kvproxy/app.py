@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -158,6 +159,7 @@ class Proxy:
         """The first half of a reload: everything that may fail. `adopt` or `discard` what it gives."""
         after = Generation(config, self._shared, self._states)
         await self._reloader.begin_generation(after)
+        await asyncio.sleep(0)  # thousands of endpoints take long enough without what was built
         return after
 
     def adopt(self, after: Generation) -> Reloaded:

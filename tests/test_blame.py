@@ -185,9 +185,7 @@ async def test_nothing_is_retried_while_every_endpoint_is_out() -> None:
     async with fleet(status(500), health=probes) as (engines, proxy):
         for engine in engines:
             engine.healthy = False
-        async with asyncio.timeout(60):
-            while conditions(proxy) != {Condition.UNHEALTHY}:  # noqa: ASYNC110 - probes have no event
-                await asyncio.sleep(0.002)
+        await until(lambda: conditions(proxy) == {Condition.UNHEALTHY})
         await ask(proxy, 1)
     assert attempts(engines) == 1
 

@@ -16,7 +16,7 @@ import pytest
 
 from kvproxy.app import Proxy
 from kvproxy.config.load import load_config
-from kvproxy.kvcache.actions.signals import common_tokens
+from kvproxy.kvcache.actions.hotness import common_tokens
 from kvproxy.kvcache.actions.strategies import Action
 from kvproxy.kvcache.providers import ActionKind
 from kvproxy.kvcache.service import KvCache

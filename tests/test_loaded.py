@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
-import time
 
 from tests.loaded import busy
+from tests.support.until import until
 
 
 class Failed(Exception):
@@ -24,25 +25,21 @@ def test_the_busy_processes_end_with_the_run() -> None:
         assert [process.returncode for process in processes] == [-signal.SIGKILL] * 2
 
 
-def test_they_end_when_the_run_is_killed() -> None:
+async def test_they_end_when_the_run_is_killed() -> None:
     """No process is left to end them then."""
     script = """
-import time
+import signal
 from tests.loaded import busy
 with busy(1) as (one,):
     print(one.pid, flush=True)
-    time.sleep(99)
+    signal.pause()
 """
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE)
     assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
+    pid = int(await parent.stdout.readline())
     parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    give_up_at = time.monotonic() + 60
-    while _runs(pid):
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
+    await parent.wait()
+    await until(lambda: not _runs(pid))
 
 
 def _runs(pid: int) -> bool:

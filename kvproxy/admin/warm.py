@@ -18,8 +18,8 @@ from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.routes import RouteTarget
 from kvproxy.config.kvcache_actions_schema import PrefixExport
 from kvproxy.errors import Problem
-from kvproxy.kvcache.actions.signals import KnownPrefix
-from kvproxy.kvcache.actions.warming import Warmed
+from kvproxy.kvcache.actions.hotness import KnownPrefix
+from kvproxy.kvcache.actions.warmer import Warmed
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
 from kvproxy.kvcache.service import KvCache
 from kvproxy.types import InferenceRequest

@@ -155,7 +155,8 @@ class KnownAdapters:
         before = set(self.names)
         self.names.clear()  # in place: engines hold it too
         for adapters in present:
-            self.names.update(adapters.names)
+            if adapters.names:
+                self.names.update(adapters.names)
         lost = (self.lost | before) - self.names.keys()
         self.lost = set(sorted(lost)[:MAX_ADAPTERS])
 

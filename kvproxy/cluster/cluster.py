@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Self
 
 import msgspec
@@ -14,7 +15,7 @@ import msgspec
 from kvproxy.background_task import TaskSet
 from kvproxy.cluster.adapters import Adapters, KnownAdapters
 from kvproxy.cluster.autoscaling import Autoscaling
-from kvproxy.cluster.discovery import Poller, Source, sources_of, step_towards
+from kvproxy.cluster.discovery import Poller, Source, sources_of, steps_towards
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.engine_priority import ClusterPriority, utc_seconds
@@ -211,15 +212,16 @@ class Cluster:
         self._close_queue()
 
     def apply_endpoints(self, endpoints: Sequence[EndpointSettings], *, in_steps: bool = True) -> None:
-        """These are the static endpoints from now on; where very many come or leave, most of them in later turns of
-        the event loop. ValueError for a URL that is none, and then nothing changed."""
+        """These are the static endpoints from now on; where very many come, change or leave, most do so in later turns
+        of the event loop. ValueError for a URL that is none, and then nothing changed."""
         if self._applying is not None:
             self._applying.cancel()
         in_steps = in_steps and self._tasks.running
-        step = step_towards(endpoints, self._members.named_by(STATIC) or ()) if in_steps else endpoints
-        self._update(STATIC, step)
-        if step is not endpoints:
-            self._applying = self._tasks.start(self._poller.update_in_steps(STATIC, endpoints), name="endpoints")
+        steps = steps_towards(endpoints, self._members.named_by(STATIC) or ()) if in_steps else iter([endpoints])
+        self._update(STATIC, next(steps))
+        if (second := next(steps, None)) is not None:
+            later = self._poller.update_in_steps(STATIC, chain([second], steps))
+            self._applying = self._tasks.start(later, name="endpoints")
 
     def drain_endpoint(self, name: EndpointId, *, draining: bool = True) -> bool:
         """Stop (with False, resume) giving a member, or all of an engine, new requests; whether there is such a one."""

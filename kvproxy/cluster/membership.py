@@ -122,14 +122,14 @@ class Membership:
         self._apply(self._sources, self._removed)
 
     def _apply(self, sources: dict[str, tuple[EndpointSettings, ...]], removed: frozenset[EndpointId]) -> None:
-        named, settings = _merge(sources), self._owner.settings
-        before = self._named if settings is self._settings else {}  # of thousands that stay nothing is done
+        named, settings, before, last = _merge(sources), self._owner.settings, self._named, self._settings
+        afresh = last is None or settings.model_copy(update={"endpoints": last.endpoints}) != last  # for all of them
         changed = {one: c for one, c in named.items() if before.get(one) is not c or one not in self._engines}
         origins = {one: origin_of(config) for one, config in changed.items()}  # before anything changes
         engines = {one: self._engines[one] for one in named if one not in changed}
-        for one, config in changed.items():
-            engines[one] = self._engine_at(config, origins[one])
-            engines[one].configure(config, settings)
+        engines.update((one, self._engine_at(config, origins[one])) for one, config in changed.items())
+        for one in named if afresh else changed:
+            engines[one].configure(named[one], settings)
         self._named, self._settings = named, settings
         members = _members(named, engines)
         wanted = {one: m for one, m in members.items() if not (removed and removed & {one, m.engine.id})}
@@ -143,7 +143,7 @@ class Membership:
         self._configs = {endpoint_id: member.config for endpoint_id, member in wanted.items()}
         for endpoint_id, member in wanted.items():
             endpoint = stays.get(endpoint_id) or self._returning(endpoint_id, member.engine) or self._new(member)
-            if endpoint_id not in stays or member.engine.id in changed:
+            if afresh or endpoint_id not in stays or member.engine.id in changed:
                 endpoint.configure(self._weighted(endpoint_id), settings)
             present[endpoint_id] = endpoint
             ids.setdefault(member.engine, []).append(endpoint_id)

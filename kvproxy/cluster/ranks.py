@@ -31,7 +31,7 @@ class Ranks:
     balancing). Where the two differ the first is tried first.
     """
 
-    __slots__ = ("_doubts", "_first", "_found", "_refused", "_settings", "in_body", "named", "shown")
+    __slots__ = ("_doubts", "_first", "_found", "_refused", "_settings", "candidates", "in_body", "named", "shown")
 
     def __init__(self, settings: DataParallelSettings) -> None:
         self._settings = settings
@@ -43,6 +43,9 @@ class Ranks:
         self.shown: tuple[int, ...] = ()  # by its metrics, if several
         #: By its event sources, or what is configured of them; None: they were not asked.
         self.named: tuple[int, ...] | None = None
+        #: The ranks that are chosen among; () where the engine is one candidate.
+        self.candidates: tuple[int, ...] = ()
+        self._choose()
 
     def configure(self, settings: DataParallelSettings) -> None:
         """Take over what the configuration says. Other ranks than before have not been refused yet."""
@@ -59,13 +62,6 @@ class Ranks:
     def asks(self) -> bool:
         """Whether they are to be found out."""
         return self._settings.steer and not self._settings.ranks
-
-    @property
-    def candidates(self) -> tuple[int, ...]:
-        """The ranks that are chosen among; () where the engine is one candidate."""
-        if not self._settings.steer:
-            return ()
-        return tuple(rank for rank in self.stated or self._found if rank not in self._refused)
 
     @property
     def refused(self) -> tuple[int, ...]:
@@ -90,11 +86,13 @@ class Ranks:
         if found != self._found:
             self._found = found
             self._refused = frozenset()
+            self._choose()
 
     def resume_ranks(self, found: Collection[int]) -> None:
         """The ranks it had when it was last seen, until it is asked."""
         if self.asks and not self.shown:
             self._found = tuple(sorted(found)[:MAX_RANKS])
+            self._choose()
 
     def record_refusal(self, rank: int, number: int, *, named: bool = True) -> RankRefusal:
         """The engine refused a request for the rank of this number, and served it without one. `named`: it said that it
@@ -109,9 +107,15 @@ class Ranks:
             self._first = first
             return RankRefusal.RENUMBERED
         self._refused |= {rank}
+        self._choose()
         return RankRefusal.DROPPED
 
     def forget_refusals(self) -> None:
         """It may be another engine now: nothing has been refused."""
         self._refused, self._first = frozenset(), 0
         self._doubts.clear()
+        self._choose()
+
+    def _choose(self) -> None:
+        ranks = (self.stated or self._found) if self._settings.steer else ()
+        self.candidates = tuple(rank for rank in ranks if rank not in self._refused)

@@ -245,6 +245,6 @@ class Verdicts:
 
     def _give_back(self, concerned: Callable[[Endpoint], bool]) -> None:
         """Offer what waits for a first byte there to its requests; each decides what to do with itself."""
-        for endpoint in filter(concerned, self._members.all_endpoints()):
+        for endpoint in filter(concerned, [one for one in self._members.all_endpoints() if one.waiting]):
             for give_back in tuple(endpoint.waiting.values()):
                 give_back()

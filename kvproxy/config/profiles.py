@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from kvproxy.config.schema import Profile
 from kvproxy.config.shorthand import Canonical
-from kvproxy.config.verify import FORECASTING
+from kvproxy.config.verify_clusters import FORECASTING
 from kvproxy.errors import Problem
 
 

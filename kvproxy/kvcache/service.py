@@ -20,7 +20,8 @@ from kvproxy.kvcache.actions.signals import HostUse
 from kvproxy.kvcache.actions.strategy_runner import StrategyRunner
 from kvproxy.kvcache.actions.touching import Toucher
 from kvproxy.kvcache.actions.transfers import Transfers
-from kvproxy.kvcache.actions.warming import Warmer, Warming
+from kvproxy.kvcache.actions.warmer import Warmer
+from kvproxy.kvcache.actions.warming import Warming
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.engines import Engines
 from kvproxy.kvcache.feedback.predictions import PredictionFeedback
@@ -231,7 +232,7 @@ class KvCache:
         present = {(name, one.id) for name, cluster in self.clusters.items() for one in cluster.endpoints}
         self.feedback.keep_only(present)
         self.state.breaks.keep_only(present)
-        self.actions.tick()
+        self.actions.tick(self.overlap.instance_ids())
         if self.leasing is not None:
             self.leasing.tick()
         if self.warming is not None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings, TokenCacheSettings
+from kvproxy.kvcache.actions.hotness import Hotness
 from kvproxy.kvcache.actions.leases import LeaseBook
-from kvproxy.kvcache.actions.signals import Hotness
 from kvproxy.kvcache.actions.strategies import ActionRecord
 from kvproxy.kvcache.feedback.prediction_stats import PredictionStats
 from kvproxy.kvcache.feedback.prefix_breaks import PrefixBreaks

@@ -4,7 +4,7 @@ how long they ask for a prompt to be kept. Pure."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 from msgspec import Raw
@@ -32,6 +32,9 @@ _MOST_OF_A_MARK = 96
 _plain_mark = re.compile(rb'"cache_control"\s?:\s?\{[^{}]{0,64}\}(?=\s?\})').match
 #: How a mark begins, as all clients write it: a longer text to look for is found sooner.
 _BEGINNINGS = (b'"cache_control":{"type":"ephemeral"', b'"cache_control": {"type": "ephemeral"')
+_NAME, _UNDERSCORE = MARK[:-1], ord("_")
+#: How a message ends that has a mark there.
+END_OF_MARKED = b"}}]}"
 #: A message's last mark, in its last part.
 _mark_at_end = re.compile(rb',\s?"cache_control"\s?:\s?\{[^{}]{0,64}\}(\}\s?\]\s?\})\Z').search
 #: Whether an object is written with spaces behind its colons.
@@ -83,16 +86,21 @@ def block_itself(block: bytes) -> list[_Object]:
     return [_decode_object(block)]
 
 
-def is_marked(message: bytes) -> bool:
-    """Whether there may be a mark in it; an unusual one (its `ttl` first) is not found."""
-    return _BEGINNINGS[is_spaced(message) is not None] in message
+def count_marks(messages: Sequence[bytes]) -> int:
+    """The marks in them, spelled as the first message is; an unusual one (its `ttl` first) is not found."""
+    text = b"\0".join(messages)  # one long text is searched sooner than many
+    first = text.find(_UNDERSCORE)  # and a single byte is found in a tenth of the time
+    if first < 0:
+        return 0
+    mark = _BEGINNINGS[is_spaced(text) is not None]
+    return text.count(mark, max(0, first - len(mark)))
 
 
 def without_mark_at_end(message: bytes) -> bytes:
-    """Of the Messages API, without the mark that its last part ends with, or itself: nothing else can end so."""
-    if not message.endswith(b"}}]}"):
-        return message
-    mark = _mark_at_end(message, max(0, len(message) - _MOST_OF_A_MARK))
+    """Of the Messages API, a message with `END_OF_MARKED` without the mark that its last part ends with, or itself:
+    nothing else can end so."""
+    start = max(0, len(message) - _MOST_OF_A_MARK)
+    mark = _mark_at_end(message, start) if message.find(_NAME, start) >= 0 else None
     return message if mark is None else message[: mark.start()] + mark[1]
 
 
@@ -160,7 +168,7 @@ def _cut(data: bytes, values: Iterable[bytes]) -> bytes:
 def read_ttl_s(prompt: Prompt) -> float | None:
     """The longest time that a mark asks for; None without marks."""
     looked_at = (prompt.shape, *prompt.parts[-_MARKED_PARTS:])
-    marks = [each[1] for text in looked_at if MARK[:-1] in text for each in _any_mark(text)]
+    marks = [each[1] for text in looked_at if _NAME in text for each in _any_mark(text)]
     if not marks:
         return None
     return LONG_TTL_S if any(b'"1h"' in each for each in marks) else DEFAULT_TTL_S

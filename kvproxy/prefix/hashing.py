@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from struct import Struct
 
 from xxhash import xxh3_64_intdigest, xxh64_intdigest
@@ -22,8 +23,7 @@ TEXT_BLOCK_BYTES = 256
 
 _TOKEN_BYTES = 4
 _SLICES = {size: Struct(f"{size}s") for size in (_TOKEN_BYTES * n for n in BLOCK_SIZES)}
-_ROW = 16  # blocks of text that are taken at once, which is faster
-_TEXT_SLICES, _TEXT_ROWS = (Struct(f"{TEXT_BLOCK_BYTES}s" * count).iter_unpack for count in (1, _ROW))
+_ROW = 256  # blocks of text that are taken at once
 #: Raw JSON never contains this byte, so it ends a part without ambiguity.
 _END_OF_PART = b"\0"
 
@@ -87,11 +87,18 @@ def text_blocks(prompt: Prompt, seed: int) -> array[int]:
 def text_chain(data: bytes, seed: int, *, start: int = 0) -> array[int]:
     """Chained hashes of the full 256-byte slices of `data` from byte `start` on."""
     blocks, digest = (len(data) - start) // TEXT_BLOCK_BYTES, xxh64_intdigest
-    stop, end = (start + TEXT_BLOCK_BYTES * count for count in (blocks - blocks % _ROW, blocks))
-    view = memoryview(data)
-    hashes = [seed := digest(piece, seed) for row in _TEXT_ROWS(view[start:stop]) for piece in row]
-    hashes += [seed := digest(piece, seed) for (piece,) in _TEXT_SLICES(view[stop:end])]
+    first = blocks % _ROW
+    hashes = [seed := digest(piece, seed) for piece in _text_slices(first)(data, start)]
+    for block in range(first, blocks, _ROW):
+        row = _text_slices(_ROW)(data, start + TEXT_BLOCK_BYTES * block)
+        hashes += [seed := digest(piece, seed) for piece in row]
     return array("Q", hashes)
+
+
+@cache
+def _text_slices(count: int) -> Callable[[bytes, int], tuple[bytes, ...]]:
+    """Takes so many blocks of text at once, which is faster than one by one; up to `_ROW`."""
+    return Struct(f"{TEXT_BLOCK_BYTES}s" * count).unpack_from
 
 
 def canonical_bytes(prompt: Prompt) -> bytes:

@@ -29,31 +29,19 @@ import msgspec
 from msgspec import Raw
 
 from kvproxy.prefix.cache_marks import (
+    END_OF_MARKED,
     UNREADABLE,
     Looks,
-    block_itself,
-    is_marked,
+    count_marks,
     is_spaced,
     parts_of_message,
-    without_last_mark,
     without_mark_at_end,
     without_marks,
-    without_plain_marks,
-    without_tool_marks,
 )
+from kvproxy.prefix.shape_identity import END_OF_LINE, HEADER, REST_OF_LINE, TEXT_BLOCK, shape_identity
 from kvproxy.types import Prompt, RequestKind
 
-#: Blocks and bytes of a `system` that is looked into: a few ms at most. Beyond it, bytes count as they were sent.
-_MAX_BLOCKS = 64
-_MAX_SYSTEM_BYTES = 256 * 1024
-
-_HEADER = b"x-anthropic-billing-header"
-_SYSTEM_BLOCKS, _INSTRUCTIONS = b"system:[", b'instructions:"'
-#: Text up to the end of its first line, in JSON. Other escapes than these might spell a line's end differently.
-_REST_OF_LINE = rb'(?:[^"\\]|\\["\\/bfrt]){0,1024}+'
-_END_OF_LINE = rb'\\n(?!")'  # and a text follows
 _MESSAGE = rb'\{\s?"role"\s?:\s?"%s"\s?,\s?"content"\s?:\s?'
-_TEXT_BLOCK = rb'\{\s?"type"\s?:\s?"text"\s?,\s?"text"\s?:\s?(?="[^"])'  # up to the quote of a text that is not empty
 
 #: How a message with a string as its content begins, nearly always; others are looked at more closely.
 HEADS_OF_TEXT = tuple(
@@ -62,32 +50,36 @@ HEADS_OF_TEXT = tuple(
     for form in (b'{"role":"%b","content":"', b'{"role": "%b", "content": "')
 )
 #: Of these, the beginnings of a first message that a header may stand in.
-HEADERS = tuple(head + _HEADER for head in HEADS_OF_TEXT)
-_begins_with_text = re.compile(b"(" + _MESSAGE % rb"[a-z]{1,16}" + rb")\[\s?" + _TEXT_BLOCK).match
+HEADERS = tuple(head + HEADER for head in HEADS_OF_TEXT)
+#: How a message with text in a list begins, nearly always, by two of its bytes: all in front of that text, and what is
+#: left of it where that text is the whole content.
+_HEADS_OF_PARTS = {
+    head[9:11]: (head[:-1] + (b'[{"type": "text", "text": "' if b" " in head else b'[{"type":"text","text":"'), head)
+    for head in HEADS_OF_TEXT
+}
+_NO_HEAD = b"\0", b""
+#: How one begins with a list, and with one that has no text in front.
+_HEADS_OF_LISTS = tuple(head[:-1] + b"[" for head in HEADS_OF_TEXT)
+_HEADS_OF_CALLS = tuple(
+    head[:-1] + (b'[{"type": "tool_' if b" " in head else b'[{"type":"tool_') for head in HEADS_OF_TEXT
+)
+_begins_with_text = re.compile(b"(" + _MESSAGE % rb"[a-z]{1,16}" + rb")\[\s?" + TEXT_BLOCK).match
 _CALLS = b'"tool_calls"'
 _TEXTS = (b'"text":', b'"text": ')
-_FURTHER_BLOCKS = (b'"},{"type":"text"', b'"}, {"type": "text"')
+_QUOTE, _BACKSLASH = b'"\\'
 _begins_as_usual = re.compile(_MESSAGE % rb"[a-z]{1,16}").match
-_begins_with_text_part = re.compile(rb"\[\s?" + _TEXT_BLOCK).match
-_is_text_block = re.compile(_TEXT_BLOCK).match
-_header_of_text = re.compile(b'"' + _HEADER + _REST_OF_LINE + _END_OF_LINE).match
-#: With a mark or without, and another block behind it.
-_first_block_is_header = re.compile(
-    b'%b"%b%b"' % (_TEXT_BLOCK, _HEADER, _REST_OF_LINE)
-    + rb'(?:,\s?"cache_control"\s?:\s?\{[^{}]{0,64}\})?\s?\},\s?(?=\{)'
-).match
+_begins_with_text_part = re.compile(rb"\[\s?" + TEXT_BLOCK).match
 #: In a system message that begins with text: a line of it, or all of the first part of several.
 _header_of_message = re.compile(
     b"(%b)%b%b(?:%b|%b)"
-    % (_MESSAGE % b"system" + b'"', _HEADER, _REST_OF_LINE, _END_OF_LINE, rb'"\},\s?' + _TEXT_BLOCK + b'"')
+    % (_MESSAGE % b"system" + b'"', HEADER, REST_OF_LINE, END_OF_LINE, rb'"\},\s?' + TEXT_BLOCK + b'"')
 ).match
 
 _decode_fields = msgspec.json.Decoder(dict[str, Raw]).decode
-_decode_items = msgspec.json.Decoder(list[Raw]).decode
 
-_CHAT, _MESSAGES, _RESPONSES = RequestKind.CHAT, RequestKind.MESSAGES, RequestKind.RESPONSES  # found sooner so
+_CHAT = RequestKind.CHAT  # found sooner so
 #: The APIs whose messages there are rules for.
-RULED = (_CHAT, _MESSAGES)
+RULED = (_CHAT, RequestKind.MESSAGES)
 
 
 def prompt_identity(kind: RequestKind, prompt: Prompt, *, drops_header: bool = True) -> Prompt:
@@ -97,8 +89,7 @@ def prompt_identity(kind: RequestKind, prompt: Prompt, *, drops_header: bool = T
     if kind is not _CHAT:
         shape = shape_identity(kind, shape, drops_header=drops_header)
     if kind in RULED and not are_texts(parts):
-        rules = PartRules(kind, drops_header=drops_header)
-        parts = tuple([rules.apply(index, part) for index, part in enumerate(parts)])
+        parts = tuple(PartRules(kind, drops_header=drops_header).apply(parts))
     return prompt if shape is prompt.shape and parts is prompt.parts else Prompt(shape, parts, prompt.unread_bytes)
 
 
@@ -114,39 +105,59 @@ def are_texts(parts: Sequence[bytes], start: int = 0) -> bool:
 class PartRules:
     """The rules for the messages of one request of an API in `RULED`, and what may still be looked into for marks."""
 
-    __slots__ = ("_chat", "_looks", "_may_begin_with_header", "marked")
+    __slots__ = ("_chat", "_has_marks", "_heads", "_looks", "_may_begin_with_header", "marked")
 
     def __init__(self, kind: RequestKind, *, drops_header: bool = True) -> None:
         self._chat = kind is _CHAT
+        self._heads = _HEADS_OF_CALLS if self._chat else _HEADS_OF_LISTS
         self._may_begin_with_header = drops_header and self._chat
         self._looks = Looks()
-        self.marked = 0  # messages with a mark, so far
+        self._has_marks = False  # in the middle of messages
+        self.marked: list[int] = []  # places of messages with a mark
 
-    def apply(self, index: int, part: bytes) -> bytes:
-        """The bytes that name the message at that place."""
-        if not part.startswith(HEADS_OF_TEXT):
-            part = self._as_text(part)
-        if index == 0 and self._may_begin_with_header and (header := _header_of_message(part)):
-            return header[1] + part[header.end() :]
-        return part
+    def apply(self, messages: Sequence[bytes], first: int = 0) -> list[bytes]:
+        """The bytes that name these messages of the prompt, the first of which stands at that place."""
+        new, as_text = list(messages), self._as_text
+        self._has_marks = count_marks(new) > (0 if self._chat else self._cut_last_marks(new, first))
+        named = [
+            part if part.startswith(HEADS_OF_TEXT) else as_text(part, index) for index, part in enumerate(new, first)
+        ]
+        if first == 0 and self._may_begin_with_header and (header := _header_of_message(named[0])):
+            named[0] = header[1] + named[0][header.end() :]
+        return named
 
-    def _as_text(self, part: bytes) -> bytes:
-        begins = _begins_with_text(part)
-        if begins is not None and part.endswith(b'"}]}') and part.rfind(b'"', 0, -4) == begins.end():
-            return _as_string(begins, part)  # there are no other quotes, so there is nothing else
-        if (cut := part if self._chat else without_mark_at_end(part)) is not part:
-            self.marked += 1
-        if is_marked(cut):
-            self.marked += cut is part
-            if not self._looks.may_look_into(cut):
+    def _cut_last_marks(self, messages: list[bytes], first: int) -> int:
+        """Those that messages end with, as nearly all do. How many there were."""
+        found = 0
+        for place, message in enumerate(messages):
+            if message.endswith(END_OF_MARKED) and (cut := without_mark_at_end(message)) is not message:
+                messages[place] = cut
+                self.marked.append(first + place)
+                found += 1
+        return found
+
+    def _as_text(self, part: bytes, index: int) -> bytes:
+        if self._has_marks and count_marks((part,)):
+            self.marked.append(index)
+            if not self._looks.may_look_into(part):
                 return part
-            cut = without_marks(cut, parts_of_message)
-        return self._as_text_without_marks(begins, cut)
+            part = without_marks(part, parts_of_message)
+        head, kept = _HEADS_OF_PARTS.get(part[9:11], _NO_HEAD)
+        if part.startswith(head) and part.endswith(b'"}]}'):
+            begin = len(head)
+            quote = part.rfind(_QUOTE, begin, -len(b'"}]}'))
+            # Without other quotes there is nothing else; or the last of them is in a text.
+            if part[begin] != _QUOTE and (quote < 0 or _ends_with_text(part, quote)):
+                return b"".join((kept, memoryview(part)[begin : -len(b"}]}")], b"}"))
+        elif part.startswith(_HEADS_OF_CALLS if part.endswith(b'"}]}') else self._heads) and part.endswith(b"]}"):
+            return part  # no text alone, and nothing behind the list
+        return self._as_unusual(part)
 
-    def _as_text_without_marks(self, begins: re.Match[bytes] | None, part: bytes) -> bytes:
+    def _as_unusual(self, part: bytes) -> bytes:
+        begins = _begins_with_text(part)
         if begins is None:
             return part if _begins_as_usual(part) else self._in_usual_order(part)
-        if part.endswith(b'"}]}') and _ends_with_text(part):
+        if part.endswith(b'"}]}') and _ends_with_text(part, part.rfind(_QUOTE, 0, -len(b'"}]}'))):
             return _as_string(begins, part)
         ends_with_content = part.endswith(b"]}") and not (self._chat and _CALLS in part)  # quotes in texts are escaped
         return part if ends_with_content else self._in_usual_order(part)
@@ -161,89 +172,21 @@ class PartRules:
             return message
         content = bytes(fields["content"])
         begins = _begins_with_text_part(content)
-        if begins is not None and content.endswith(b'"}]') and _ends_with_text(content + b"}"):
+        quote = content.rfind(_QUOTE, 0, -len(b'"}]'))
+        if begins is not None and content.endswith(b'"}]') and _ends_with_text(content, quote):
             fields["content"] = Raw(content[begins.end() : -len(b"}]")])
         colon, comma = (b": ", b", ") if is_spaced(message) else (b":", b",")
         names = ["role", "content", *sorted(fields.keys() - {"role", "content"})]
         return b"{%b}" % comma.join([msgspec.json.encode(name) + colon + bytes(fields[name]) for name in names])
 
 
-def _ends_with_text(part: bytes) -> bool:
-    """Whether the last string in it is a part's text: it has escaped quotes in it, or the name in front of it."""
-    quote = part.rfind(b'"', 0, -4)
-    return part[quote - 1 : quote] == b"\\" or part.endswith(_TEXTS, 0, quote)
+def _ends_with_text(part: bytes, quote: int) -> bool:
+    """Whether the last string in it is a part's text, by the quote in front of its last one: that is an escaped one in
+    the text, or has the name in front of it."""
+    return part[quote - 1] == _BACKSLASH or part.endswith(_TEXTS, 0, quote)
 
 
 def _as_string(begins: re.Match[bytes], part: bytes) -> bytes:
     """Of one text part that is the message with its text; of several it is no JSON, so equal to nothing but another
     spelling of the same."""
     return b"".join((begins[1], memoryview(part)[begins.end() : -len(b"}]}")], b"}"))
-
-
-def shape_identity(kind: RequestKind, shape: bytes, *, drops_header: bool = True) -> bytes:
-    """The same for a prompt's shape."""
-    if kind is _MESSAGES and shape:
-        named, at = [], 0
-        while (end := shape.find(b"\0", at)) >= 0:  # sooner than a split
-            field, at = shape[at:end], end + 1
-            if field.startswith(b"system:"):
-                field = _system(field, drops_header=drops_header)
-            named.append(without_tool_marks(field) if field.startswith(b"tools:") else field)
-        return b"\0".join((*named, shape[at:]))
-    if kind is _RESPONSES and drops_header:
-        return _without_headers_line(shape)
-    return shape
-
-
-def header_span(shape: bytes) -> tuple[int, int]:
-    """Where a Messages shape has the header that is new with each request, if it is where it mostly is. Two shapes that
-    are the same without it are the same to `shape_identity`."""
-    if len(shape) > _MAX_SYSTEM_BYTES or not shape.startswith(_SYSTEM_BLOCKS):
-        return 0, 0
-    header = _first_block_is_header(shape, len(_SYSTEM_BLOCKS))
-    return (0, 0) if header is None else header.span()
-
-
-def _without_headers_line(shape: bytes) -> bytes:
-    """No string in JSON holds the name of the field with a quote behind it."""
-    at = shape.find(_INSTRUCTIONS)
-    header = _header_of_text(shape, at + len(_INSTRUCTIONS) - 1) if at >= 0 else None
-    return shape if header is None else shape[: header.start() + 1] + shape[header.end() :]
-
-
-def _system(field: bytes, *, drops_header: bool) -> bytes:
-    """Without the billing header and marks, and a single text block as its text."""
-    begin = len(b"system:")
-    if drops_header and (header := _header_of_text(field, begin)):
-        return b'system:"' + field[header.end() :]
-    if not field.startswith(b"[", begin) or len(field) > _MAX_SYSTEM_BYTES:
-        return field
-    if drops_header and (header := _first_block_is_header(field, begin + 1)):
-        field = b"system:[" + field[header.end() :]
-    plain = None if drops_header and b'"' + _HEADER in field else without_plain_marks(field, _MAX_BLOCKS)
-    if plain is None and (plain := _system_by_block(field, drops_header=drops_header)) is None:
-        return field
-    text = _is_text_block(plain, begin + 1)
-    if text is None or not plain.endswith(b'"}]') or plain.startswith(_HEADER, text.end() + 1):
-        return plain
-    return plain if any(block in plain for block in _FURTHER_BLOCKS) else b"system:" + plain[text.end() : -2]
-
-
-def _system_by_block(field: bytes, *, drops_header: bool) -> bytes | None:
-    """Without headers and marks wherever they are; None: it is nothing else, or was not looked into."""
-    try:
-        items = _decode_items(field[len(b"system:") :])
-    except UNREADABLE:
-        return None
-    if len(items) > _MAX_BLOCKS:
-        return None
-    kept = [block for block in map(bytes, items) if not (drops_header and _is_header(block))]
-    if items and not kept:  # nothing but headers: the last of them, since those before it are left out elsewhere too
-        return b"system:[%b]" % bytes(items[-1])
-    comma = b", " if is_spaced(field, len(b"system:[")) else b","
-    return b"system:[%b]" % comma.join([without_last_mark(block, block_itself) for block in kept])
-
-
-def _is_header(block: bytes) -> bool:
-    text = _is_text_block(block)
-    return text is not None and block.startswith(_HEADER, text.end() + 1)

@@ -30,7 +30,7 @@ class LinkPlan:
 
     gb_per_s: float
     latency_s: float = 0.002
-    min_tokens: int = 512  # fewer are not copied
+    min_tokens: int = 64  # fewer are not copied
     kv_bytes_per_token: int = 131_072
     waits: bool = True  # a request may wait for its copy; else the router queue holds it meanwhile, or there is none
 

@@ -1,8 +1,7 @@
 """The load ledger of one endpoint: counted by reservation, never guessed. Pure; the time is an argument.
 
-Besides the counts it estimates how long a new request would wait for its prefill, and closes the samples a speed model
-learns from: every group of first tokens is one sample "busy seconds against features", so that queueing stands on both
-sides of the equation.
+Besides the counts it estimates how long a new request would wait for its prefill, and collects the samples that a speed
+model learns from.
 
 An answer that is not streamed hides its first token behind its whole decode. Engines prefill in order of arrival, so
 such a request is taken as prefilled when a later one shows its first token or ends, or when its estimated time has
@@ -20,6 +19,7 @@ import msgspec
 
 from kvproxy.routing.elsewhere import Elsewhere, LoadRow, told_head
 from kvproxy.routing.room import HEAD_TOKENS, EngineState, LiveBlocks, Room, room_of
+from kvproxy.routing.samples import GROUP_GAP_S, OnSample, OpenSample
 from kvproxy.routing.work import (
     HEAD_REQUESTS,
     IDLE,
@@ -36,20 +36,8 @@ from kvproxy.routing.work import (
 )
 from kvproxy.types import LowerTokens
 
-#: First tokens closer together than this left the engine in one step.
-GROUP_GAP_S = 0.002
-
 #: A request that ends moves the mean stay by this share of the difference.
 _STAY_GAIN = 0.05
-
-
-class OnSample(Protocol):
-    """Receives one closed sample: the work, the busy seconds it took, now, and what of the work was brought up from
-    `lower` tiers. `scraped`: by the engine's counters."""
-
-    def __call__(
-        self, work: Features, busy_s: float, now: float, *, lower: LowerTokens = (), scraped: bool = False
-    ) -> None: ...
 
 
 class LoadWatch(Protocol):
@@ -87,20 +75,16 @@ class EndpointLoad:
     """
 
     __slots__ = (
-        "_anchor",
         "_begun",
         "_busy_at",
-        "_done",
         "_head",
         "_head_s",
-        "_last",
         "_live",
-        "_lower",
         "_oldest_s",
         "_pending",
         "_prefilled",
-        "_presumed",
         "_priced_at",
+        "_sample",
         "_shown_at",
         "_stay_s",
         "_work",
@@ -126,11 +110,7 @@ class EndpointLoad:
         self._work = NO_WORK  # of everything pending
         self._head: Features | None = NO_WORK  # of the oldest pending requests; None: to be summed again
         self.hidden_requests = 0  # pending ones whose first token will not be seen
-        self._done = NO_WORK  # of first tokens in the open sample
-        self._lower: LowerTokens = ()  # brought up for these, tier by tier as they came
-        self._presumed = NO_WORK  # of hidden ones since the last first token; joins the sample with the next one
-        self._anchor = 0.0  # when the open sample's work began
-        self._last = 0.0  # the latest first token, or when work began
+        self._sample = OpenSample()
         self._begun = 0.0  # when the engine began with the oldest pending request, as far as is known
         # What `_work` and `_head` take at these seconds, until the pending work changes: most endpoints are asked again
         # before it does. None: not worked out.
@@ -227,18 +207,15 @@ class EndpointLoad:
         self.hidden_requests += hidden
         pending, head = self._pending, self._head
         if not pending and self.elsewhere is not None:
-            self._close_sample(self._last, now)  # which was left open: others' first tokens are heard of late
+            self._close_sample(now)  # which was left open: others' first tokens are heard of late
         if pending:
             self._work = sum_of(self._work, work)
             if head is not None and head[1] < HEAD_TOKENS and head[0] < HEAD_REQUESTS:  # it has all that is pending
                 self._head = sum_of(head, work)
         else:
-            self._anchor = self._last = self._begun = self._busy_at = now
-            self._done = self._presumed = NO_WORK
-            self._lower = ()
+            self._begun = self._busy_at = now
             self._work = self._head = work  # not a sum: ends the drift of adding and subtracting floats
-            if self.elsewhere is not None:
-                self._anchor = self._last = self.elsewhere.begin_sample(self._shown_at, now)
+            self._sample.begin(now if self.elsewhere is None else self.elsewhere.begin_sample(self._shown_at, now))
         pending[reservation] = work
         self._priced_at = None
         if self.watch is not None:
@@ -256,15 +233,12 @@ class EndpointLoad:
         if work is None:
             return
         reservation.first_token_at, reservation.sequences = now, self.in_flight
-        if self._last > self._anchor and now - self._last > GROUP_GAP_S:
-            self._close_sample(self._last, now)
-        self._done = sum_of(sum_of(self._done, self._presumed), work)
-        self._presumed = NO_WORK
-        if reservation.lower:
-            self._lower += reservation.lower
-        self._last = self._begun = self._shown_at = now
+        if self._sample.is_over(now):
+            self._close_sample(now)
+        self._sample.join(work, reservation.lower, now)
+        self._begun = self._shown_at = now
         if not self._pending and self.elsewhere is None:
-            self._close_sample(now, now)
+            self._close_sample(now)
 
     def release(self, reservation: Reservation, now: float) -> None:
         """Count a request out: finished, failed or cancelled. Idempotent."""
@@ -402,9 +376,8 @@ class EndpointLoad:
     def _void(self, reservation: Reservation, now: float) -> None:
         """Takes a request out whose first token was not seen, and with it the open sample."""
         if self._settle(reservation) is not None:
-            self._done = self._presumed = NO_WORK
-            self._lower = ()
-            self._anchor = self._last = self._begun = self._shown_at = now
+            self._sample.begin(now)
+            self._begun = self._shown_at = now
             if self.elsewhere is not None:
                 self.elsewhere.take_prefilled(now)
 
@@ -418,7 +391,7 @@ class EndpointLoad:
     def _presume(self, hidden: Reservation) -> None:
         work = self._settle(hidden)
         assert work is not None
-        self._presumed = sum_of(self._presumed, work)
+        self._sample.presume(work)
 
     def _settle(self, reservation: Reservation) -> Features | None:
         """Takes a request out of the pending ones; None when it is none."""
@@ -437,14 +410,15 @@ class EndpointLoad:
                 self.watch.load_changed()
         return work
 
-    def _close_sample(self, ended_at: float, now: float) -> None:
+    def _close_sample(self, now: float) -> None:
         """What waited for memory or a slot says nothing of how fast prefill is."""
-        work = self._done
-        if self.elsewhere is not None and ended_at > self._anchor:
-            work = sum_of(work, self.elsewhere.take_prefilled(ended_at + GROUP_GAP_S))
-        if self.on_sample is not None and ended_at > self._anchor and not self._room_s(now):
-            self.on_sample(work, ended_at - self._anchor, now, lower=self._lower)
+        sample = self._sample.close()
+        if sample is None:
+            return
+        work, busy_s, lower = sample
+        if self.elsewhere is not None:
+            work = sum_of(work, self.elsewhere.take_prefilled(self._sample.ended_at + GROUP_GAP_S))
+        if self.on_sample is not None and not self._room_s(now):
+            self.on_sample(work, busy_s, now, lower=lower)
             if self.watch is not None:
-                self.watch.sampled(work, ended_at - self._anchor, scraped=False)
-        self._anchor = ended_at
-        self._done, self._lower = NO_WORK, ()
+                self.watch.sampled(work, busy_s, scraped=False)

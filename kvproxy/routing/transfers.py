@@ -31,6 +31,7 @@ NEAR = frozenset({Tier.DEVICE, Tier.PINNED, Tier.HOST})
 #: The source of what an endpoint's own instance reads: a shared store, a disk.
 STORE = EndpointId("")
 NOTHING: Mapping[EndpointId, int] = {}
+NO_PRICE: Mapping[EndpointId, float] = {}
 
 LedgeredT = TypeVar("LedgeredT", bound=Ledgered)
 
@@ -114,7 +115,8 @@ class TransferPlanner:
             if transfer is None:
                 continue
             missing = transfer.tokens - near_tokens(held)
-            copy_s, overlap = missing / self.terms.tokens_per_s, self._landed(held, transfer.tokens)
+            copy_s = self.terms.latency_s + missing / self.terms.tokens_per_s
+            overlap = self._landed(held, transfer.tokens)
             with_copy = OverlapFacts(facts.prompt_tokens, {target.id: overlap})
             saved_s = own_s(facts, target.id, speeds) - own_s(with_copy, target.id, speeds)
             if saved_s < (SAVES * copy_s if transfer.source != STORE else 0.0):
@@ -124,10 +126,9 @@ class TransferPlanner:
             if late_s and not self.terms.waits:
                 continue
             offered[target.id], found[target.id] = transfer, overlap
-            link_s = (LINK if self.terms.waits else LINK_UNAWAITED) * (self.terms.latency_s + copy_s)
-            price_s[target.id] = LATE * late_s + link_s
+            price_s[target.id] = LATE * late_s + (LINK if self.terms.waits else LINK_UNAWAITED) * copy_s
         if not offered:
-            return asked
+            return msgspec.structs.replace(asked, transfer_s=NO_PRICE) if self.terms.waits else asked
         facts = msgspec.structs.replace(facts, by_endpoint=found)
         self._offered = facts, offered
         return msgspec.structs.replace(asked, facts=facts, transfer_s=price_s)

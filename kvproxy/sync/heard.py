@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kvproxy.kvcache.actions.signals import KnownPrefix
+from kvproxy.kvcache.actions.hotness import KnownPrefix
 from kvproxy.kvcache.actions.strategies import Action
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.last_served import Served

@@ -49,6 +49,7 @@ class Joining:
         run: RunSteps,
     ) -> None:
         self.running = False
+        self.told = False  # one of the others told everything
         self._origin = origin
         self._send_to = send_to
         self._receive = receive
@@ -116,9 +117,10 @@ class Joining:
         elif not piece.more:
             self.end(now)
 
-    def end(self, now: float) -> None:
-        """What a peer knew is known here, or cannot be."""
+    def end(self, now: float, *, told: bool = False) -> None:
+        """What a peer knew is known here (`told`), or cannot be."""
         if self.running:
+            self.told = told
             self._reset(now)
             self.running = False
             self._run(self._release(now))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvproxy.sync import deltas
 from kvproxy.sync.heard import Heard
 from kvproxy.sync.wire import Batch, Beat, Origin, Standing
 
@@ -15,13 +16,14 @@ ASK_AGAIN_S, ASKS = 0.1, 3
 #: What completeness is counted over.
 WINDOW_S = 60.0
 
-_LAGS = 512
-_OFFSET_S = 30.0
+_LAGS, _OFFSET_S = 512, 30.0
+#: Sums: a snapshot has them whole.
+_SUMS = deltas.Spent, deltas.Sample
 
 
 class Peer:
     """`ask` wants batches from a number on, or (0) how it stands; `has_room` says whether so many bytes that came too
-    early may be held. Times are of the receiver's clock."""
+    early may be held; `was_told`: a snapshot was taken over. Times are of the receiver's clock."""
 
     def __init__(
         self,
@@ -30,12 +32,11 @@ class Peer:
         *,
         ask: Callable[[int], None],
         has_room: Callable[[int], bool],
+        was_told: Callable[[], bool],
         now: float,
     ) -> None:
-        self.origin = origin
-        self.heard = heard
-        self.alive = True
-        self.heard_at = now
+        self.origin, self.heard = origin, heard
+        self.alive, self.heard_at = True, now
         self.gaps = self.duplicates = self.lost = self.mismatches = 0  # lost: prompts never heard of
         self.blocks = 0  # in its approximate indexes, as it says
         self.joining = False
@@ -44,12 +45,12 @@ class Peer:
         self.lag = Lag()
         self.early_bytes = 0  # of batches that wait for an earlier one, and of a standing that is not whole
         self.dropped = 0  # of these, for which there was no room
-        self._ask, self._has_room = ask, has_room
+        self._ask, self._has_room, self._was_told = ask, has_room, was_told
         self._next: int | None = None  # the batch that comes next; None: it is not known what was before
         self._held: dict[int, tuple[Batch, int]] = {}
         self._full = False  # one found no room: what was missed is not asked for batch by batch
         self._asked_at: float | None = None
-        self._asks = 0
+        self._asks = self._summed = 0  # so often; the last batch of which sums are known already
         self._unsure = False  # it was believed dead: it has to say how it stands
         self._standing: list[tuple[Standing, int]] = []
         self._marks: deque[tuple[float, int, int]] = deque(maxlen=256)  # when, prompts told, lost so far
@@ -128,7 +129,7 @@ class Peer:
             loads=[one for part in parts for one in part.loads],
         )
         if self._next is None and standing.oldest == 1:
-            self._next = 1
+            self._next, self._summed = 1, standing.seq if self._was_told() else 0
         if self._next is not None and standing.oldest <= self._next <= standing.seq:
             self.heard.resume(whole, now)
             self._asks = 0
@@ -177,7 +178,8 @@ class Peer:
 
     def _apply(self, batch: Batch, now: float) -> None:
         self._next = batch.seq + 1
-        self.heard.apply(batch.deltas, now)
+        known = _SUMS if batch.seq <= self._summed else ()
+        self.heard.apply((one for one in batch.deltas if not isinstance(one, known)), now)
 
     def _go_on(self, now: float) -> None:
         while self._next is not None and self._next in self._held:

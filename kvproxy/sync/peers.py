@@ -176,7 +176,7 @@ class Peers:
         if len(self.known) >= MAX_PEERS:
             return None
         heard, ask = Heard(origin, self._world, self._journal), partial(self._ask, origin)
-        peer = Peer(origin, heard, ask=ask, has_room=self._has_room, now=now)
+        peer = Peer(origin, heard, ask=ask, has_room=self._has_room, was_told=lambda: self.newcomer.told, now=now)
         if begins:
             peer.begin()
         self.known[origin.place] = peer

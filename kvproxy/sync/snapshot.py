@@ -139,11 +139,13 @@ class Handover:
             self._given.discard(peer)
 
     async def _take(self, peer: Peer, data: bytes, rest: Sequence[Delta]) -> None:
+        told = False
         try:
             steps = put_pieces(data, rest, peer.heard, self._kvcache, self._clusters, clock=self._clock)
             await run_in_slices(steps, slice_s=SLICE_S, clock=self._clock)
+            told = True
             log.info("joined: %d bytes of index and %d other things from %s", len(data), len(rest), peer.origin)
         except Unusable as error:
             log.warning("the index of %s is not taken over: %s", peer.origin, error)
         finally:
-            self._peers.newcomer.end(self._clock())
+            self._peers.newcomer.end(self._clock(), told=told)

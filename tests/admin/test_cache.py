@@ -9,8 +9,8 @@ from starlette.types import Send
 
 from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.config.load import load_config
+from kvproxy.kvcache.actions.hotness import KnownPrefix
 from kvproxy.kvcache.actions.job_queue import Job
-from kvproxy.kvcache.actions.signals import KnownPrefix
 from kvproxy.kvcache.actions.strategies import MAX_PRIORITIES, Action
 from kvproxy.kvcache.providers import ActionKind
 from kvproxy.listener.server import serve

@@ -15,7 +15,7 @@ import pytest
 
 from kvproxy.background_task import TaskSet
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.discovery import Poller, Source, sources_of, step_towards
+from kvproxy.cluster.discovery import Poller, Source, sources_of, steps_towards
 from kvproxy.cluster.sources.polled import MAX_FILE_BYTES, DnsDiscovery, FileDiscovery, parse_endpoints
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.config.discovery_schema import DiscoverySettings, DnsDiscoverySettings, FileDiscoverySettings
@@ -332,20 +332,32 @@ async def test_a_cluster_follows_its_file(tmp_path: Path, make_cluster: MakeClus
 
 
 def test_many_that_come_and_leave_do_so_in_steps() -> None:
-    """Some come in each step, changes of those that stay with the first; when all are there some leave in each."""
+    """What changes of those that stay comes with the first; when all are there some leave in each."""
     known = configs(*(f"old-{number}" for number in range(50)), "stays")
-    wanted = (*configs("stays", weight=2), *configs(*(f"new-{number}" for number in range(50))))
+    wanted = (*configs(*(f"new-{number}" for number in range(49))), *configs("stays", weight=2))
     sizes: list[tuple[int, int]] = []
-    while known != wanted:
-        step = step_towards(wanted, known)
+    for step in steps_towards(wanted, known):
         assert len({one.id for one in step}) == len(step)
         assert next(one for one in step if one.id == "stays").weight == 2
         sizes.append((sum(one.id.startswith("new") for one in step), sum(one.id.startswith("old") for one in step)))
-        known = tuple(step)
-    assert sizes == [(20, 50), (40, 50), (50, 30), (50, 10), (50, 0)]
-    assert step_towards(wanted, wanted) is wanted
-    assert step_towards((*wanted, *wanted), ()) != ()  # an id that is named twice comes as well
-    assert step_towards(wanted, ()) != wanted
+    assert sizes == [(19, 50), (39, 50), (49, 30), (49, 10), (49, 0)]
+    assert step == wanted
+    assert list(steps_towards(wanted, wanted)) == [wanted]
+    assert list(steps_towards((*wanted, *wanted), ()))[-1] == (*wanted, *wanted)  # whatever is named twice
+
+
+def test_many_that_change_do_so_in_steps() -> None:
+    """Each is there in every step, as before or as wanted; what stays as it is stays the same object, so that nothing
+    is done about it."""
+    names = [f"pod-{number}" for number in range(50)]
+    known = configs(*names, "stays")
+    wanted = (*configs(*names, weight=2), *configs("stays"))
+    changed: list[int] = []
+    for step in steps_towards(wanted, known):
+        assert sorted(one.id for one in step) == sorted([*names, "stays"])
+        assert next(one for one in step if one.id == "stays") is known[-1]
+        changed.append(sum(one.weight == 2 for one in step))
+    assert changed == [20, 40, 50]
 
 
 async def test_a_request_has_its_turn_while_thousands_come() -> None:

@@ -16,20 +16,21 @@ from kvproxy.cli import main as run_cli
 from kvproxy.commands.demo import TrafficProgress, print_table, run
 from kvproxy.commands.demo_places import DemoOptions
 from kvproxy.commands.demo_traffic import DemoReply
+from tests.support.until import until_says
 
 
 async def _until_a_trickle(page: str) -> None:
     """The page is printed before the proxy's own address, has the demo's requests, and more come."""
-    async with httpx.AsyncClient(trust_env=False, timeout=20) as client, asyncio.timeout(30):
+    async with httpx.AsyncClient(trust_env=False, timeout=20) as client:
         assert "<html" in (await client.get(page)).text
         first = (await client.get(f"{page}/decisions")).json()["decisions"]
         assert len(first) >= 6
-        for _ in range(600):
+
+        async def more_came() -> bool:
             newest = (await client.get(f"{page}/decisions")).json()["decisions"][0]
-            if newest["request_id"] != first[0]["request_id"]:
-                return
-            await asyncio.sleep(0.05)
-    raise AssertionError("no request came of itself")
+            return bool(newest["request_id"] != first[0]["request_id"])
+
+        await until_says(True, more_came)
 
 
 def test_progress_ends_at_the_end() -> None:

@@ -17,6 +17,7 @@ from kvproxy.request.exchange import Exchange
 from kvproxy.request.observer import RequestObserver
 from tests.support.fake_engine import Call, FakeEngine, reply
 from tests.support.proxy import chat, running_proxy
+from tests.support.until import until
 
 
 async def test_a_model_without_a_route_does_not_exist() -> None:
@@ -98,9 +99,7 @@ async def test_the_proxy_runs_under_somebody_elses_lifespan() -> None:
 
         await inbox.put({"type": "lifespan.startup"})
         life = asyncio.create_task(proxy({"type": "lifespan"}, inbox.get, send))
-        async with asyncio.timeout(60):
-            while not sent:  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
+        await until(lambda: sent)
         await proxy({"type": "websocket"}, inbox.get, send)
         assert sent == ["lifespan.startup.complete"]
         await inbox.put({"type": "lifespan.shutdown"})

@@ -14,6 +14,7 @@ from kvproxy.kvcache.actions.executor import ActionExecutor
 from kvproxy.kvcache.actions.job_queue import JobQueue
 from kvproxy.kvcache.actions.strategies import Action, PressureOf, Served
 from kvproxy.kvcache.breakers import OperationBreakers
+from kvproxy.kvcache.overlap.denied import DeniedPlacements
 from kvproxy.kvcache.overlap.lookup import LookupClient
 from kvproxy.kvcache.providers import ActionKind, Effect, Prefix
 from kvproxy.metrics.catalog import Metrics
@@ -61,7 +62,7 @@ class Bench:
         config = config or settings(retry={"base_backoff": 0, "max_backoff": 0})
         self.metrics = Metrics()
         breakers = OperationBreakers(config.circuit_breaker, clock=clock, metrics=self.metrics)
-        lookups = LookupClient(breakers=breakers, metrics=self.metrics, clock=clock)
+        lookups = LookupClient(breakers=breakers, denied=DeniedPlacements(clock), metrics=self.metrics, clock=clock)
         lookups.provider = provider
         self.background = JobQueue(config.background, metrics=self.metrics)
         self.actions = ActionExecutor(
@@ -252,3 +253,15 @@ async def test_an_action_switched_off_while_it_waited_is_not_sent(clock: FakeClo
         assert bench.actions.submit(second, bench.strategy)
         await bench.background.settled()
     assert len(provider.calls) == 1
+
+
+async def test_what_is_known_of_an_instance_goes_with_it(clock: FakeClock) -> None:
+    """One that comes back is tried again, and instances that come and go leave nothing behind."""
+    bench = Bench(Acting(Effect(0)), clock, settings(cache_strategy={"disable_after": 1}))
+    async with bench.background:
+        for instance in ("a", "b"):
+            await bench.act(action(instance=instance))
+        assert bench.actions.switched_off == [("pin", "a"), ("pin", "b")]
+        bench.actions.keep_only({"b"})
+        assert bench.actions.switched_off == [("pin", "b")]
+        assert await bench.act(action(instance="a")) == [True]

@@ -20,6 +20,7 @@ from kvproxy.clients.kv_events.events import BlockRemoved, BlockStored
 from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
+from kvproxy.kvcache.overlap.facts import Result
 from kvproxy.kvcache.overlap.gauges import TierCounts
 from kvproxy.kvcache.overlap.indexes import FollowedEvents, IndexState, LocalIndexes
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, _Consumer
@@ -40,6 +41,7 @@ from tests.kvcache.support import (
     Service,
     chat,
     cluster_of,
+    engine,
     long_text,
     running,
     settings,
@@ -252,6 +254,33 @@ async def test_what_an_engine_put_in_a_shared_store_counts_for_all_that_read_it(
         assert held(known=64) == {"a": (64, ()), "b": (32, ((Tier.SHARED, 32),))}
         consumer.apply(A, 0, [BlockRemoved((1,), medium="EXTERNAL")])
         assert held() == {"a": (128, ()), "b": (32, ())}
+
+
+async def test_what_cached_tokens_denies_of_a_shared_store_is_dropped_for_a_while(clock: FakeClock) -> None:
+    """For every engine that reads the store, the one that had reported it as well; what is nearer, and what the engine
+    found, stay."""
+    async with world({"a": engine(), "b": engine()}, clock=clock, kv_events=True) as service:
+        consumer, request = _Consumer(service.kv.overlap.indexes["default"].followed), chat(TURN, model="tiny")
+        await knows_tokens(service, TURN)
+        known = (await service.ask(request)).tokens
+        assert known is not None
+        blocks = tuple(range(1, len(known) // 32 + 1))
+        ids, held = array("I", known[: 32 * len(blocks)]), 32 * len(blocks)
+        consumer.apply(A, 0, [BlockStored(blocks, None, ids, 32, medium="EXTERNAL")])
+        consumer.apply(B, 0, [BlockStored(blocks[:3], None, ids[:96], 32)])
+
+        async def lower() -> dict[str, int]:
+            found = (await service.ask(request)).overlaps.by_endpoint
+            return {name: sum(tokens for _, tokens in one.lower) for name, one in found.items()}
+
+        assert await lower() == {"a": held, "b": held - 96}
+        facts = await service.ask(request)
+        service.kv.placed(facts, B)
+        service.kv.finished(facts, Result(B, True, prompt_tokens=len(known), cached_tokens=96))
+        assert (await lower()).get("b", 0) == 0
+        assert (await lower()).get("a", 0) <= 96
+        clock.advance(61.0)
+        assert (await lower())["a"] > 96
 
 
 class Broken(dict[str, Cluster]):

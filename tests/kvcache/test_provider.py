@@ -14,6 +14,7 @@ from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
 from kvproxy.config.kvcache_actions_schema import CacheStrategySettings
 from kvproxy.errors import ClientError, NotSupported, UnknownInstance
 from kvproxy.kvcache.breakers import OperationBreakers
+from kvproxy.kvcache.overlap.denied import DeniedPlacements
 from kvproxy.kvcache.overlap.lookup import LookupClient
 from kvproxy.kvcache.overlap.lookup_service import Connection
 from kvproxy.kvcache.providers import (
@@ -230,7 +231,10 @@ def connection(
     metrics = Metrics()
     config = settings(lmcache_endpoint=url, **changes)
     lookups = LookupClient(
-        breakers=OperationBreakers(config.circuit_breaker, clock=clock, metrics=metrics), metrics=metrics, clock=clock
+        breakers=OperationBreakers(config.circuit_breaker, clock=clock, metrics=metrics),
+        denied=DeniedPlacements(clock),
+        metrics=metrics,
+        clock=clock,
     )
     known: dict[str, Any] = {} if sleep is None else {"sleep": sleep}
     return Connection(config, http, lookups=lookups, known_instances=lambda: {"a", "b"}, **known), lookups

@@ -13,7 +13,7 @@ from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.config.kvcache_actions_schema import CacheStrategySettings
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ClientUnavailable
-from kvproxy.kvcache.actions.signals import Hotness, KnownPrefix
+from kvproxy.kvcache.actions.hotness import Hotness, KnownPrefix
 from kvproxy.kvcache.actions.strategies import Lease
 from kvproxy.kvcache.overlap.gauges import index_worth
 from kvproxy.kvcache.service import KvCache

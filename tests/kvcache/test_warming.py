@@ -11,7 +11,8 @@ import pytest
 
 from kvproxy.config.load import check_config
 from kvproxy.kvcache.actions.strategies import Action
-from kvproxy.kvcache.actions.warming import PIECE_TOKENS, RETRY_S
+from kvproxy.kvcache.actions.warmer import PIECE_TOKENS
+from kvproxy.kvcache.actions.warming import RETRY_S
 from kvproxy.kvcache.feedback.trust import LossReason
 from kvproxy.types import EndpointId
 from tests.kvcache.support import A, B, Fake, Service, chat, engine, long_text, world
@@ -112,6 +113,21 @@ async def test_an_engine_that_lost_its_cache_gets_back_what_is_hot() -> None:
         assert (len(a.prompts), len(b.prompts)) == (2, 0)
         await rounds(service)
         assert len(a.prompts) == 2
+
+
+async def test_an_engine_that_has_back_what_was_hot_is_as_any_other() -> None:
+    """What becomes hot later is not missing there for the loss, and goes to as many as its traffic is worth."""
+    a, b = Engine(), Engine()
+    async with warming(a, b, FakeClock(), warming={"uses_per_replica": 100}) as service:
+        service.kv.state.losses.note_loss("default", A, LossReason.RESTARTED)
+        for _ in range(3):
+            await rounds(service)
+        assert (len(a.prompts), len(b.prompts)) == (2, 0)
+        for session in range(4):
+            await service.serve(chat(long_text("later", 400), "yes", f"{session} " * 40, user=f"other {session}"), B)
+            await service.settled()
+        await rounds(service)
+        assert (len(a.prompts), len(b.prompts)) == (2, 0)
 
 
 async def test_one_loss_counts_once_however_long_a_round_takes() -> None:

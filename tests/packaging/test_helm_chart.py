@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from kvproxy.cli import main
 from kvproxy.config.load import load_config
 from tests.deploy import test_kubernetes as plain
-from tests.deploy.test_helm_values import CHART
+from tests.deploy.promql import SERIES
+from tests.deploy.test_helm_values import CHART, VALUES
 from tests.docs.blocks import blocks
 from tests.packaging.test_manifest_schemas import validated
 
@@ -28,6 +31,25 @@ EVERYTHING: dict[str, Any] = {
     "env": [{"name": "X", "value": "y"}],
     "nodeSelector": {"pool": "cpu"},
     "tolerations": [{"key": "x", "operator": "Exists"}],
+}
+#: What excludes something of these, or is off by itself; and what may be left out is.
+OTHERWISE: dict[str, Any] = {
+    "autoscaling": {"kind": "hpa"},
+    "httpRoute": {
+        "enabled": True,
+        "parentRefs": [{"name": "gw", "sectionName": "https"}],
+        "hostnames": ["llm.example"],
+    },
+    "admin": {"existingSecret": "mine", "port": 9000},
+    "serviceAccount": {"create": False, "name": "theirs", "annotations": {"a": "b"}},
+    "rbac": {"create": False},
+    "networkPolicy": {"enabled": False},
+    "podDisruptionBudget": {"enabled": False},
+    "service": {"type": "LoadBalancer", "port": 8080, "annotations": {"a": "b"}},
+    "imagePullSecrets": [{"name": "pull"}],
+    "envFrom": [{"secretRef": {"name": "keys"}}],
+    "affinity": {"nodeAffinity": {}},
+    "podAnnotations": {"a": "b"},
 }
 CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "HTTPRoute"}  # not Kubernetes' own
 
@@ -54,22 +76,63 @@ def pod_of(found: Manifests, name: str = "kvproxy") -> dict[str, Any]:
     return pod
 
 
-def test_helm_has_nothing_to_say_about_it() -> None:
+CASES = pytest.mark.parametrize("values", [{}, EVERYTHING, OTHERWISE], ids=["defaults", "everything", "otherwise"])
+
+
+@CASES
+def test_helm_has_nothing_to_say_about_it(values: dict[str, Any]) -> None:
     """But that there is no icon."""
     import helm_python
 
-    report = helm_python.lint(CHART, EVERYTHING, strict=True)
+    report = helm_python.lint(CHART, values, strict=True)
     assert report["errors"] == []
     assert [one["error"] for one in report["messages"]] == ["icon is recommended"]
 
 
-@pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["defaults", "everything"])
+@CASES
 def test_what_it_makes_fits_the_api(values: dict[str, Any]) -> None:
     """Names, types and required fields, at every depth, by the API's own models."""
     for (kind, name), one in render(values).items():
         if kind not in CUSTOM:
-            model = {"HorizontalPodAutoscaler": "V2HorizontalPodAutoscaler"}.get(kind, kind)
-            assert validated(model, one) == one, (kind, name)
+            assert validated(kind, one) == one, (kind, name)
+
+
+@CASES
+def test_what_is_named_is_there(values: dict[str, Any]) -> None:
+    """Ports of services and routes, secrets, accounts, the configuration's volume, metrics of queries."""
+    found = render(values)
+    pod = pod_of(found)
+    (container,) = pod["containers"]
+    open_ports = {port["name"] for port in container["ports"]}
+    probes = [container[f"{kind}Probe"]["httpGet"]["port"] for kind in ("startup", "liveness", "readiness")]
+    services = {name: one["spec"]["ports"] for (kind, name), one in found.items() if kind == "Service"}
+    assert {port["targetPort"] for ports in services.values() for port in ports} | {*probes} <= open_ports
+    for kind, name in found:
+        text = yaml.safe_dump(found[kind, name])
+        assert not [one for one in re.findall(r"kvproxy_[a-z_]+", text) if one not in SERIES], kind
+    if (route := found.get(("HTTPRoute", "kvproxy"))) is not None:
+        (backend,) = route["spec"]["rules"][0]["backendRefs"]
+        assert backend["port"] in [port["port"] for port in services[backend["name"]]]
+    admin = {**VALUES["admin"], **values.get("admin", {})}["existingSecret"]
+    (token, *_) = container["env"]
+    assert (admin or "kvproxy-admin") == token["valueFrom"]["secretKeyRef"]["name"]
+    assert bool(admin) is (("Secret", "kvproxy-admin") not in found)
+    account = pod["serviceAccountName"]
+    assert (("ServiceAccount", account) in found) is (account != "theirs")
+    assert pod["volumes"][0]["configMap"]["name"] in [name for kind, name in found if kind == "ConfigMap"]
+
+
+@CASES
+def test_check_has_nothing_against_the_configuration(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`kvproxy check` of what is mounted, with what the pod has in its environment."""
+    found = render(values)
+    path = tmp_path / "config.yaml"
+    path.write_text(found["ConfigMap", "kvproxy"]["data"]["config.yaml"])
+    for variable in pod_of(found)["containers"][0]["env"]:
+        monkeypatch.setenv(variable["name"], "x")
+    assert main(["check", str(path)]) == 0
 
 
 def test_every_selector_finds_the_pods_and_every_port_is_named() -> None:

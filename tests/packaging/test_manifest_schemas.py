@@ -13,10 +13,13 @@ pytestmark = pytest.mark.packaging
 
 
 def validated(kind: str, value: dict[str, Any]) -> Any:
-    """What the API's own model reads of it. Raises ValidationError."""
+    """What the API's own model of its version reads of it. Raises ValidationError."""
     from kubernetes.client import models  # only the packaging environment has it
 
-    return getattr(models, f"V1{kind}").model_validate(value).model_dump(by_alias=True, exclude_none=True)
+    version = value.get("apiVersion", "v1").rpartition("/")[2]
+    return (
+        getattr(models, f"{version.upper()}{kind}").model_validate(value).model_dump(by_alias=True, exclude_none=True)
+    )
 
 
 @pytest.mark.parametrize(

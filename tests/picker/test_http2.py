@@ -14,6 +14,7 @@ from hpack import Encoder
 from kvproxy.picker.http2 import Http2Connection
 from kvproxy.picker.http2_frames import PREFACE, Code, Fields, encode_fields
 from kvproxy.picker.http2_stream import Stream
+from tests.support.until import until
 
 DATA, HEADERS, PRIORITY, RESET, SETTINGS, PUSH, PING, GOAWAY, WINDOW, CONTINUATION = range(10)
 END_STREAM, END_HEADERS, PADDED, PRIORITISED = 1, 4, 8, 32
@@ -168,9 +169,7 @@ async def test_a_reset_tells_the_handler() -> None:
         assert await peer.hear_of(DATA) == (0, 3, b"y")
         assert [handler.left for handler in peer.handlers] == [True, False]
         peer.writer.close()
-        async with asyncio.timeout(30):
-            while peer.connections:  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
+        await until(lambda: not peer.connections)
         assert peer.handlers[1].left
 
 

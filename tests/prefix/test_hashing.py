@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from array import array
 
 import pytest
@@ -84,6 +85,15 @@ def test_text_is_hashed_in_rows_as_block_by_block(data: bytes, start: int) -> No
         parent = xxh64_intdigest(data[at : at + TEXT_BLOCK_BYTES], parent)
         expected.append(parent)
     assert text_chain(data, 5, start=start).tolist() == expected
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 255, 256, 257, 511, 512, 700])
+def test_text_of_any_length_is_chained_block_by_block(blocks: int) -> None:
+    """However many of its blocks are taken at once."""
+    data = random.Random(blocks).randbytes(TEXT_BLOCK_BYTES * blocks + 100)
+    parent, places = 5, range(50, 50 + TEXT_BLOCK_BYTES * blocks, TEXT_BLOCK_BYTES)
+    expected = [parent := xxh64_intdigest(data[at : at + TEXT_BLOCK_BYTES], parent) for at in places]
+    assert text_chain(data, 5, start=50).tolist() == expected
 
 
 def test_a_grown_chat_keeps_its_text_blocks() -> None:

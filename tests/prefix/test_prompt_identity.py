@@ -282,9 +282,22 @@ def test_turn_by_turn_hashes_like_whole_prompts(bodies: list[dict[str, Any]], se
             turn = {"messages": [{"role": "system", "content": turn["system"]}, *turn["messages"]]}
         prompt = sent(kind, turn)
         known = prompt_identity(kind, prompt)
-        hashes, keys, size_bytes, _ = memo.identified(kind, prompt, 8)
+        hashes, keys, size_bytes, text = memo.identified(kind, prompt, 8)
         assert (hashes, list(keys)) == (text_blocks(known, 8), list(message_chain(known, 8)))
         assert size_bytes == known.size_bytes
+        assert text is None or tuple(map(text.part_at, range(text.parts))) == known.parts
+
+
+def test_marks_in_the_middle_of_earlier_messages_are_found_again() -> None:
+    """However many messages ended with marks when the prompt came."""
+    part = {"type": "text", "text": "a_b"}
+    messages = [{"role": "user", "content": [{**part, "cache_control": MARK}, part]}]
+    messages += [{"role": "user", "content": [part, {**part, "cache_control": MARK}]}] * 3
+    prompt, memo = sent(MESSAGES, {"messages": messages}), SessionHashes()
+    memo.identified(MESSAGES, Prompt(prompt.shape, prompt.parts[:3]), 8)
+    text = memo.identified(MESSAGES, prompt, 8)[3]
+    assert text is not None
+    assert [text.part_at(index) for index in (3, 0, 1, 2)] == [text.part_at(1)] * 4
 
 
 def test_what_is_known_of_chats_as_sent_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,9 +335,9 @@ def test_a_hostile_body_is_read_as_it_was_sent(body: bytes) -> None:
     """Beyond a bound bytes count as they were sent: looking into them all could take long."""
     prompt = sent(MESSAGES, body)
     known = prompt_identity(MESSAGES, prompt)
-    assert known.parts[-1:] == prompt.parts[-1:]
-    marks = [shape.count(b'"cache_control"') for shape in (known.shape, prompt.shape)]
-    assert marks[0] in (marks[1], max(0, marks[1] - 1))  # one that ends it all is cut without a look at the others
+    for name, was in ((known.shape, prompt.shape), *zip(known.parts[-1:], prompt.parts[-1:], strict=True)):
+        marks = [text.count(b'"cache_control"') for text in (name, was)]
+        assert marks[0] in (marks[1], max(0, marks[1] - 1))  # one that ends it all is cut without a look at the others
 
 
 @pytest.mark.parametrize("kind", sorted(RULED))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
 from array import array
@@ -16,7 +15,7 @@ from kvproxy.clients.lmcache.controller import LMCacheControllerClient
 from kvproxy.kvcache.service import KvCache
 from kvproxy.types import EndpointId
 from tests.support.proxy import RunningProxy, running_proxy
-from tests.support.until import until
+from tests.support.until import until, until_says
 
 _MATCHED = re.compile(r"(\w+):(\d+)/(\w+)")
 
@@ -92,10 +91,8 @@ async def chat_tokens(server_url: str, body: dict[str, Any]) -> list[int]:
 
 async def found(directory: LMCacheControllerClient, tokens: Sequence[int], wanted: dict[str, int]) -> None:
     """Returns once a lookup names exactly these instances with these tokens; engines report in batches of 10 ms."""
-    seen: dict[str, int] = {}
-    for _ in range(200):
-        seen = {holder.instance_id: holder.matched_tokens for holder in await directory.lookup(array("I", tokens))}
-        if seen == wanted:
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"lookup says {seen}, not {wanted}")
+
+    async def ask() -> dict[str, int]:
+        return {holder.instance_id: holder.matched_tokens for holder in await directory.lookup(array("I", tokens))}
+
+    await until_says(wanted, ask)

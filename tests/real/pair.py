@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import httpx
 
@@ -15,6 +16,7 @@ from tests.real.engines.place import Model
 from tests.real.engines.sglang import Sglang
 from tests.real.engines.vllm import Vllm
 from tests.real.prompts import chat, text
+from tests.support.until import until_says
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,8 @@ async def in_flight(http: httpx.AsyncClient, server: Vllm) -> int:
 async def until_in_flight(http: httpx.AsyncClient, server: Vllm, wanted: int, *, within_s: float = 20.0) -> float:
     """Seconds until the engine is busy with exactly `wanted` requests."""
     loop = asyncio.get_running_loop()
-    started, seen = loop.time(), -1
-    try:
-        async with asyncio.timeout(within_s):
-            while (seen := await in_flight(http, server)) != wanted:  # noqa: ASYNC110 - another program's state
-                await asyncio.sleep(0.005)
-    except TimeoutError:
-        raise AssertionError(f"engine {server.name} is busy with {seen} requests, not {wanted}") from None
+    started = loop.time()
+    await until_says(wanted, partial(in_flight, http, server), within_s=within_s, pause_s=0.005)
     return loop.time() - started
 
 

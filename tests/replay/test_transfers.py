@@ -73,7 +73,8 @@ def test_the_longest_is_offered_everywhere_at_its_price() -> None:
 )
 def test_what_is_not_offered(plan: LinkPlan, held: Overlap) -> None:
     request = asked(a=held)
-    assert planner(plan).offer(request, endpoints(), SPEEDS, 0.0) is request
+    offered = planner(plan).offer(request, endpoints(), SPEEDS, 0.0)
+    assert (offered.facts, offered.transfer_s or None) == (request.facts, None)
 
 
 def test_a_copy_that_is_over_in_time_costs_the_link_alone() -> None:
@@ -178,13 +179,14 @@ def test_moving_needs_a_policy_that_prices_it() -> None:
 
 
 def test_what_is_computed_nearly_as_fast_is_not_copied() -> None:
-    """A copy takes the links from others: at 1.5 GB/s a short beginning is not worth it, a long one is, whose tokens
-    attend to more before them."""
+    """A copy takes the links from others: at 1.5 GB/s, or where it takes long to begin, a short beginning is not worth
+    it; a long one is, whose tokens attend to more before them."""
     slow = planner(LinkPlan(1.5, latency_s=0.001))
     short, long = asked(a=published(4)), PickRequest(facts=OverlapFacts(100_000, {A: published(180)}))
-    assert slow.offer(short, endpoints(), SPEEDS, 0.0) is short
-    assert slow.offer(long, endpoints(), SPEEDS, 0.0) is not long
-    assert planner().offer(short, endpoints(), SPEEDS, 0.0) is not short
+    assert not slow.offer(short, endpoints(), SPEEDS, 0.0).transfer_s
+    assert slow.offer(long, endpoints(), SPEEDS, 0.0).transfer_s
+    assert planner().offer(short, endpoints(), SPEEDS, 0.0).transfer_s
+    assert not planner(LinkPlan(12.5, latency_s=0.2)).offer(short, endpoints(), SPEEDS, 0.0).transfer_s
 
 
 def test_a_copy_that_ends_leaves_its_links_to_those_that_began_after_it() -> None:

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
-from kvproxy.config.verify import FORECASTING
+from kvproxy.config.verify_clusters import FORECASTING
 from kvproxy.routing import selector
 from kvproxy.routing.kv_aware import LARGE
 from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy

@@ -18,7 +18,7 @@ import pytest
 
 from tests.cluster.sources.conftest import Follow, follow
 from tests.support.certificates import Certificate, make_certificate
-from tests.support.until import until
+from tests.support.until import until, until_says
 
 pytestmark = [
     pytest.mark.services,
@@ -58,9 +58,7 @@ class Etcd:
             stderr=asyncio.subprocess.DEVNULL,
         )
         try:
-            async with asyncio.timeout(60):
-                while not await self._is_up():  # noqa: ASYNC110 - another process: there is no event to wait for
-                    await asyncio.sleep(0.05)
+            await until_says(True, self._is_up)
             yield self
         finally:
             process.kill()

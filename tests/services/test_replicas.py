@@ -20,7 +20,7 @@ from kvproxy.sync.stores import RedisLink
 from kvproxy.sync.wire import Origin
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve
-from tests.support.until import until
+from tests.support.until import until, until_says
 from tests.sync.support import Deciding, deciding, until_synced
 
 SERVERS = {"redis": "redis-server", "nats": "nats-server"}
@@ -60,9 +60,7 @@ class Store:
         self.process = await asyncio.create_subprocess_exec(
             *self.program, cwd=self.folder, stdout=null, stderr=null
         )  # fmt: skip
-        async with asyncio.timeout(30):
-            while not await self._is_up():  # noqa: ASYNC110 - another process: there is no event to wait for
-                await asyncio.sleep(0.02)
+        await until_says(True, self._is_up)
 
     async def kill(self) -> None:
         assert self.process is not None
@@ -107,6 +105,7 @@ class Wire:
         self._tasks: set[asyncio.Task[None]] = set()
         self.cut = False
         self.dumb = False  # what the store says to a connection that subscribed does not come
+        self.delay_s = 0.0  # by which each piece comes later
         self.port = 0
 
     async def __aenter__(self) -> Wire:
@@ -136,8 +135,8 @@ class Wire:
             there = await asyncio.open_connection("127.0.0.1", self._store.port)
             async with asyncio.TaskGroup() as both:
                 subscribed = asyncio.Event()
-                both.create_task(_carry(reader, there[1], subscribed=subscribed))
-                both.create_task(_carry(there[0], writer, lost=lambda: self.dumb and subscribed.is_set()))
+                both.create_task(self._carry(reader, there[1], subscribed=subscribed))
+                both.create_task(self._carry(there[0], writer, lost=lambda: self.dumb and subscribed.is_set()))
         except (OSError, ExceptionGroup, asyncio.CancelledError):
             pass
         finally:
@@ -145,29 +144,30 @@ class Wire:
             for one in (writer, there[1] if there else writer):
                 one.close()
 
-
-async def _carry(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    *,
-    lost: Callable[[], bool] = lambda: False,
-    subscribed: asyncio.Event | None = None,
-) -> None:
-    while data := await reader.read(65536):
-        if subscribed is not None and b"SUB" in data:
-            subscribed.set()
-        if not lost():
-            writer.write(data)
-            await writer.drain()
-    raise ConnectionError
+    async def _carry(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        lost: Callable[[], bool] = lambda: False,
+        subscribed: asyncio.Event | None = None,
+    ) -> None:
+        while data := await reader.read(65536):
+            if subscribed is not None and b"SUB" in data:
+                subscribed.set()
+            await asyncio.sleep(self.delay_s)
+            if not lost():
+                writer.write(data)
+                await writer.drain()
+        raise ConnectionError
 
 
 def replica(
-    store: Store, name: str, engine: str, *, port: int | None = None
+    store: Store, name: str, engine: str, *, port: int | None = None, ahead_s: float = 0.0
 ) -> contextlib.AbstractAsyncContextManager[Deciding]:
-    chain = ["inference_request", "kvcache", {"rate_limit": {"requests_per_minute": 60}}, "router"]
+    chain = ["inference_request", "kvcache", {"rate_limit": {"requests_per_minute": 6, "burst": 10}}, "router"]
     sync = {store.kind: store.url(port), "replica": name, "heartbeat": "100ms"}
-    return deciding(engine, filters=chain, sync=sync)
+    return deciding(engine, filters=chain, sync=sync, ahead_s=ahead_s)
 
 
 def weights(*replicas: Deciding) -> list[float]:
@@ -257,6 +257,55 @@ async def test_a_store_that_answers_nothing_holds_no_request_up(store: Store) ->
         await until(lambda: one.entries() == two.entries() > 0)
 
 
+async def test_a_store_that_is_slow_holds_no_request_up(store: Store) -> None:
+    """Each word takes seconds to it and back; twenty requests would take more than half a minute if they waited."""
+    async with (
+        serve(FakeEngine("a")) as engine,
+        Wire(store) as wire,
+        replica(store, "one", engine) as one,
+        replica(store, "two", engine, port=wire.port) as two,
+    ):
+        await until_synced(one, two)
+        wire.delay_s = 1.0
+        async with asyncio.timeout(10):
+            for number in range(20):
+                assert (await two.ask(text(number))).status_code == 200
+        wire.delay_s = 0.0
+        await until_synced(one, two)
+        await until(lambda: one.entries() == two.entries() > 100)
+
+
+async def test_clocks_that_differ_by_hours(store: Store) -> None:
+    """Each decides by its own: what is known, spent, claimed and given to a third one is as with clocks that agree."""
+    async with (
+        serve(FakeEngine("a")) as engine,
+        replica(store, "one", engine, ahead_s=7200.0) as one,
+        replica(store, "two", engine) as two,
+    ):
+        await until_synced(one, two)
+        await one.ask(text(1))
+        await two.ask(text(2))
+        await until(lambda: one.entries() == two.entries() > 10)
+        await until(lambda: 1.0 < one.spent() <= 2.0 and 1.0 < two.spent() <= 2.0)
+        granted = [await replicated.sync.claim("pin a 17", 60.0) for replicated in (one, two)]
+        assert sorted(granted) == [False, True]
+        async with replica(store, "three", engine, ahead_s=-7200.0) as three:
+            await until_synced(one, two, three)
+            assert three.entries() == one.entries()
+            assert 1.0 < three.spent() <= 2.0
+
+
+async def test_replicas_that_start_at_once(store: Store) -> None:
+    """None waits for what another, which is as new, could tell it; and neither does a request."""
+    async with serve(FakeEngine("a")) as engine, contextlib.AsyncExitStack() as stack:
+        starting = [stack.enter_async_context(replica(store, name, engine)) for name in ("one", "two", "three")]
+        together = await asyncio.gather(*starting)
+        for number, each in enumerate(together):
+            assert (await each.ask(text(number))).status_code == 200
+        await until_synced(*together)
+        await until(lambda: len({each.entries() for each in together}) == 1 and together[0].entries() > 15)
+
+
 async def test_what_is_to_be_done_once_is_done_once(store: Store) -> None:
     """Of three that want it one may; when that one dies in the middle of it, another may once its time is over."""
     async with (
@@ -278,9 +327,7 @@ async def test_what_is_to_be_done_once_is_done_once(store: Store) -> None:
         async def granted_later() -> bool:
             return any([await one.claim("pin a 17", 1.0) for one in losers])
 
-        async with asyncio.timeout(10):
-            while not await granted_later():  # noqa: ASYNC110 - its time to live has to run out
-                await asyncio.sleep(0.05)
+        await until_says(True, granted_later, pause_s=0.05)  # its time to live has to run out
 
 
 async def test_a_way_back_that_is_gone_is_noticed(store: Store) -> None:

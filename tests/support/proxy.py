@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import httpx
@@ -33,14 +35,23 @@ class RunningProxy:
 
 @contextlib.asynccontextmanager
 async def running_proxy(
-    endpoints: Mapping[str, str] | list[dict[str, Any]], *, siblings: Siblings | None = None, **config: Any
+    endpoints: Mapping[str, str] | list[dict[str, Any]],
+    *,
+    siblings: Siblings | None = None,
+    ahead_s: float = 0.0,
+    **config: Any,
 ) -> AsyncIterator[RunningProxy]:
     """`config` is native configuration besides the endpoints; probes are off unless it says otherwise. With `siblings`
-    it is one of several workers of a machine."""
+    it is one of several workers of a machine. Its clocks are `ahead_s` ahead of those here."""
     raw: dict[str, Any] = {"endpoints": endpoints, "policy": "round_robin", "health": {"active": False}, **config}
     drain_s = 2.0
     async with (
-        Proxy(load_config(raw), siblings=siblings) as proxy,
+        Proxy(
+            load_config(raw),
+            siblings=siblings,
+            clock=lambda: time.monotonic() + ahead_s,
+            wall_clock=lambda: datetime.now(UTC) + timedelta(seconds=ahead_s),
+        ) as proxy,
         Server(proxy, drain_s=drain_s) as server,
         httpx.AsyncClient(base_url=server.url, timeout=60) as client,
     ):

@@ -249,9 +249,12 @@ class Deciding:
 
 
 @contextlib.asynccontextmanager
-async def deciding(engine_url: str, *, siblings: Siblings | None = None, **config: Any) -> AsyncIterator[Deciding]:
+async def deciding(
+    engine_url: str, *, siblings: Siblings | None = None, ahead_s: float = 0.0, **config: Any
+) -> AsyncIterator[Deciding]:
     """In front of one engine, by KV."""
-    async with running_proxy({"a": engine_url}, siblings=siblings, **{"policy": "kv_aware", **config}) as running:
+    config = {"policy": "kv_aware", **config}
+    async with running_proxy({"a": engine_url}, siblings=siblings, ahead_s=ahead_s, **config) as running:
         yield Deciding(running)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.kvcache.actions.signals import KnownPrefix
+from kvproxy.kvcache.actions.hotness import KnownPrefix
 from kvproxy.kvcache.providers import ActionKind
 from kvproxy.sync.datagrams import Siblings
 from kvproxy.sync.deltas import (

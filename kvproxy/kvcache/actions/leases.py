@@ -14,7 +14,7 @@ from kvproxy.bounded import BoundedMapping
 from kvproxy.config.kvcache_actions_schema import LeaseSettings
 from kvproxy.kvcache.actions.conversations import LOOKED_AT, BySession, Conversations, Waiting
 from kvproxy.kvcache.actions.gaps import HORIZON_S, Gaps
-from kvproxy.kvcache.actions.signals import KnownPrefix
+from kvproxy.kvcache.actions.hotness import KnownPrefix
 from kvproxy.types import EndpointId
 
 K = TypeVar("K")

@@ -8,9 +8,9 @@ from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.actions.conversations import Waiting
 from kvproxy.kvcache.actions.executor import ActionExecutor
 from kvproxy.kvcache.actions.gaps import PendingCall, pause_kind
+from kvproxy.kvcache.actions.hotness import KnownPrefix
 from kvproxy.kvcache.actions.leases import Lease, LeaseBook, Lever, Why, choose_duration
 from kvproxy.kvcache.actions.session_holds import SessionHolds
-from kvproxy.kvcache.actions.signals import KnownPrefix
 from kvproxy.kvcache.actions.strategies import Action, PressureOf, Served
 from kvproxy.kvcache.actions.touching import Toucher
 from kvproxy.kvcache.overlap.facts import RequestFacts

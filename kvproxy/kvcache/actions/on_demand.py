@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.screening import Refusal
-from kvproxy.kvcache.actions.signals import KnownPrefix
+from kvproxy.kvcache.actions.hotness import KnownPrefix
 from kvproxy.kvcache.actions.transfers import STEP_TOKENS, Transfers
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.kvcache.overlap.sources import OverlapSources

@@ -14,9 +14,10 @@ from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ClientError
 from kvproxy.kvcache.actions.gaps import Gaps
+from kvproxy.kvcache.actions.hotness import KnownPrefix
 from kvproxy.kvcache.actions.job_queue import Job, JobQueue
 from kvproxy.kvcache.actions.leases import LEAST_CHANCE, Lease
-from kvproxy.kvcache.actions.signals import KnownPrefix, Signals
+from kvproxy.kvcache.actions.signals import Signals
 from kvproxy.kvcache.engines import Engines
 from kvproxy.log_lines import log_fields
 from kvproxy.metrics.catalog import Metrics

@@ -1,28 +1,20 @@
-"""Warming: a prompt is computed at an endpoint before clients ask for it there, while its engine has nothing to do.
-
-`Warmer` sends and verifies. `Warming` decides by itself, for hot prefixes whose tokens are known: after a loss, at a
-new endpoint, and where fewer endpoints hold one than its traffic is worth.
-"""
+"""Which prefixes are warmed where: hot ones whose tokens are known, after a loss, at a new endpoint, and where fewer
+endpoints hold one than its traffic is worth."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import msgspec
-
-from kvproxy.clients.vllm import Prefill
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.errors import ClientError
 from kvproxy.kvcache.actions.executor import ActionExecutor
+from kvproxy.kvcache.actions.hotness import Hotness, KnownPrefix, common_tokens
 from kvproxy.kvcache.actions.job_queue import Job, JobQueue
-from kvproxy.kvcache.actions.signals import Hotness, KnownPrefix, common_tokens
-from kvproxy.kvcache.engines import Engines
+from kvproxy.kvcache.actions.warmer import Warmer
 from kvproxy.kvcache.feedback.trust import CacheLosses, LossReason
 from kvproxy.log_lines import log_fields
 from kvproxy.metrics.catalog import Metrics
@@ -30,12 +22,8 @@ from kvproxy.types import Clock, EndpointId
 
 audit = logging.getLogger("kvproxy.audit")
 
-#: Tokens sent at once of a prefix whose tokens are known: what a request that comes meanwhile has to wait for.
-PIECE_TOKENS = 2048
 #: Longer prefixes are not warmed by themselves.
 MAX_TOKENS = 32_768
-#: One send; a long prompt on a slow engine.
-TIMEOUT_S = 120.0
 #: After an attempt that failed an endpoint is left alone for so long.
 RETRY_S = 15.0
 #: Prefixes looked at in a round, the last used ones.
@@ -48,76 +36,6 @@ class WarmingPlan(NamedTuple):
     endpoint: Endpoint
     prefix: KnownPrefix
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Warmed:
-    """How it went: `done`, `no_effect`, `unverified` (the engine does not say what it reuses), `busy`, `dry_run`, or
-    why a call failed. Tokens are the engine's count of the last prompt, and of it those that a second send found."""
-
-    result: str
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-
-
-class Warmer:
-    """Sends to one endpoint at a time what its caller chose, within idle capacity."""
-
-    def __init__(self, settings: KvCacheSettings, *, engines: Engines, metrics: Metrics, clock: Clock) -> None:
-        self._settings = settings
-        self._clock = clock
-        self._engines = engines
-        self._tokens = metrics.holdings.warmed_tokens
-
-    async def warm_body(self, endpoint: Endpoint, path: str, body: bytes) -> Warmed:
-        """A request that generates one token, and again to see what is reused of it."""
-        return await self._warm(endpoint, path, [body])
-
-    async def warm_prefix(self, endpoint: Endpoint, prefix: KnownPrefix) -> Warmed:
-        """By its tokens, in pieces that are each sent only while the engine is idle."""
-        if self._settings.cache_strategy.dry_run:
-            return Warmed("dry_run")
-        return await self._warm(endpoint, "/v1/completions", _pieces(prefix))
-
-    async def is_idle(self, endpoint: Endpoint) -> bool:
-        """By its own word, and by what this proxy has under way there. ClientError where it cannot be asked."""
-        limit = self._settings.warming.max_requests
-        if endpoint.condition(self._clock()) is not Condition.UP or endpoint.load.in_flight > limit:
-            return False
-        engine = await self._engines.client(endpoint.engine).fetch_metrics()
-        if endpoint.load.in_flight > limit or engine.running is None:
-            return False
-        return engine.running + (engine.waiting or 0) <= limit
-
-    async def _warm(self, endpoint: Endpoint, path: str, bodies: Sequence[bytes] | Iterator[bytes]) -> Warmed:
-        if endpoint.rank is not None:
-            return Warmed("not_supported")  # the engine itself would choose the rank
-        last, body = Prefill(0, 0), b""
-        try:
-            for body in bodies:
-                if not await self.is_idle(endpoint):
-                    return Warmed("busy", last.prompt_tokens)
-                last = await self._send(endpoint, path, body)
-            again = await self._send(endpoint, path, body)
-        except ClientError as error:
-            return Warmed(error.reason, last.prompt_tokens)
-        if again.cached_tokens is None:
-            return Warmed("unverified", again.prompt_tokens)
-        return Warmed("done" if again.cached_tokens else "no_effect", again.prompt_tokens, again.cached_tokens)
-
-    async def _send(self, endpoint: Endpoint, path: str, body: bytes) -> Prefill:
-        answer = await self._engines.client(endpoint.engine).prefill(path, body, timeout_s=TIMEOUT_S)
-        found = answer.cached_tokens or 0
-        self._tokens.labels("found").inc(found)
-        self._tokens.labels("computed").inc(max(0, answer.prompt_tokens - found))
-        return answer
-
-
-def _pieces(prefix: KnownPrefix) -> Iterator[bytes]:
-    salt = {"cache_salt": prefix.cache_salt} if prefix.cache_salt else {}
-    rest = {"model": prefix.model, "max_tokens": 1, "temperature": 0, **salt}
-    for end in range(PIECE_TOKENS, len(prefix.tokens) + PIECE_TOKENS, PIECE_TOKENS):
-        yield msgspec.json.encode({**rest, "prompt": prefix.tokens[:end].tolist()})
 
 
 def _begun_by(prefix: KnownPrefix, known: Iterable[KnownPrefix]) -> Iterator[KnownPrefix]:
@@ -176,9 +94,11 @@ class Warming:
         for endpoint in sorted(able, key=lambda one: (one.instance_id not in self._empty, one.load.in_flight)):
             if now - self._tried.get(endpoint.instance_id, -math.inf) < RETRY_S:
                 continue
+            lacks = False
             for uses, prefix in hot:
                 held_by = holders[prefix.key]
                 reason = self._why(endpoint, uses, prefix, held_by, len(able))
+                lacks |= bool(reason)
                 if reason and len(prefix.tokens) <= self._budget:
                     self._budget -= len(prefix.tokens)
                     self._tried[endpoint.instance_id] = now
@@ -186,6 +106,8 @@ class Warming:
                         holders[covered.key].add(endpoint.instance_id)
                     planned.append(WarmingPlan(endpoint, prefix, reason))
                     break
+            if not lacks:
+                self._empty.pop(endpoint.instance_id, None)  # it has back what was hot
         return planned
 
     def _why(self, endpoint: Endpoint, uses: int, prefix: KnownPrefix, held_by: set[str], most: int) -> str:

@@ -12,6 +12,7 @@ from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.kvcache.feedback.reuse_step import ReuseSteps
 from kvproxy.kvcache.feedback.trust import MissedReuses, Trust
+from kvproxy.kvcache.overlap.denied import EVERY_ENDPOINT, DeniedPlacements
 from kvproxy.kvcache.overlap.last_served import LastServed, RequestNames
 from kvproxy.kvcache.overlap.merge import NOTHING, HolderOverlap, is_contradicted, merge_overlaps
 from kvproxy.prefix.approximate.capacity import Capacities
@@ -20,12 +21,12 @@ from kvproxy.prefix.approximate.heat import Heat, Run
 from kvproxy.prefix.approximate.index import ApproximateIndex
 from kvproxy.prefix.approximate.radix import PrefixCursor
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, message_chain, root_seed, text_blocks, token_blocks
-from kvproxy.prefix.precise.index import PreciseIndex, precise_root
+from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch, precise_root
 from kvproxy.prefix.prompt_identity import RULED, prompt_identity
 from kvproxy.prefix.tokens.session_hashes import PromptText, SessionHashes
 from kvproxy.prefix.tokens.token_memory import HashedTokens
 from kvproxy.routing.policy import FactSource, Overlap
-from kvproxy.types import EndpointId, InferenceRequest, RequestKind, Tier
+from kvproxy.types import EndpointId, InferenceRequest, RequestKind, Tier, cut_lower
 
 #: Blocks of text an endpoint is believed to hold until its engine says how much fits (64 MiB of prompts).
 DEFAULT_CAPACITY_BLOCKS = 262_144
@@ -122,6 +123,7 @@ class LocalIndexes:
         self.last_served = state.last_served
         self.follows_events = follows_events
         self.store_readers: Callable[[], Iterable[EndpointId]] = tuple  # of what engines report in a shared store
+        self.denied: DeniedPlacements | None = None  # by what engines reused; None: no response is asked
         self._lookups = lookups
         self._keyed = follows_events or lookups or leases  # these know prompts by their messages' keys
         followed = FollowedEvents() if followed is None else followed
@@ -187,7 +189,11 @@ class LocalIndexes:
         if tokens is not None and self.follows_events:
             blocks = self._blocks_of(tokens, hashed, model, cache_salt)
             announced = self.precise.match_prompt(blocks)
-            if stored := self.precise.match_store(blocks):
+            stored = self.precise.match_store(blocks)
+            if self.denied:
+                announced = {one: self._undenied(one, match, cursor) for one, match in announced.items()}
+                stored = self.denied.believed_tokens(EVERY_ENDPOINT, ((Tier.SHARED, stored),), cursor.hashes)
+            if stored:
                 looked_up = [*looked_up, *self._in_store(stored)]
             if self.missed.doubted:
                 exact = frozenset(exact).difference(self.missed.doubted)
@@ -205,6 +211,14 @@ class LocalIndexes:
             steps=self.steps.known,
             prompt_tokens=prompt_tokens,
         )
+
+    def _undenied(self, endpoint: EndpointId, match: PreciseMatch, cursor: PrefixCursor[Run]) -> PreciseMatch:
+        """What an event placed farther than in memory is a hint, as a lookup's is: nothing tells what is gone there."""
+        if self.denied is None or not match.lower:
+            return match
+        held = ((Tier.DEVICE, match.device_tokens), *match.lower)
+        beyond = self.denied.believed_tokens(endpoint, held, cursor.hashes) - match.device_tokens
+        return PreciseMatch(match.device_tokens, cut_lower(match.lower, beyond), match.dp_rank)
 
     def _in_store(self, tokens: int) -> list[HolderOverlap]:
         """What lies in a shared store counts for every endpoint that reads it, whichever engine reported it."""

@@ -14,6 +14,7 @@ from kvproxy.clients.tokens import TokenIds
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.errors import BreakerOpen, ClientError
 from kvproxy.kvcache.breakers import OperationBreakers
+from kvproxy.kvcache.overlap.denied import DISTRUST_S, DISTRUSTED, DeniedPlacements
 from kvproxy.kvcache.overlap.merge import HolderOverlap
 from kvproxy.kvcache.providers import (
     EVERY_INSTANCE,
@@ -30,19 +31,17 @@ log = logging.getLogger("kvproxy.kvcache")
 
 OPERATION = "lookup"
 _WARNED = 256
-#: How long, and for how many prompts, a hint that the engine contradicted is not believed again.
-_DISTRUST_S, _DISTRUSTED = 60.0, 10_000
 #: How long, and for how many beginnings of prompts, it is remembered where transfers brought them; memory that is full
 #: may have lost them then.
 _TRANSFERRED_S, _TRANSFERRED = 60.0, 10_000
-#: Where a shared store is.
-EVERY_ENDPOINT = EndpointId("")
 
 
 class LookupClient:
     """One breaker, no retries: a lookup is worth something now or not at all."""
 
-    def __init__(self, *, breakers: OperationBreakers, metrics: Metrics, clock: Clock) -> None:
+    def __init__(
+        self, *, breakers: OperationBreakers, denied: DeniedPlacements, metrics: Metrics, clock: Clock
+    ) -> None:
         self.provider: Provider | None = None
         self.hits = 0  # answers that named a holder, since the start
         self._breakers = breakers
@@ -51,14 +50,13 @@ class LookupClient:
         self._unknown = metrics.kvcache.unknown_instances
         self._warned: set[str] = set()
         #: A TTLCache: an engine that was wrong about a prompt once may compute it meanwhile.
-        self._distrusted: TTLCache[tuple[EndpointId, int], int] = TTLCache(_DISTRUSTED, _DISTRUST_S, timer=clock)
-        #: By a prompt's beginning, for each instance: tokens that were transferred there lately, and their digest.
-        #: LMCache's services hear of it a second later, or (the controller) never.
-        self._transferred: TTLCache[tuple[str, str, int], dict[str, tuple[int, int]]] = TTLCache(
+        self._distrusted: TTLCache[tuple[EndpointId, int], int] = TTLCache(DISTRUSTED, DISTRUST_S, timer=clock)
+        self._denied = denied
+        #: By a prompt's beginning, for each instance: tokens that were transferred there lately, their digest, and
+        #: when. LMCache's services hear of it a second later, or (the controller) never.
+        self._transferred: TTLCache[tuple[str, str, int], dict[str, tuple[int, int, float]]] = TTLCache(
             _TRANSFERRED, _TRANSFERRED_S, timer=clock
         )
-        #: By the first block that was not there, and where: tokens that were.
-        self._denied: TTLCache[tuple[EndpointId, int], int] = TTLCache(_DISTRUSTED, _DISTRUST_S, timer=clock)
 
     @property
     def possible(self) -> bool:
@@ -128,7 +126,7 @@ class LookupClient:
                     lower = tuple([each for each in lower if each[0] is not Tier.SHARED])
                     tokens = count_lower(lower)
                 if self._denied and lower:
-                    tokens = min(tokens, self._undenied(endpoint.id, lower, hashes))
+                    tokens = min(tokens, self._denied.believed_tokens(endpoint.id, lower, hashes))
                 found.append(HolderOverlap(endpoint.id, tokens, holder.contiguous, self.provider.source, lower))
         return found
 
@@ -141,44 +139,26 @@ class LookupClient:
         lower: LowerTokens = (),
     ) -> None:
         """The engine had only so many tokens of this prompt, `cached_blocks` of its blocks, where a hint had promised
-        more, on these tiers. A placement on a disk is a hint, since no source tells of what was deleted there, and in a
-        shared store it is the same for every engine: what the engine denies is not believed for a while, wherever a
-        prompt goes the same way."""
+        more, on these tiers."""
         if not hashes:
             return
         self._distrusted[endpoint, hashes[0]] = cached_tokens
-        tiers = {tier for tier, _ in lower}
-        denied = hashes[min(cached_blocks, len(hashes) - 1)]
-        if Tier.SHARED in tiers:
-            self._denied[EVERY_ENDPOINT, denied] = cached_tokens
-        if Tier.DISK in tiers:
-            self._denied[endpoint, denied] = cached_tokens
+        self._denied.note_denial(endpoint, hashes, cached_tokens, cached_blocks, lower)
 
     def note_transfer(self, instance: str, prefix: Prefix, tokens: int) -> None:
         """So many of its leading tokens are in the memory of `instance` now."""
-        where = _beginning(prefix)
-        known = self._transferred.get(where, {})
-        self._transferred[where] = {**known, instance: (tokens, _digest(prefix.tokens[:tokens]))}
+        where, now = _beginning(prefix), self._clock()
+        known = {name: one for name, one in self._transferred.get(where, {}).items() if now - one[2] < _TRANSFERRED_S}
+        self._transferred[where] = {**known, instance: (tokens, _digest(prefix.tokens[:tokens]), now)}
 
     def find_transferred(self, prefix: Prefix) -> list[Holder]:
         """Where its beginning was transferred lately."""
-        tokens, known = prefix.tokens, self._transferred.get(_beginning(prefix), {})
+        tokens, known, now = prefix.tokens, self._transferred.get(_beginning(prefix), {}), self._clock()
         return [
             Holder(instance, count, True, ((Tier.HOST, count),))
-            for instance, (count, digest) in known.items()
-            if len(tokens) >= count and _digest(tokens[:count]) == digest
+            for instance, (count, digest, at) in known.items()
+            if now - at < _TRANSFERRED_S and len(tokens) >= count and _digest(tokens[:count]) == digest
         ]
-
-    def _undenied(self, endpoint: EndpointId, lower: LowerTokens, hashes: array[int]) -> int:
-        """Tokens of these that no engine denied: those nearer than the disk, or before the denied ones."""
-        denied, tokens, near = self._denied, count_lower(lower), 0
-        for tier, here in lower:
-            place = EVERY_ENDPOINT if tier is Tier.SHARED else endpoint
-            if tier in (Tier.DISK, Tier.SHARED):
-                proven = [denied[place, block] for block in hashes if (place, block) in denied]
-                tokens = min([tokens, *(max(near, each) for each in proven)])
-            near += here
-        return tokens
 
     def _capped(
         self, tokens: int, endpoint: EndpointId, local: Mapping[EndpointId, Overlap], hashes: array[int]

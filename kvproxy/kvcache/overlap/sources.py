@@ -13,6 +13,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.kvcache.breakers import OperationBreakers
 from kvproxy.kvcache.engines import Engines
+from kvproxy.kvcache.overlap.denied import DeniedPlacements
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.kvcache.overlap.gauges import TierCounts, show_indexes
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
@@ -66,13 +67,15 @@ class OverlapSources:
             )
             for name, cluster in clusters.items()
         }
+        denied = DeniedPlacements(clock)
         for name, cluster in clusters.items():
             self.indexes[name].store_readers = partial(_store_readers, cluster)
+            self.indexes[name].denied = denied
         memory = state.token_memory(settings.token_cache, clock)
         self.tokens = TokenSource(
             settings, memory=memory, engines=engines, breakers=breakers, metrics=metrics, clock=clock
         )
-        self.lookups = LookupClient(breakers=breakers, metrics=metrics, clock=clock)
+        self.lookups = LookupClient(breakers=breakers, denied=denied, metrics=metrics, clock=clock)
         self._lookup_task = LookupTask(
             settings,
             tokens=self.tokens,

@@ -18,7 +18,8 @@ from kvproxy.prefix.hashing import (
     text_blocks,
     text_chain,
 )
-from kvproxy.prefix.prompt_identity import HEADERS, HEADS_OF_TEXT, PartRules, are_texts, header_span, shape_identity
+from kvproxy.prefix.prompt_identity import HEADERS, HEADS_OF_TEXT, PartRules, are_texts
+from kvproxy.prefix.shape_identity import header_span, shape_identity
 from kvproxy.types import Prompt, RequestKind
 
 _MAX_NAMED_BYTES = 16 * 1024 * 1024
@@ -42,12 +43,13 @@ class PromptText(msgspec.Struct):
     part_at: Callable[[int], bytes]
     parts: int
     size: int  # of `canonical_bytes`
+    whole: Sequence[bytes] | None = None  # all of them, where they are at hand
 
     @classmethod
     def of_prompt(cls, prompt: Prompt) -> PromptText:
         """Of one that is named by its own bytes."""
         shape, parts = prompt.shape, prompt.parts
-        return cls(shape, parts.__getitem__, len(parts), sum(map(len, parts), len(shape) + 1 + len(parts)))
+        return cls(shape, parts.__getitem__, len(parts), sum(map(len, parts), len(shape) + 1 + len(parts)), parts)
 
     @property
     def shape(self) -> bytes:
@@ -109,28 +111,23 @@ class SessionHashes:
         known, count = self._find_named(sent, kind, drops_header)
         keys, size = (array("Q"), text.size) if known is None else (known[2][:], known[3])
         rules = PartRules(kind, drops_header=drops_header)
-        key = keys[-1] if keys else begun
         new: list[bytes] = []
-        marks: list[tuple[int, int]] = []  # where a marked message stands, and the bytes that name what is before it
-        for index in range(count, len(raw)):
-            marked = rules.marked
-            part = rules.apply(index, raw[index])
-            if index > count and rules.marked > marked:
-                marks.append((index, size))
-            new.append(part)
-            size += len(part) + 1
-            key = xxh3_64_intdigest(part, key)
-            keys.append(key)
-        for index, size_before in marks[-_MARKS:]:  # how the chat begins when the mark has moved on
-            self._name(sent[index - 1], (kind, drops_header, keys[:index], size_before))
-        if new:
+        if count < len(raw):
+            key = keys[-1] if keys else begun
+            new = rules.apply(raw[count:], count)
+            keys.extend([key := xxh3_64_intdigest(part, key) for part in new])
+            for index in sorted(rules.marked)[-_MARKS:]:  # how the chat begins when the mark has moved on
+                if index > count:
+                    before = sum(map(len, new[: index - count]), size + index - count)
+                    self._name(sent[index - 1], (kind, drops_header, keys[:index], before))
+            size = sum(map(len, new), size + len(new))
             self._name(sent[-1], (kind, drops_header, keys, size))
 
         def part_at(index: int) -> bytes:
-            return new[index - count] if index >= count else rules.apply(index, raw[index])
+            return new[index - count] if index >= count else rules.apply((raw[index],), index)[0]
 
         prompt_bytes = size - 1 - len(raw) + prompt.unread_bytes  # what ends the parts is none of it
-        text.part_at, text.size = part_at, size
+        text.part_at, text.size, text.whole = part_at, size, None if count else new
         return self.blocks_of(text, seed, keys), keys, prompt_bytes, text
 
     def _find_shape(self, kind: RequestKind, shape: bytes, text: PromptText, seed: int, *, drops_header: bool) -> int:
@@ -205,7 +202,8 @@ class SessionHashes:
                 hashes = _continued(earlier, text)
                 break
         else:
-            hashes = text_blocks(Prompt(text.shape, tuple(map(text.part_at, range(text.parts)))), seed)
+            parts = map(text.part_at, range(text.parts)) if text.whole is None else text.whole
+            hashes = text_blocks(Prompt(text.shape, tuple(parts)), seed)
         self._keep(whole, hashes)
         return hashes
 

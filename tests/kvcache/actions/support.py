@@ -6,7 +6,8 @@ from array import array
 from typing import Any
 
 from kvproxy.config.kvcache_actions_schema import CacheStrategySettings
-from kvproxy.kvcache.actions.signals import Hotness, KnownPrefix, Pressure
+from kvproxy.kvcache.actions.hotness import Hotness, KnownPrefix
+from kvproxy.kvcache.actions.signals import Pressure
 from kvproxy.kvcache.actions.strategies import PressureOf, Served
 from tests.kvcache.support import tokens
 

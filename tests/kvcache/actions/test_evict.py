@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from kvproxy.kvcache.actions.signals import Hotness, Pressure
+from kvproxy.kvcache.actions.hotness import Hotness
+from kvproxy.kvcache.actions.signals import Pressure
 from kvproxy.kvcache.actions.strategies import CLEAR_PAUSE_S, ActionRecord, Evict
 from kvproxy.kvcache.providers import ActionKind
 from kvproxy.prefix.eviction import Priority

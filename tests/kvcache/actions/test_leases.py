@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvproxy.config.kvcache_actions_schema import LeaseSettings
 from kvproxy.kvcache.actions.conversations import MAX_WAITING, Waiting
 from kvproxy.kvcache.actions.gaps import HORIZON_S, LEAST_SEEN, Gaps, PauseKind
+from kvproxy.kvcache.actions.hotness import KnownPrefix
 from kvproxy.kvcache.actions.leases import (
     FIRST_S,
     MAX_RELEASED,
@@ -23,7 +24,6 @@ from kvproxy.kvcache.actions.leases import (
     choose_duration,
     tenant_budget,
 )
-from kvproxy.kvcache.actions.signals import KnownPrefix
 from kvproxy.types import EndpointId
 
 A = EndpointId("a")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from tests.real.kvcache import ask, chat_tokens, with_kvcache
 from tests.real.pair import Pair
 from tests.real.prompts import chat, text
 from tests.support.proxy import running_proxy
+from tests.support.until import until_says
 
 pytestmark = pytest.mark.real
 
@@ -37,14 +37,12 @@ async def asked_directly(url: str, body: dict[str, Any]) -> int:
 
 async def held(directory: LMCacheCoordinatorClient, tokens: list[int], wanted: Mapping[str, int]) -> None:
     """Returns once the directory says so; the servers report within a second or two."""
-    seen: Mapping[str, int] = {}
-    for _ in range(100):
+
+    async def ask() -> Mapping[str, int]:
         found = await directory.directory_lookup(SCOPE, array("I", tokens))
-        seen = {name: prefix.tokens for name, prefix in found.by_instance.items()}
-        if seen == wanted:
-            return
-        await asyncio.sleep(0.1)
-    raise AssertionError(f"the directory says {seen}, not {dict(wanted)}")
+        return {name: prefix.tokens for name, prefix in found.by_instance.items()}
+
+    await until_says(wanted, ask)
 
 
 async def test_all_holders_are_known(pair: Pair, directory: LMCacheCoordinatorClient, saw: Saw) -> None:

@@ -72,7 +72,7 @@ class Program:
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(self.ready, timeout=5).status_code == 200:
                     return
-            time.sleep(0.25)
+            time.sleep(0.25)  # another program, asked outside of any event loop: nothing to be told by
         tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
         raise AssertionError(f"{self.name} does not serve {self.ready}; the end of {self._log}:\n{tail}")
 

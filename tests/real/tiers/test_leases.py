@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Any
 
 import httpx
@@ -16,7 +16,7 @@ from tests.real.prompts import chat, text
 from tests.real.tiers.conftest import Tiers
 from tests.real.tiers.test_tiers import drop_memory, places, until_placed, whole_chunks
 from tests.support.proxy import running_proxy
-from tests.support.until import until
+from tests.support.until import until, until_says
 
 pytestmark = pytest.mark.real
 
@@ -68,10 +68,7 @@ async def test_a_prompt_under_lease_survives_the_eviction_of_the_disk(
         await until(lambda: any(one.held for one in book.leases.values()), within_s=30)
         held = await pinned(tiers)
         await set_quota(tiers, 0.0)  # the coordinator deletes what is over it, every five seconds
-        for _ in range(300):
-            if await on_disk(tiers, tokens["loose"]) == 0:
-                break
-            await asyncio.sleep(0.1)
+        await until_says(0, partial(on_disk, tiers, tokens["loose"]))
         left = {name: await on_disk(tiers, each) for name, each in tokens.items()}
         await set_quota(tiers, None)
         for each in tokens.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from array import array
+from functools import partial
 from typing import Any
 
 import httpx
@@ -21,7 +22,7 @@ from tests.real.kvcache import ask, chat_tokens, decided, with_kvcache
 from tests.real.prompts import chat, text
 from tests.real.tiers.conftest import Tiers
 from tests.support.proxy import running_proxy
-from tests.support.until import until
+from tests.support.until import until, until_says
 
 pytestmark = pytest.mark.real
 
@@ -46,13 +47,7 @@ async def places(tiers: Tiers, tokens: list[int]) -> list[Places]:
 
 async def until_placed(tiers: Tiers, tokens: list[int], wanted: Places) -> None:
     """Returns once every chunk is in these places and no other; the servers report within a second or two."""
-    seen: list[Places] = []
-    for _ in range(200):
-        seen = await places(tiers, tokens)
-        if seen == [wanted] * (len(tokens) // CHUNK):
-            return
-        await asyncio.sleep(0.1)
-    raise AssertionError(f"the directory says {seen}, not {wanted} of each chunk")
+    await until_says([wanted] * (len(tokens) // CHUNK), partial(places, tiers, tokens))
 
 
 async def asked(url: str, tokens: list[int]) -> int:
@@ -229,10 +224,6 @@ async def test_a_coordinator_killed_in_the_middle_of_a_prefetch(tiers: Tiers, sa
         reused = await asked(tiers.pair.b.url, tokens)
         tiers.coordinator.program.start()
         tiers.coordinator.program.await_ready(within_s=120)
-        for _ in range(600):
-            if await provider.instances() == {"mp-a", "mp-b"}:
-                break
-            await asyncio.sleep(0.1)
-        assert await provider.instances() == {"mp-a", "mp-b"}
+        await until_says(frozenset({"mp-a", "mp-b"}), provider.instances)
     saw(f"{failure.value.reason}; b reuses {reused} of {len(tokens)} from the disk; both are registered again")
     assert reused >= whole_chunks(tokens) - 1
