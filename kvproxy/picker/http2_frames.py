@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 
@@ -11,6 +12,9 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 FRAME_BYTES = 16_384  # the largest that we take, and the default of what we may send
 LARGEST = 2**31 - 1  # of stream numbers and windows
 _MAX_HEADER_BYTES = 64 * 1024
+#: What is read at once; more than a frame, so that there is always room.
+_BUFFER_BYTES = 128 * 1024
+_HEAD = struct.Struct("!BHBBI")  # length in two parts, kind, flags, stream
 
 DATA, HEADERS, PRIORITY, RESET, SETTINGS, PUSH, PING, GOAWAY, WINDOW, CONTINUATION = range(10)
 ACK = END_STREAM = 0x1
@@ -43,7 +47,12 @@ Fields = Mapping[bytes, bytes]
 
 def encode_frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     """One frame."""
-    return b"%b%c%c%b%b" % (len(payload).to_bytes(3, "big"), kind, flags, stream.to_bytes(4, "big"), payload)
+    return encode_head(kind, flags, stream, len(payload)) + payload
+
+
+def encode_head(kind: int, flags: int, stream: int, size: int) -> bytes:
+    """What goes before a frame's payload of so many bytes."""
+    return _HEAD.pack(size >> 16, size & 0xFFFF, kind, flags, stream)
 
 
 def encode_fields(fields: Mapping[bytes, bytes]) -> bytes:
@@ -52,41 +61,51 @@ def encode_fields(fields: Mapping[bytes, bytes]) -> bytes:
 
 
 class FrameReader:
-    """Cuts frames out of what one peer sends. `on_frame(kind, flags, stream, payload)` gets those without headers, as
-    they are; `on_headers(stream, fields, ended)` each whole header block. Raises ConnectionFault."""
+    """Cuts frames out of what one peer sends, which is written into its own `room`: nothing is copied but each payload,
+    once. `on_frame(kind, flags, stream, payload)` gets those without headers, as they are; `on_headers(stream, fields,
+    ended)` each whole header block."""
 
     def __init__(
         self, on_frame: Callable[[int, int, int, bytes], None], on_headers: Callable[[int, Fields, bool], None]
     ) -> None:
         self._on_frame, self._on_headers = on_frame, on_headers
         self._decoder = Decoder(max_header_list_size=_MAX_HEADER_BYTES)
-        self._rest = b""
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._filled = 0  # bytes of it
         self._begun = False
         self._block: tuple[int, int, bytearray] | None = None  # stream, flags and what is there of a header block
 
-    def feed(self, data: bytes) -> None:
-        """What came."""
-        data = self._rest + data if self._rest else data
-        self._rest = data[self._read(data) :]
+    @property
+    def room(self) -> memoryview:
+        """Where to write what comes next."""
+        return self._buffer[self._filled :]
 
-    def _read(self, data: bytes) -> int:
-        """How many bytes of `data` were whole frames."""
-        position, size = 0, len(data)
+    def take(self, count: int) -> None:
+        """So many bytes were written there. Raises ConnectionFault."""
+        size, self._filled = self._filled + count, 0
+        end, buffer = self._read(size), self._buffer
+        self._filled = size - end
+        if end and self._filled:
+            buffer[: self._filled] = buffer[end:size]
+
+    def _read(self, size: int) -> int:
+        """How many of so many bytes were whole frames."""
+        position, buffer = 0, self._buffer
         if not self._begun:
-            if not PREFACE.startswith(data[: len(PREFACE)]):
+            if not PREFACE.startswith(buffer[: min(size, len(PREFACE))]):
                 raise ConnectionFault(Code.PROTOCOL_ERROR, "the peer does not speak HTTP/2")
             if size < len(PREFACE):
                 return 0
             self._begun, position = True, len(PREFACE)
         while size - position >= 9:
-            length = int.from_bytes(data[position : position + 3], "big")
+            high, low, kind, flags, name = _HEAD.unpack_from(buffer, position)
+            length = high << 16 | low
             if length > FRAME_BYTES:
                 raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a frame is too long")
             end = position + 9 + length
             if end > size:
                 break
-            name = int.from_bytes(data[position + 5 : position + 9], "big") & LARGEST
-            self._take(data[position + 3], data[position + 4], name, data[position + 9 : end])
+            self._take(kind, flags, name & LARGEST, bytes(buffer[position + 9 : end]))
             position = end
         return position
 

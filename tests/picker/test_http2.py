@@ -234,6 +234,20 @@ async def test_what_breaks_the_protocol_ends_the_connection(said: bytes, code: C
         assert await peer.end() == code
 
 
+async def test_more_than_is_read_at_once_comes_whole() -> None:
+    """Frames of all lengths on several streams, of which reads end anywhere."""
+    pieces = [bytes((number,)) * (1 + number * 61 % 16_384) for number in range(1, 200)]
+    hello = (
+        PREFACE + frame(SETTINGS, 0, 0, struct.pack("!HI", 4, 2**24)) + frame(WINDOW, 0, 0, struct.pack("!I", 2**24))
+    )
+    async with connected(hello=hello) as peer:
+        for stream in (1, 3):
+            peer.say(frame(HEADERS, END_HEADERS, stream, block()))
+        peer.say(*[frame(DATA, 0, 1 + 2 * (len(piece) % 2), piece) for piece in pieces])
+        for piece in pieces:
+            assert await peer.hear_of(DATA) == (0, 1 + 2 * (len(piece) % 2), piece)
+
+
 async def test_more_than_a_window_ends_the_connection() -> None:
     """The peer counts wrongly, or means harm."""
     async with connected(hello=PREFACE + frame(SETTINGS, 0, 0, struct.pack("!HI", 4, 0))) as peer:
