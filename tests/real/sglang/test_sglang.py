@@ -167,7 +167,7 @@ async def test_a_cache_that_is_flushed(server: Sglang, saw: Saw, events: bool) -
 
 
 async def test_a_session_keeps_its_prompt(saw: Saw) -> None:
-    """With `--enable-session-radix-cache`: what a lease refers to is still there after pressure that evicts all else."""
+    """With `--enable-session-radix-cache`: what a lease refers to survives pressure that evicts all else."""
     needs_memory(gib=4)
     one = Sglang("sessions", TINY, pages=320, further=["--enable-session-radix-cache"])
     leases = {"enabled": True, "touch": False, "min_tokens": 256}
