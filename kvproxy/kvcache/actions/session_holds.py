@@ -112,7 +112,8 @@ class SessionHolds:
         result = "dry_run"
         if not self._settings.cache_strategy.dry_run:
             result, found = await self._refer(lease, endpoint)
-        lease.held, lease.used_at = result in ("done", "unverified", "dry_run"), self._clock()
+        if result in ("done", "unverified", "dry_run"):
+            self._book.confirm(lease, self._clock())
         self._record("hold", lease, result, found, began)
         return lease.held
 
