@@ -425,6 +425,18 @@ async def test_without_a_pin_the_prompt_is_touched_before_it_would_be_evicted() 
         assert proxy.results() == {"kept": 1}
 
 
+async def test_a_prompt_of_few_bytes_is_kept_without_a_service_beside_the_engine() -> None:
+    """Its bytes are fewer than an index alone would look closer at; its tokens are enough."""
+    one = Engine(capacity_blocks=1360)
+    async with serve(one.app) as url, world(url) as proxy:
+        learned(proxy)
+        await proxy.kv.scraper.scrape_all()
+        body = {"model": "m", "messages": [{"role": "user", "content": "a b c d " * 200}]}
+        assert (await proxy.client.post("/v1/chat/completions", json=body)).status_code == 200
+        await proxy.settled()
+        assert proxy.count("lease_grants_total", why="tool_call", lever="touch") == 1
+
+
 async def test_a_lease_that_ended_is_not_touched() -> None:
     """The touch had to wait its turn; the prompt may be computed for nothing then."""
     one = Engine(capacity_blocks=1360)

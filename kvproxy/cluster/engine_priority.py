@@ -9,8 +9,9 @@ from datetime import UTC, datetime
 from enum import StrEnum
 
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, EnginePriorityMode, PriorityOrder
+from kvproxy.routing.costs import own_s
 from kvproxy.routing.load import EndpointLoad
-from kvproxy.routing.policy import OverlapFacts, own_s
+from kvproxy.routing.policy import OverlapFacts
 from kvproxy.routing.priority_trial import PriorityPayoff, PriorityTrial, Verdict
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.routing.waiting_lines import EPOCH_S, LEVEL_S, TenantTurns, engine_priority, urgency_s

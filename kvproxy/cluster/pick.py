@@ -12,8 +12,9 @@ from kvproxy.cluster.adapters import Placement
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.resilience.breaker import BreakerState, Permit
+from kvproxy.routing.costs import best_of
 from kvproxy.routing.load import Reservation
-from kvproxy.routing.policy import NO_FACTS, Ledgered, PickRequest, best_of
+from kvproxy.routing.policy import NO_FACTS, Ledgered, PickRequest
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import count_lower, cut_lower

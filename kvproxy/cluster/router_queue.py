@@ -17,8 +17,9 @@ from kvproxy.config.cluster_schema import RouterQueueSettings
 from kvproxy.errors import QueueFull
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.collectors import CounterCell
+from kvproxy.routing.costs import Best, best_of, engine_wait_s, least_own_s, own_s
 from kvproxy.routing.fair_queue import FairQueue, QueueSettings
-from kvproxy.routing.policy import Best, Candidate, OverlapFacts, best_of, engine_wait_s, least_own_s, own_s
+from kvproxy.routing.policy import Candidate, OverlapFacts
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.routing.waiting_lines import Ticket

@@ -67,6 +67,7 @@ class MetricsScraper(BackgroundTask):
         self._rank_finder = RankFinder(engines, stated=settings.kv_event_sources)
         self._lookups = lookups
         self._bytes_per_token = state.bytes_per_token
+        self._hotness = state.hotness(settings)
         self._hit_ratios = state.hit_ratios
         self._losses = state.losses
         self._sample_host = sample_host
@@ -136,15 +137,19 @@ class MetricsScraper(BackgroundTask):
 
     def _follow(self) -> None:
         """An endpoint that left, or is another engine now, holds nothing we know of."""
+        left: set[str] = set()
         for name, cluster in self._clusters.items():
             indexes, before = self._indexes[name], self._present.get(name, {})
             now = {str(endpoint.id): endpoint for endpoint in cluster.endpoints}
             for endpoint_id, endpoint in before.items():
                 if endpoint_id not in now or now[endpoint_id].origin != endpoint.origin:
                     indexes.forget_endpoint(endpoint.id)
+                    left.add(endpoint.instance_id)
             self._present[name] = now
             indexes.hot.endpoints = max(1, len(now))
         every = frozenset(endpoint for cluster in self._clusters.values() for endpoint in cluster.endpoints)
+        for instance in left - {endpoint.instance_id for endpoint in every}:
+            self._hotness.note_emptied(instance)
         self._engines.keep_only(endpoint.engine for endpoint in every)
         self.signals.keep_only(every)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,7 +15,7 @@ from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
 from kvproxy.clients.lmcache.coordinator_wire import CacheScope, HeldPrefix, MemoryModule, chunk_tokens_of
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.config.kvcache_actions_schema import CacheStrategySettings
-from kvproxy.errors import BadResponse, NotSupported, Refused
+from kvproxy.errors import BadResponse, ClientError, NotSupported, Refused
 from kvproxy.routing.policy import FactSource
 from kvproxy.types import LowerTokens, Tier
 
@@ -107,7 +108,8 @@ class Provider(Protocol):
         ...
 
     async def memory(self) -> Sequence[TierMemory]:
-        """What is used of it by instance and tier; empty where the service cannot say."""
+        """What is used of it by instance and tier; empty where the service cannot say. Asked again and again: whether
+        it `copies` is as of then."""
         ...
 
 
@@ -231,6 +233,8 @@ class CoordinatorProvider:
 
     async def memory(self) -> Sequence[TierMemory]:
         usage = await self._client.fetch_usage()
+        with contextlib.suppress(ClientError):
+            await self.instances()  # servers that came meanwhile may read each other's memory
         own = [(one.instance_id, module) for one in usage.instances for module in one.modules]
         shared = [(EVERY_INSTANCE, module) for module in usage.shared_modules]
         found: dict[tuple[str, Tier], TierMemory] = {}

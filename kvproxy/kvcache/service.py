@@ -232,7 +232,7 @@ class KvCache:
         present = {(name, one.id) for name, cluster in self.clusters.items() for one in cluster.endpoints}
         self.feedback.keep_only(present)
         self.state.breaks.keep_only(present)
-        self.actions.tick()
+        self.actions.tick(self.overlap.instance_ids())
         if self.leasing is not None:
             self.leasing.tick()
         if self.warming is not None:

@@ -115,9 +115,9 @@ class PartRules:
         self._has_marks = False  # in the middle of messages
         self.marked: list[int] = []  # places of messages with a mark
 
-    def apply(self, parts: Sequence[bytes], first: int = 0) -> list[bytes]:
-        """The bytes that name the messages from that place on."""
-        new, as_text = list(parts[first:]), self._as_text
+    def apply(self, messages: Sequence[bytes], first: int = 0) -> list[bytes]:
+        """The bytes that name these messages of the prompt, the first of which stands at that place."""
+        new, as_text = list(messages), self._as_text
         self._has_marks = count_marks(new) > (0 if self._chat else self._cut_last_marks(new, first))
         named = [
             part if part.startswith(HEADS_OF_TEXT) else as_text(part, index) for index, part in enumerate(new, first)

@@ -24,7 +24,7 @@ _MAX_SYSTEM_BYTES = 256 * 1024
 HEADER = b"x-anthropic-billing-header"
 _SYSTEM_BLOCKS, _INSTRUCTIONS = b"system:[", b'instructions:"'
 #: Text up to the end of its first line, in JSON. Other escapes than these might spell a line's end differently.
-REST_OF_LINE = rb'(?:[^"\\]|\\["\\/bfrt]){0,1024}+'
+REST_OF_LINE = rb'(?:[^"\\]{1,1024}+|\\["\\/bfrt]){0,64}+'
 END_OF_LINE = rb'\\n(?!")'  # and a text follows
 TEXT_BLOCK = rb'\{\s?"type"\s?:\s?"text"\s?,\s?"text"\s?:\s?(?="[^"])'  # up to the quote of a text that is not empty
 _FURTHER_BLOCKS = (b'"},{"type":"text"', b'"}, {"type": "text"')

@@ -11,7 +11,8 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.receipts.receipt import ReceiptCandidate
 from kvproxy.request.exchange import Exchange
 from kvproxy.request.observer import RequestObserver
-from kvproxy.routing.policy import NO_FACTS, OverlapFacts, PickRequest, onboarding_s_of
+from kvproxy.routing.costs import onboarding_s_of
+from kvproxy.routing.policy import NO_FACTS, OverlapFacts, PickRequest
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.routing.work import Features

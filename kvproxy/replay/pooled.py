@@ -20,7 +20,8 @@ from kvproxy.replay.settings import Pace, ReplayFleet
 from kvproxy.replay.trace import Trace, Turn
 from kvproxy.replay.view import Settle, endpoint_id
 from kvproxy.replay.virtual_time import VirtualTime
-from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy, least
+from kvproxy.routing.costs import least
+from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy
 from kvproxy.routing.work import Features, features_of, seconds_of
 from kvproxy.simulator.block_cache import BlockCache
 from kvproxy.simulator.engine import Engine

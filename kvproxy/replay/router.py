@@ -13,10 +13,11 @@ from kvproxy.replay.trace import Turn
 from kvproxy.replay.transfers import SimTransfers
 from kvproxy.replay.view import CacheView, Settle
 from kvproxy.routing import selector
+from kvproxy.routing.costs import Best, best_of, engine_wait_s, least_own_s
 from kvproxy.routing.engine_samples import NOTHING_READ, EndedWork, Reading
 from kvproxy.routing.fair_queue import FairQueue, QueueSettings
 from kvproxy.routing.load import EndpointLoad, Reservation
-from kvproxy.routing.policy import Best, OverlapFacts, PickRequest, Policy, best_of, engine_wait_s, least_own_s
+from kvproxy.routing.policy import OverlapFacts, PickRequest, Policy
 from kvproxy.routing.room import EngineState
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.transfers import Transfer

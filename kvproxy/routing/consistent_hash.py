@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import xxhash
 
-from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy, least_loaded
+from kvproxy.routing.costs import least_loaded
+from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
 from kvproxy.routing.simple import Choices
 from kvproxy.types import EndpointId
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic
 
-from kvproxy.routing.policy import Best
+from kvproxy.routing.costs import Best
 from kvproxy.routing.waiting_lines import AGEING, LEVEL_S, Heap, ItemT, Ticket, WaitingLines, urgency_s
 from kvproxy.types import EndpointId
 

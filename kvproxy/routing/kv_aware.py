@@ -31,8 +31,9 @@ from dataclasses import asdict
 from random import Random
 
 from kvproxy.config.cluster_schema import KvAwareSettings
+from kvproxy.routing.costs import least, onboarding_s_of, own_s
 from kvproxy.routing.engine_samples import StepModel
-from kvproxy.routing.policy import Candidate, Choice, OverlapFacts, PickRequest, Policy, least, onboarding_s_of, own_s
+from kvproxy.routing.policy import Candidate, Choice, OverlapFacts, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.routing.traffic import ArrivalStats, EndpointArrivals, Pool, PoolSpeeds, Utilisation
 from kvproxy.routing.work import Features, prefill_s

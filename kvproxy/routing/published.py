@@ -43,17 +43,8 @@ from collections.abc import Sequence
 from random import Random
 
 from kvproxy.config.cluster_schema import DynamoAgenticSettings, DynamoSettings, LlmDSettings, LlmDStickySettings
-from kvproxy.routing.policy import (
-    LOWEST_COST,
-    Candidate,
-    Choice,
-    LoadView,
-    Overlap,
-    OverlapFacts,
-    PickRequest,
-    Policy,
-    least,
-)
+from kvproxy.routing.costs import LOWEST_COST, least
+from kvproxy.routing.policy import Candidate, Choice, LoadView, Overlap, OverlapFacts, PickRequest, Policy
 
 _NOTHING_HELD = Overlap(device_tokens=0)
 

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from random import Random
 
 from kvproxy.config.cluster_schema import PrefixAffinitySettings
-from kvproxy.routing.policy import LOWEST_COST, Candidate, Choice, PickRequest, Policy, least, least_loaded, own_s
+from kvproxy.routing.costs import LOWEST_COST, least, least_loaded, own_s
+from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId
 

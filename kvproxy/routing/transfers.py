@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvproxy.routing.policy import Ledgered, Overlap, OverlapFacts, PickRequest, own_s
+from kvproxy.routing.costs import own_s
+from kvproxy.routing.policy import Ledgered, Overlap, OverlapFacts, PickRequest
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import EndpointId, Tier

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvproxy.routing.policy import Best
+from kvproxy.routing.costs import Best
 from kvproxy.types import EndpointId
 
 #: Seconds of own work that one second of waiting outweighs.

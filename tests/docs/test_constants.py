@@ -21,6 +21,7 @@ MODULES = (
     "heat",
     "traffic",
     "load",
+    "samples",
     "work",
     "room",
     "speeds",

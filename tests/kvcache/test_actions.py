@@ -253,3 +253,15 @@ async def test_an_action_switched_off_while_it_waited_is_not_sent(clock: FakeClo
         assert bench.actions.submit(second, bench.strategy)
         await bench.background.settled()
     assert len(provider.calls) == 1
+
+
+async def test_what_is_known_of_an_instance_goes_with_it(clock: FakeClock) -> None:
+    """One that comes back is tried again, and instances that come and go leave nothing behind."""
+    bench = Bench(Acting(Effect(0)), clock, settings(cache_strategy={"disable_after": 1}))
+    async with bench.background:
+        for instance in ("a", "b"):
+            await bench.act(action(instance=instance))
+        assert bench.actions.switched_off == [("pin", "a"), ("pin", "b")]
+        bench.actions.keep_only({"b"})
+        assert bench.actions.switched_off == [("pin", "b")]
+        assert await bench.act(action(instance="a")) == [True]

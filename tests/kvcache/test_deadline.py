@@ -305,3 +305,17 @@ async def test_the_same_short_prompt_for_two_models_is_two_questions() -> None:
         answer.set()
         await asyncio.gather(*waiting)
     assert asked_for == [[1, 2, 3]] * 2
+
+
+async def test_a_lookup_that_is_cancelled_at_the_end_fails_no_request() -> None:
+    """The service ends while a request waits: it goes on without."""
+
+    async def never(_: dict[str, Any]) -> None:
+        await asyncio.Event().wait()
+
+    lmcache = Fake({"/lookup": never})
+    async with world({"a": engine()}, lmcache, lookup_routing_timeout=60.0, request_timeout=3600) as service:
+        waiting = asyncio.create_task(service.ask(PROMPT), name="request")
+        await until(lambda: lmcache.calls["/lookup"] == 1)
+    assert (await waiting).preferred is None
+    assert service.metric("kvproxy_kvcache_lookups_total", outcome="error") == 1

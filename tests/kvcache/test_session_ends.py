@@ -45,7 +45,7 @@ async def test_pins_of_a_session_that_ended_are_not_renewed(clock: FakeClock) ->
         assert len(service.kv.overlap.tokens.memory) == known - 1
         assert service.metric("kvproxy_kvcache_sessions_ended_total", result="known") == 1
         clock.advance(250)
-        service.kv.actions.tick()
+        service.kv.actions.tick({"a"})
         await service.settled()
         assert lmcache.calls["/pin"] == 3
 

@@ -115,6 +115,21 @@ async def test_an_engine_that_lost_its_cache_gets_back_what_is_hot() -> None:
         assert len(a.prompts) == 2
 
 
+async def test_an_engine_that_has_back_what_was_hot_is_as_any_other() -> None:
+    """What becomes hot later is not missing there for the loss, and goes to as many as its traffic is worth."""
+    a, b = Engine(), Engine()
+    async with warming(a, b, FakeClock(), warming={"uses_per_replica": 100}) as service:
+        service.kv.state.losses.note_loss("default", A, LossReason.RESTARTED)
+        for _ in range(3):
+            await rounds(service)
+        assert (len(a.prompts), len(b.prompts)) == (2, 0)
+        for session in range(4):
+            await service.serve(chat(long_text("later", 400), "yes", f"{session} " * 40, user=f"other {session}"), B)
+            await service.settled()
+        await rounds(service)
+        assert (len(a.prompts), len(b.prompts)) == (2, 0)
+
+
 async def test_one_loss_counts_once_however_long_a_round_takes() -> None:
     """A clock that goes on while a round looks at the endpoints makes no second loss of the first one."""
     a, b, clock = Engine(), Engine(), SteppingClock()

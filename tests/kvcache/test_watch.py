@@ -97,6 +97,22 @@ async def test_an_endpoint_that_left_or_moved_is_forgotten() -> None:
         assert service.kv.overlap.indexes["default"].hot.endpoints == 1
 
 
+async def test_an_instance_that_left_is_named_by_no_prefix(clock: FakeClock) -> None:
+    """One under which another endpoint still stands is."""
+    async with world({"a": engine(), "b": engine()}, clock=clock, instances={"b": "shared"},
+                     kv_events=True, leases={"enabled": True}) as service:  # fmt: skip
+        await round_of(service)
+        for where in (A, B):
+            await service.serve(chat(TURN), where)
+        (prefix,) = service.kv.actions.hotness.walk_latest(9)
+        assert prefix.instances == {"a", "shared"}
+        url = service.cluster.endpoints[1].origin
+        stays = EndpointSettings(id="c", url=f"http://{url.host}:{url.port}", instance_id="shared")
+        service.cluster.apply_endpoints([stays])
+        await round_of(service)
+        assert prefix.instances == {"shared"}
+
+
 async def test_rounds_follow_each_other_by_themselves(caplog: pytest.LogCaptureFixture) -> None:
     """And a broken one does not end them."""
     scraped = engine()
@@ -131,6 +147,26 @@ async def test_lmcaches_own_memory_is_read_too() -> None:
         async with running(config, cluster_of(place.engines)) as service:
             await round_of(service)
             assert service.kv.scraper.signals.pressure(service.cluster.endpoints[0]).memory == 1.0
+
+
+async def test_a_lmcache_server_that_comes_later_is_copied_from_too() -> None:
+    """Whether servers read each other's memory is seen in every round, not at the start alone."""
+    listed: list[dict[str, Any]] = []
+    lmcache = Fake(
+        {
+            "/instances": lambda _: {"instances": listed},
+            "/instances/usage": lambda _: {"instances": [], "shared_modules": []},
+            "/directory/stats": lambda _: {"num_keys": 0},
+        }
+    )
+    async with world({"a": engine()}, lmcache, provider="coordinator") as service:
+        provider = service.kv.overlap.lookups.provider
+        assert provider is not None
+        await until(lambda: lmcache.calls["/instances"])  # the look at it that is taken at the start
+        assert not provider.copies
+        listed.append({"instance_id": "a", "ip": "127.0.0.1", "http_port": 1, "p2p_advertised_url": "x:1"})
+        await round_of(service)
+        assert provider.copies
 
 
 async def test_a_lmcache_that_is_down_says_nothing() -> None:

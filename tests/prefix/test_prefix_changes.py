@@ -73,7 +73,7 @@ class Conversations:
         session = self.session
         thread = session.continued_by(keys)
         if thread is not None:
-            self.sessions.grew(session, thread.grow(keys, blocks, text))
+            self.sessions.go_on(session, thread, keys, blocks, text)
             return None
         new = Thread.begun(model, keys, blocks, text, self.sessions.heads.head_of(text))
         change = find_change(session, new, text)

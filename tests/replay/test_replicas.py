@@ -14,7 +14,7 @@ from kvproxy.replay.router import LiveRequest, SimEndpoint, VirtualRouter
 from kvproxy.replay.settings import IndexMode, Pace, ReplayFleet
 from kvproxy.replay.trace import Turn
 from kvproxy.replay.view import IndexView, endpoint_id
-from kvproxy.routing.policy import engine_wait_s
+from kvproxy.routing.costs import engine_wait_s
 from kvproxy.routing.speeds import SpeedModel, SpeedPriors
 from kvproxy.simulator.engine import Engine
 from tests.replay.traces import shared_prefix_trace

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvproxy.routing.costs import Best
 from kvproxy.routing.fair_queue import LOOKS, FairQueue, QueueSettings
-from kvproxy.routing.policy import Best
 from kvproxy.routing.waiting_lines import LEVEL_S, Ticket
 from kvproxy.types import EndpointId
 from tests.routing.fleet import FakeCandidate, fleet

@@ -8,7 +8,7 @@ import math
 import random
 from array import array
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Protocol
 
 from kvproxy.config.kvcache_actions_schema import TransferSettings
@@ -90,6 +90,11 @@ class ActionExecutor:
         """Kind and instance of what switched itself off for want of effect."""
         limit = self._settings.cache_strategy.disable_after
         return sorted((kind, instance) for (kind, instance), count in self._without_effect.items() if count >= limit)
+
+    def keep_only(self, instances: Collection[str]) -> None:
+        """Forget what came of actions at all others."""
+        for where in [where for where in self._without_effect if where[1] not in instances]:
+            del self._without_effect[where]
 
     def submit(self, action: Action, strategy: Strategy, on_over: OnOver | None = None) -> bool:
         """Queue it, unless it is switched off, its breaker is open, or it waits or runs already."""

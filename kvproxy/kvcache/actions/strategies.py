@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -133,6 +133,12 @@ class ActionRecord:
         self.compressed: BoundedMapping[tuple[str, int], KnownPrefix] = BoundedMapping(MAX_REMEMBERED)
         self.cleared_at: dict[str, float] = {}
         self.short: set[str] = set()  # instances whose memory is, until it is well below the threshold
+
+    def keep_only(self, instances: Collection[str]) -> None:
+        """Forget when all others were cleared, and how full they are; leases lapse by themselves."""
+        self.short.intersection_update(instances)
+        for instance in self.cleared_at.keys() - set(instances):
+            del self.cleared_at[instance]
 
 
 class Pin:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -62,6 +62,8 @@ class StrategyRunner:
         strategy = settings.cache_strategy
         self.hotness = hotness
         self.priorities = record.priorities
+        self._record = record
+        self._stated = (strategy.pin_instance_id, strategy.compress_instance_id, strategy.evict_instance_id)
         self._cold = ColdPrefixes(strategy, hotness, record.priorities)
         self.pin = Pin(strategy, hotness, record) if strategy.enable_pinning else None
         self.compress = Compress(strategy, hotness, record) if strategy.enable_compression else None
@@ -142,8 +144,12 @@ class StrategyRunner:
             for key, one in islice(found.items(), limit)
         ]
 
-    def tick(self) -> None:
-        """Between requests: renew leases that are due."""
+    def tick(self, instances: Iterable[str]) -> None:
+        """Between requests: forget instances other than these and those that settings name, and renew leases that are
+        due."""
+        there = {*instances, *self._stated}
+        self.executor.keep_only(there)
+        self._record.keep_only(there)
         if self.pin is None or self._lookups.provider is None:
             return
         self.pin.counted = ActionKind.UNPIN in self._lookups.provider.supports

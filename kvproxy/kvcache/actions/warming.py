@@ -94,9 +94,11 @@ class Warming:
         for endpoint in sorted(able, key=lambda one: (one.instance_id not in self._empty, one.load.in_flight)):
             if now - self._tried.get(endpoint.instance_id, -math.inf) < RETRY_S:
                 continue
+            lacks = False
             for uses, prefix in hot:
                 held_by = holders[prefix.key]
                 reason = self._why(endpoint, uses, prefix, held_by, len(able))
+                lacks |= bool(reason)
                 if reason and len(prefix.tokens) <= self._budget:
                     self._budget -= len(prefix.tokens)
                     self._tried[endpoint.instance_id] = now
@@ -104,6 +106,8 @@ class Warming:
                         holders[covered.key].add(endpoint.instance_id)
                     planned.append(WarmingPlan(endpoint, prefix, reason))
                     break
+            if not lacks:
+                self._empty.pop(endpoint.instance_id, None)  # it has back what was hot
         return planned
 
     def _why(self, endpoint: Endpoint, uses: int, prefix: KnownPrefix, held_by: set[str], most: int) -> str:

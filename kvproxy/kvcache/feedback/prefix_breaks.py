@@ -79,11 +79,11 @@ class PrefixBreaks:
     def finished(self, facts: RequestFacts, result: Result) -> PrefixBreak | None:
         """The request is over; what it broke. Once a request."""
         request, text, endpoint = facts.request, facts.text, result.endpoint
-        if text is None or request.session_key is None or endpoint is None or not result.prefilled:
+        if text is None or (name := request.session_key) is None or endpoint is None or not result.prefilled:
             return None
-        keys, key, blocks = facts.keys, (result.tenant, request.session_key), facts.cursor.hashes
-        session = self.sessions.use(key)
-        thread, found = session.continued_by(keys), None
+        keys, key, sessions, found = facts.keys, (result.tenant, name), self.sessions, None
+        session = sessions.use(key)
+        thread = session.continued_by(keys)
         if thread is None:
             thread, found = self._started(session, facts, text, result)
         else:
@@ -95,12 +95,12 @@ class PrefixBreaks:
                     found = self._lost(thread, facts, result, expected)
                 elif not thread.proved:
                     self._prove(thread, facts, endpoint)
-            self.sessions.grew(session, thread.grow(keys, blocks, text))
+            sessions.go_on(session, thread, keys, facts.cursor.hashes, text)
         thread.endpoint, thread.prompt_tokens, thread.at = endpoint, result.prompt_tokens or 0, self._clock()
         if found is not None:
             self._count(found, facts, result, thread.at)
         if request.session_ends:
-            self.sessions.forget(key)
+            sessions.forget(key)
         return found
 
     def keep_only(self, present: Collection[Place]) -> None:

@@ -52,9 +52,9 @@ class LookupClient:
         #: A TTLCache: an engine that was wrong about a prompt once may compute it meanwhile.
         self._distrusted: TTLCache[tuple[EndpointId, int], int] = TTLCache(DISTRUSTED, DISTRUST_S, timer=clock)
         self._denied = denied
-        #: By a prompt's beginning, for each instance: tokens that were transferred there lately, and their digest.
-        #: LMCache's services hear of it a second later, or (the controller) never.
-        self._transferred: TTLCache[tuple[str, str, int], dict[str, tuple[int, int]]] = TTLCache(
+        #: By a prompt's beginning, for each instance: tokens that were transferred there lately, their digest, and
+        #: when. LMCache's services hear of it a second later, or (the controller) never.
+        self._transferred: TTLCache[tuple[str, str, int], dict[str, tuple[int, int, float]]] = TTLCache(
             _TRANSFERRED, _TRANSFERRED_S, timer=clock
         )
 
@@ -147,17 +147,17 @@ class LookupClient:
 
     def note_transfer(self, instance: str, prefix: Prefix, tokens: int) -> None:
         """So many of its leading tokens are in the memory of `instance` now."""
-        where = _beginning(prefix)
-        known = self._transferred.get(where, {})
-        self._transferred[where] = {**known, instance: (tokens, _digest(prefix.tokens[:tokens]))}
+        where, now = _beginning(prefix), self._clock()
+        known = {name: one for name, one in self._transferred.get(where, {}).items() if now - one[2] < _TRANSFERRED_S}
+        self._transferred[where] = {**known, instance: (tokens, _digest(prefix.tokens[:tokens]), now)}
 
     def find_transferred(self, prefix: Prefix) -> list[Holder]:
         """Where its beginning was transferred lately."""
-        tokens, known = prefix.tokens, self._transferred.get(_beginning(prefix), {})
+        tokens, known, now = prefix.tokens, self._transferred.get(_beginning(prefix), {}), self._clock()
         return [
             Holder(instance, count, True, ((Tier.HOST, count),))
-            for instance, (count, digest) in known.items()
-            if len(tokens) >= count and _digest(tokens[:count]) == digest
+            for instance, (count, digest, at) in known.items()
+            if now - at < _TRANSFERRED_S and len(tokens) >= count and _digest(tokens[:count]) == digest
         ]
 
     def _capped(

@@ -105,7 +105,7 @@ class LookupTask:
         if not done:
             self._outcomes.labels("lookup_timeout").inc()
             return []
-        answer = task.result()
+        answer = _Answer("error") if task.cancelled() else task.result()  # cancelled: the service ends
         self._outcomes.labels(answer.outcome).inc()
         if answer.asked is not None:
             facts.tokens, facts.tokens_bytes, facts.tokens_exact = answer.asked

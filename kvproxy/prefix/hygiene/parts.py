@@ -28,6 +28,7 @@ _MAX_LEADING = 4
 
 SEED = int.from_bytes(os.urandom(8), "little")
 _decode_items = msgspec.json.Decoder(list[Raw]).decode
+_OTHER_ROLES = (b'{"role":"user"', b'{"role": "user"')
 _is_system = re.compile(rb'"role"\s?:\s?"(?:system|developer)"').search
 _ROLE_WITHIN = 96
 _END_OF_LINE = b"\\n"  # as JSON spells it
@@ -81,7 +82,7 @@ def digest_part(text: bytes | memoryview) -> int:
 
 def is_system(message: bytes) -> bool:
     """Whether it is the chat's system prompt, by how it begins."""
-    return not message.startswith(b'{"role":"user"') and _is_system(message, 0, _ROLE_WITHIN) is not None
+    return not message.startswith(_OTHER_ROLES) and _is_system(message, 0, _ROLE_WITHIN) is not None
 
 
 def fields_of(shape: bytes) -> list[bytes]:

@@ -27,10 +27,11 @@ SessionKey = tuple[str, str]  # tenant, session
 
 def add_messages(messages: array[int], text: PromptText, first: int, count: int) -> None:
     """A number for each of these messages of the text; in its lowest bits its length, as far as they can tell."""
-    add, part_at, digest = messages.append, text.part_at, xxh3_64_intdigest
+    part_at, digest, seed = text.part_at, xxh3_64_intdigest, SEED
     for index in range(first, count):
-        size = len(part := part_at(index))
-        add(digest(part, SEED) & DIGEST | (size if size < LENGTH else LENGTH))
+        part = part_at(index)
+        size = len(part)
+        messages.append(digest(part, seed) & DIGEST | (size if size < LENGTH else LENGTH))
 
 
 class Thread(msgspec.Struct, eq=False, gc=False):
@@ -63,16 +64,6 @@ class Thread(msgspec.Struct, eq=False, gc=False):
     def held_bytes(self) -> int:
         """About; what heads have in common counts for each thread."""
         return _THREAD_BYTES + self.head.held_bytes + _MESSAGE_BYTES * len(self.messages) + 8 * len(self.blocks)
-
-    def grow(self, keys: Sequence[int], blocks: array[int], text: PromptText) -> int:
-        """It went on with these messages; the further bytes held."""
-        parts, count = self.parts, len(keys)
-        added = 8 * (len(blocks) - len(self.blocks))
-        if count > parts:
-            add_messages(self.messages, text, parts, count)
-            self.parts, added = count, added + _MESSAGE_BYTES * (count - parts)
-        self.last_key, self.blocks = keys[-1], blocks
-        return added
 
 
 class Session:
@@ -146,8 +137,17 @@ class Sessions:
         self._grew(session, thread.held_bytes)
         self._make_room()
 
-    def grew(self, session: Session, added_bytes: int) -> None:
-        """A thread of the session in use grew by so much."""
+    def go_on(
+        self, session: Session, thread: Thread, keys: Sequence[int], blocks: array[int], text: PromptText
+    ) -> None:
+        """A thread of the session in use went on with these messages. (All in one call: every turn comes by.)"""
+        parts, count = thread.parts, len(keys)
+        added_bytes = 8 * (len(blocks) - len(thread.blocks))
+        if count > parts:
+            add_messages(thread.messages, text, parts, count)
+            thread.parts = count
+            added_bytes += _MESSAGE_BYTES * (count - parts)
+        thread.last_key, thread.blocks = keys[-1], blocks
         session.held_bytes += added_bytes
         self._bytes += added_bytes
         if self._bytes > self.max_bytes:

@@ -43,12 +43,13 @@ class PromptText(msgspec.Struct):
     part_at: Callable[[int], bytes]
     parts: int
     size: int  # of `canonical_bytes`
+    whole: Sequence[bytes] | None = None  # all of them, where they are at hand
 
     @classmethod
     def of_prompt(cls, prompt: Prompt) -> PromptText:
         """Of one that is named by its own bytes."""
         shape, parts = prompt.shape, prompt.parts
-        return cls(shape, parts.__getitem__, len(parts), sum(map(len, parts), len(shape) + 1 + len(parts)))
+        return cls(shape, parts.__getitem__, len(parts), sum(map(len, parts), len(shape) + 1 + len(parts)), parts)
 
     @property
     def shape(self) -> bytes:
@@ -113,7 +114,7 @@ class SessionHashes:
         new: list[bytes] = []
         if count < len(raw):
             key = keys[-1] if keys else begun
-            new = rules.apply(raw, count)
+            new = rules.apply(raw[count:], count)
             keys.extend([key := xxh3_64_intdigest(part, key) for part in new])
             for index in sorted(rules.marked)[-_MARKS:]:  # how the chat begins when the mark has moved on
                 if index > count:
@@ -123,10 +124,10 @@ class SessionHashes:
             self._name(sent[-1], (kind, drops_header, keys, size))
 
         def part_at(index: int) -> bytes:
-            return new[index - count] if index >= count else rules.apply(raw[: index + 1], index)[0]
+            return new[index - count] if index >= count else rules.apply((raw[index],), index)[0]
 
         prompt_bytes = size - 1 - len(raw) + prompt.unread_bytes  # what ends the parts is none of it
-        text.part_at, text.size = part_at, size
+        text.part_at, text.size, text.whole = part_at, size, None if count else new
         return self.blocks_of(text, seed, keys), keys, prompt_bytes, text
 
     def _find_shape(self, kind: RequestKind, shape: bytes, text: PromptText, seed: int, *, drops_header: bool) -> int:
@@ -201,7 +202,8 @@ class SessionHashes:
                 hashes = _continued(earlier, text)
                 break
         else:
-            hashes = text_blocks(Prompt(text.shape, tuple(map(text.part_at, range(text.parts)))), seed)
+            parts = map(text.part_at, range(text.parts)) if text.whole is None else text.whole
+            hashes = text_blocks(Prompt(text.shape, tuple(parts)), seed)
         self._keep(whole, hashes)
         return hashes
 
