@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from kvproxy.clients.engine_metrics import EngineMetrics
-from kvproxy.cluster.verdicts import ProbeOutcome
+from kvproxy.cluster.prober import ProbeOutcome
 from kvproxy.kvcache.actions.leases import Lever, Why
 from kvproxy.routing.elsewhere import LoadRow
 from kvproxy.routing.work import Features, Finite
