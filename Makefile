@@ -24,7 +24,7 @@ test-loaded: $(DEV) ## the same three times running, with the cores kept busy by
 coverage: $(DEV) ## the same with branch coverage; fails under 95 %
 	$(BIN)/python -m pytest -n 2 --cov --cov-report=term --cov-fail-under=95 $(ARGS)
 
-test-real: $(DEV) ## installs the real vLLM (CPU build) and LMCache, runs the acceptance tests against them
+test-real: $(DEV) ## installs the real vLLM (CPU build), LMCache and SGLang, runs the acceptance tests against them
 	$(BIN)/python -m tests.real.engines.install
 	$(BIN)/python -m pytest -m real -p no:xdist -o timeout=600 -vv -s tests/real $(ARGS)
 

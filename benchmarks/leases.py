@@ -1,4 +1,4 @@
-"""Leases on request traces, in virtual time: hit rate and time of sessions with and without.
+"""Leases on request traces, in virtual time: hit rate and time of sessions with, without, and with the next turn known.
 
     python -m benchmarks.leases [--requests N] [--jobs N] [--seeds N]
 
@@ -6,15 +6,16 @@ What the proxy decides is decided by its own code: how long pauses are learned t
 touch is worth it. A trace does not say which turns wait for a tool: every answer counts as one that does, save a
 session's last, after which the session ends. Three levers: touches of prompts in the engines' own memory, which is cut
 to the share that is named; pins in each engine's host memory, of as much and of four times as much, read at 20 GB/s;
-and pins in a store that all engines share, of twice an engine's memory, read at 2.5 GB/s.
+and pins in a store that all engines share, of twice an engine's memory, read at 2.5 GB/s. The bound beside them: the
+memory that the lever holds prompts in gives up first what is needed last, and when each session goes on is known.
 Writes leases.md and leases.json of benchmarks/reports.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import Any
@@ -23,14 +24,14 @@ from benchmarks.by_trace import Rows, measure_traces
 from benchmarks.markdown import table
 from benchmarks.routing_cells import capacity_tokens_of, trace_of
 from kvproxy.config.kvcache_actions_schema import LeaseSettings
-from kvproxy.kvcache.actions.conversations import Waiting
+from kvproxy.kvcache.actions.conversations import Waiting, choose_duration
 from kvproxy.kvcache.actions.hotness import KnownPrefix
-from kvproxy.kvcache.actions.leases import Lease, LeaseBook, Lever, Why, choose_duration
+from kvproxy.kvcache.actions.leases import Lease, LeaseBook, Lever, Why
 from kvproxy.kvcache.actions.touching import LAST_TOKENS, Insertions, chance_of_return, is_worth
 from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.pooled import measure_bound
 from kvproxy.replay.results import summarize_outcomes
-from kvproxy.replay.router import LiveRequest, SimEndpoint, VirtualRouter
+from kvproxy.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
 from kvproxy.replay.settings import Pace, ReplayFleet
 from kvproxy.replay.tier_plan import TierPlan
 from kvproxy.replay.trace import Trace
@@ -41,7 +42,7 @@ from kvproxy.routing.work import prefill_s
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import EngineOutput, FirstToken, KvEvent, SimRequest
 from kvproxy.simulator.lower_tiers import LowerTier
-from kvproxy.simulator.retention import Eviction, TierSettings
+from kvproxy.simulator.retention import Eviction, Future, TierSettings
 
 #: Shares of an engine's memory that are left: enough for what runs, and too little for all that pauses.
 MEMORY = {"cc_dev": (0.25, 0.125), "agent_dev": (0.03, 0.01)}
@@ -50,6 +51,7 @@ STORE = 2.0  # of an engine's memory that is left
 HOSTS = (1.0, 4.0)  # the same
 KIND = ("trace", "tool")
 TOUCH = "touch:"
+FAR_S = 1e12
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,8 @@ class Cell:
     mode: str  # one of MODES
 
 
-#: Without leases, and with them.
-MODES = ("without", "leases")
+#: Without leases, with them, and where eviction knows every next turn.
+MODES = ("without", "leases", "known")
 
 
 def cells_of(trace: str) -> tuple[Cell, ...]:
@@ -73,11 +75,39 @@ def cells_of(trace: str) -> tuple[Cell, ...]:
     return tuple(Cell(*plan, mode) for plan in plans for mode in MODES)
 
 
+class NextTurns(Future):
+    """When each session that was served last by an engine goes on, known as soon as its turn is over. What no session
+    under way needs is needed after all others, the longest unused last."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self._goes_on: defaultdict[int, dict[int, float]] = defaultdict(dict)  # by block and session
+        self._used: dict[int, int] = {}  # by block: the number of the prompt
+        self._prompts = 0
+
+    def note_prompt(self, block_hashes: Iterable[int]) -> None:
+        self._prompts += 1
+        self._used.update(dict.fromkeys(block_hashes, self._prompts))
+
+    def expect_turn(self, session: int, blocks: Sequence[int], at: float) -> None:
+        """It needs these then."""
+        for block in blocks:
+            self._goes_on[block][session] = at
+
+    def forget_turn(self, session: int, blocks: Sequence[int]) -> None:
+        """It has come, or there is none."""
+        for block in blocks:
+            self._goes_on[block].pop(session, None)
+
+    def next_use(self, block: int) -> float:
+        return min(self._goes_on[block].values(), default=FAR_S - self._used.get(block, 0))
+
+
 class PinnedStore(LowerTier):
     """LMCache's L1 or L2 with counted pins: eviction passes over what has one."""
 
-    def __init__(self, settings: TierSettings) -> None:
-        super().__init__(settings)
+    def __init__(self, settings: TierSettings, *, future: Future | None = None) -> None:
+        super().__init__(settings, future=future)
         self._pins: Counter[int] = Counter()
 
     def pin(self, blocks: Sequence[int], by: int) -> None:
@@ -86,6 +116,9 @@ class PinnedStore(LowerTier):
             self._pins[block] += by
 
     def _give_up(self) -> Iterator[KvEvent]:
+        if self._ranking is not None:
+            yield from super()._give_up()
+            return
         for _ in range(len(self._held)):
             block = next(iter(self._held))
             if self._pins[block] <= 0:
@@ -118,9 +151,11 @@ class LeasedTime(VirtualTime):
     """A run in which answers are followed by leases."""
 
     def __init__(
-        self, *args: Any, policy: Policy, stores: Sequence[PinnedStore | None], leases: bool, **others: Any,
+        self, *args: Any, policy: Policy, stores: Sequence[PinnedStore | None], leases: bool,
+        known: Sequence[NextTurns], **others: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, **others)
+        self._known = known
         self._policy = policy
         self._stores = stores  # by engine, which may be the same one; None: there is none
         self._pins = stores[0] is not None
@@ -147,6 +182,8 @@ class LeasedTime(VirtualTime):
     def _end(self, request: LiveRequest, now: float) -> None:
         super()._end(request, now)
         outcome, session = request.outcome, request.session
+        if self._known:
+            self._know_next(request, now)
         if not self._leased or outcome.first_token_at is None:
             return
         endpoint = self._router.endpoints[outcome.endpoint]
@@ -159,6 +196,21 @@ class LeasedTime(VirtualTime):
         self._insertions.note(("", endpoint.id), computed, now)
         if request.number + 1 < len(self._trace.sessions[session].turns):
             self._hold(request, endpoint, now)
+
+    def _submit(self, placement: Placement, now: float) -> None:
+        request = placement.request
+        if self._known:
+            self._known[placement.endpoint.index].expect_turn(request.session, request.turn.blocks, now)
+        super()._submit(placement, now)
+
+    def _know_next(self, request: LiveRequest, now: float) -> None:
+        session, following = request.session, request.number + 1
+        turns = self._trace.sessions[session].turns
+        for each in self._known:
+            each.forget_turn(session, request.turn.blocks)
+        if following < len(turns):
+            blocks = self._blocks.turn(session, following).blocks
+            self._known[request.outcome.endpoint].expect_turn(session, blocks, now + turns[following].delay_s)
 
     def _hold(self, request: LiveRequest, endpoint: SimEndpoint, now: float) -> None:
         session, blocks = request.session, request.turn.blocks
@@ -235,12 +287,16 @@ class LeasedTime(VirtualTime):
 def play(trace: Trace, pace: Pace, fleet: ReplayFleet, cell: Cell, seed: int) -> dict[str, Any]:
     """One run; with the pooled pace of an undisturbed fleet."""
     plan = TierPlan(device=cell.memory, host=0.0, shared=cell.store)
-    fleet = replace(fleet, tiers=plan)
+    known: list[NextTurns] = []  # by engine
+    if cell.mode == "known":
+        known = [NextTurns()] * fleet.instances if cell.store else [NextTurns() for _ in range(fleet.instances)]
+    own = bool(known) and not cell.host and not cell.store  # the lever holds prompts in the engines' memory
+    fleet = replace(fleet, tiers=plan, eviction=Eviction.OPTIMUM if own else Eviction.LRU)
     blocks, duration_s = fleet.blocks_of(trace), pace.duration_s(trace)
     settings = [fleet.engine_settings(blocks.size, index, duration_s) for index in range(fleet.instances)]
-    stores = _stores(fleet, cell, settings[0].capacity_blocks, blocks.size)
+    stores = _stores(fleet, cell, settings[0].capacity_blocks, blocks.size, known)
     endpoints = [
-        SimEndpoint(endpoint_id(index), index, TouchedEngine(each, store=store))
+        SimEndpoint(endpoint_id(index), index, TouchedEngine(each, store=store, future=known[index] if known else None))
         for index, (each, store) in enumerate(zip(settings, stores, strict=True))
     ]
     policy = PolicySpec.parse("kv_aware").make(rng=Random(seed))
@@ -248,7 +304,7 @@ def play(trace: Trace, pace: Pace, fleet: ReplayFleet, cell: Cell, seed: int) ->
     router = VirtualRouter(endpoints, policy, view)
     jitter = Random(seed + 3)
     run = LeasedTime(blocks, pace, router, view, jitter=jitter, policy=policy, stores=stores,
-                     leases=cell.mode == "leases")  # fmt: skip
+                     leases=cell.mode == "leases", known=known)  # fmt: skip
     summary = summarize_outcomes(run.run(), fleet.instances)
     return {
         "requests": summary.requests, "failed": summary.failed, "hit_ratio": round(summary.hit_rate, 4),
@@ -257,16 +313,19 @@ def play(trace: Trace, pace: Pace, fleet: ReplayFleet, cell: Cell, seed: int) ->
     }  # fmt: skip
 
 
-def _stores(fleet: ReplayFleet, cell: Cell, capacity_blocks: int, block_size: int) -> list[PinnedStore | None]:
+def _stores(
+    fleet: ReplayFleet, cell: Cell, capacity_blocks: int, block_size: int, known: Sequence[NextTurns]
+) -> list[PinnedStore | None]:
     """By engine: the one that all of them read, its own host memory, or None."""
+    eviction = Eviction.OPTIMUM if known else Eviction.LRU
     if cell.store:
         assert fleet.tiers is not None
-        shared = fleet.tiers.shared_tier(capacity_blocks, block_size, Eviction.LRU)
-        return [PinnedStore(shared)] * fleet.instances
+        shared = fleet.tiers.shared_tier(capacity_blocks, block_size, eviction)
+        return [PinnedStore(shared, future=known[0] if known else None)] * fleet.instances
     if not cell.host:
         return [None] * fleet.instances
-    [host] = TierPlan(host=cell.host).own_tiers(capacity_blocks, block_size, Eviction.LRU)
-    return [PinnedStore(host) for _ in range(fleet.instances)]
+    [host] = TierPlan(host=cell.host).own_tiers(capacity_blocks, block_size, eviction)
+    return [PinnedStore(host, future=known[index] if known else None) for index in range(fleet.instances)]
 
 
 @dataclass(frozen=True)
@@ -292,8 +351,11 @@ def as_markdown(rows: Rows, command: str) -> str:
     lines = [
         "# Leases: what keeping prompts over pauses is worth in virtual time", "",
         f"`{command}`. {INSTANCES} simulated engines under `kv_aware`, at {LOAD} of what they serve with all of their "
-        "memory in one pool. Every answer but a session's last one counts as one that waits for a tool; pauses are "
-        "learned in the run. Each pair of figures is without and with leases.",
+        "memory in one pool, means of the seeds. Every answer but a session's last one counts as one that waits for a "
+        "tool; pauses are learned in the run. Of each three figures the first is without leases, the second with them, "
+        "and the third the bound: without, but it is known when each session goes on, and the memory that the lever "
+        "holds prompts in (the engines', host memory, the store) gives up first what is needed last. `to without`: "
+        "with leases and of the bound, and from the least to the most of the seeds.",
     ]  # fmt: skip
     shown = []
     for trace in dict.fromkeys(row["trace"] for row in rows):
@@ -329,7 +391,7 @@ def _row(trace: str, cell: Cell, *runs: Sequence[dict[str, Any]]) -> list[object
         f"{cell.memory:g}, {pinned}",
         ", ".join(f"{one:.3f}" for one in means("hit_ratio")),
         ", ".join(f"{one:.0f}" for one in sessions),
-        ", ".join(f"{one / sessions[0]:.3f}" for one in sessions[1:]),
+        ", ".join(_ratios(runs[0], each) for each in runs[1:]),
         ", ".join(f"{one:.0f}" for one in ttfts),
         f"{counts['kept'] / max(1, verified):.1%}",
         counts["elsewhere"],
@@ -338,5 +400,11 @@ def _row(trace: str, cell: Cell, *runs: Sequence[dict[str, Any]]) -> list[object
     ]
 
 
+def _ratios(without: Sequence[dict[str, Any]], runs: Sequence[dict[str, Any]]) -> str:
+    """Of the sessions' time, seed by seed: the mean and the range."""
+    each = [b["session_mean_s"] / a["session_mean_s"] for a, b in zip(without, runs, strict=True)]
+    return f"{sum(each) / len(each):.3f} ({min(each):.2f} to {max(each):.2f})"
+
+
 if __name__ == "__main__":
-    measure_traces(__doc__ or "", job=Job, as_markdown=as_markdown, traces=tuple(MEMORY), requests=1500, seeds=1)
+    measure_traces(__doc__ or "", job=Job, as_markdown=as_markdown, traces=tuple(MEMORY), requests=1500, seeds=3)

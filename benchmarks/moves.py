@@ -1,32 +1,52 @@
 """KV copied between engines on demand, on request traces in virtual time, against one pooled cache.
 
-    python -m benchmarks.moves [--requests N] [--jobs N] [--traces T,T...]
+    python -m benchmarks.moves [--requests N] [--jobs N] [--seeds N] [--traces T,T...]
 
 Routing may send a request together with what another engine has of its prompt, over a link of 12.5 or 2.5 GB/s each way
-of each engine (100 and 20 Gbit/s); a token's KV is 128 KiB. Before the engines is the router queue. Writes moves.md and
-moves.json of benchmarks/reports.
+of each engine (100 and 20 Gbit/s); a token's KV is 128 KiB. Before the engines is the router queue. Beside them: a link
+that copies in no time, and where the time of a request goes. Writes moves.md and moves.json of benchmarks/reports.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from random import Random
+from statistics import fmean
 from typing import Any
 
 from benchmarks.by_trace import Rows, measure_traces, ratio_row
 from benchmarks.markdown import table
 from benchmarks.routing_cells import capacity_tokens_of, trace_of
 from kvproxy.replay.compare import PolicySpec, play_policy
-from kvproxy.replay.pooled import measure_bound, play_on_pool
-from kvproxy.replay.results import summarize_outcomes
+from kvproxy.replay.pooled import average_seconds, measure_bound, play_on_pool
+from kvproxy.replay.results import ReplayOutcome, summarize_outcomes
 from kvproxy.replay.settings import ReplayFleet
 from kvproxy.replay.transfers import LinkPlan
+from kvproxy.routing.work import Features, features_of, seconds_of
 
 LOADS, INSTANCES, SPEEDS = (0.7, 0.9), 8, (12.5, 2.5)
+FREE = 1e6  # GB/s, with no latency: what copies are worth that take no time
 POOL, QUEUE, MOVE = "pool", "kv_aware+queue", "kv_aware+queue+move"
 #: Against the pool, and with a fifth of the placements false against none.
 TARGETS, FALSE_TARGET = {12.5: 1.00, 2.5: 1.05}, 1.05
 FALSE = 0.2
+
+
+WHERE = (
+    "Where the mean time goes, in ms: own prefill (as if alone) + router queue + placing to admission (the copy and "
+    "the engine's own line) + the rest of the prefill (beside others); and the hit ratio."
+)
+NOTE = (
+    "What is left above the pool has two parts. A copy's own time is in the third figure: all of the difference "
+    "on cc_dev, where in the pool hardly a request waits. And copies are held twice, so that less is found again "
+    "than in the pool, as the hit ratio shows; that costs most at load 0.9, where a little more work is much more "
+    "waiting, and a link that copies in no time, over which copies are made without need, is the worse for it. "
+    "Tried on the tuning halves: giving up first, at the source, what was copied away (up to 5 % better where "
+    "memory is short, 5 to 10 % worse on cc_dev, whose sessions come back); comparing each endpoint's cost with "
+    "and without the copy, a copy's lateness in full, links at a third of their time, and copying only what takes "
+    "a quarter of computing (the last two on toolagent_like_dev and cc_dev alone): within 3 % either way."
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +62,7 @@ class Cell:
 
 CELLS = (
     *(Cell(QUEUE, load) for load in LOADS),
-    *(Cell(MOVE, load, speed) for load in LOADS for speed in SPEEDS),
+    *(Cell(MOVE, load, speed) for load in LOADS for speed in (*SPEEDS, FREE)),
     *(Cell(MOVE, LOADS[0], speed, FALSE) for speed in SPEEDS),
     *(Cell(MOVE, LOADS[0], speed, waits=False) for speed in SPEEDS),
 )
@@ -53,6 +73,7 @@ class Job:
     """All cells of one trace, in another process."""
 
     requests: int
+    seeds: int
 
     def __call__(self, name: str) -> list[dict[str, Any]]:
         fleet = ReplayFleet(instances=INSTANCES, capacity_tokens=capacity_tokens_of(name))
@@ -60,41 +81,58 @@ class Job:
         for load in LOADS:
             bound = measure_bound(trace_of(name), fleet, load)
             trace = bound.trace.cut(min(self.requests, bound.trace.requests))
-            pooled = play_on_pool(trace, bound.pace, fleet)
-            runs = [(Cell(POOL, load), pooled)]
+            runs = [(Cell(POOL, load), 0, play_on_pool(trace, bound.pace, fleet))]
             for cell in (each for each in CELLS if each.load == load):
                 spec = PolicySpec.parse(cell.policy)
-                link = LinkPlan(cell.gb_per_s, waits=cell.waits)
+                link = LinkPlan(cell.gb_per_s, latency_s=0.0 if cell.gb_per_s == FREE else 0.002, waits=cell.waits)
                 played = replace(fleet, link=link, wrong_share=cell.wrong_share)
-                policy = spec.make(rng=Random(1))
-                runs.append((cell, play_policy(trace, bound.pace, played, policy, queue=True, move=spec.move, seed=1)))
-            for cell, outcomes in runs:
+                for seed in range(1, self.seeds + 1):
+                    policy = spec.make(rng=Random(seed))
+                    found = play_policy(trace, bound.pace, played, policy, queue=True, move=spec.move, seed=seed)
+                    runs.append((cell, seed, found))
+            for cell, seed, outcomes in runs:
                 summary = summarize_outcomes(outcomes, INSTANCES)
-                rows.append({"trace": name, **asdict(cell), "requests": trace.requests, "failed": summary.failed,
-                             "ttft_mean_s": round(summary.ttft_mean_s, 5),
-                             "ttft_p99_s": round(summary.ttft_p99_s, 5),
-                             "hit_ratio": round(summary.hit_rate, 4)})  # fmt: skip
+                rows.append({"trace": name, **asdict(cell), "seed": seed, "requests": trace.requests,
+                             "failed": summary.failed, "ttft_mean_s": round(summary.ttft_mean_s, 5),
+                             "ttft_p99_s": round(summary.ttft_p99_s, 5), "hit_ratio": round(summary.hit_rate, 4),
+                             **find_parts(outcomes, average_seconds(fleet))})  # fmt: skip
         return rows
+
+
+def find_parts(outcomes: Sequence[ReplayOutcome], seconds: Features) -> dict[str, float]:
+    """Where the mean time to first token goes: the request's own prefill if it were alone, and what it waits for."""
+    own, queued, admitted = [], [], []
+    for one in outcomes:
+        if one.first_token_at is not None and one.placed_at is not None and one.admitted_at is not None:
+            own.append(seconds_of(features_of(one.prompt_tokens - one.cached_tokens, one.cached_tokens), seconds))
+            queued.append(one.placed_at - one.arrived_at)
+            admitted.append(one.admitted_at - one.placed_at)
+    parts = {"own_s": own, "queued_s": queued, "admitted_s": admitted}
+    return {name: round(fmean(values), 5) for name, values in parts.items()}
 
 
 def as_markdown(rows: Rows, command: str) -> str:
     """The report."""
-    found = {(row["trace"], *(row[name] for name in Cell.__dataclass_fields__)): row for row in rows}
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for run in rows:
+        found.setdefault((run["trace"], *(run[name] for name in Cell.__dataclass_fields__)), []).append(run)
     traces = list(dict.fromkeys(row["trace"] for row in rows))
 
-    def ratios(figure: str, to: Cell, of: Cell) -> list[float]:
-        def value(trace: str, cell: Cell) -> float:
-            return float(found[trace, *astuple(cell)][figure])
+    def value(trace: str, cell: Cell, figure: str) -> float:
+        return fmean(float(row[figure]) for row in found[trace, *astuple(cell)])
 
-        return [value(trace, to) / value(trace, of) for trace in traces]
+    def ratios(figure: str, to: Cell, of: Cell) -> list[float]:
+        return [value(trace, to, figure) / value(trace, of, figure) for trace in traces]
 
     lines = [
         "# Moves: KV that is copied between engines on demand", "",
         f"`{command}`. {INSTANCES} simulated engines behind the router queue, each with a link each way; a token's "
         "KV is 131,072 bytes. A request keeps its place and waits for its copy where that costs less than computing; "
         "as the proxy does it, it waits for its turn alone, and is copied for while the router queue holds it. "
-        "The pool is one cache of all engines' size, routed by exact least work. TTFT in ratios; the last but one "
-        "column is the geometric mean.",
+        "The pool is one cache of all engines' size, routed by exact least work. TTFT in ratios, means of "
+        f"{len({row['seed'] for row in rows if row['seed']})} seeds; the last but one column is the geometric mean. "
+        "`copied in no time`: a link without end, what copies could be worth at most; `nothing waits`: what the pool "
+        "itself would be if no request waited for anything, only its own prefill of what the pool lacks.",
     ]  # fmt: skip
     shown = []
     for figure, name in (("ttft_mean_s", "mean"), ("ttft_p99_s", "p99")):
@@ -105,6 +143,11 @@ def as_markdown(rows: Rows, command: str) -> str:
                 row = ratios(figure, Cell(MOVE, load, speed), Cell(POOL, load))
                 target = TARGETS[speed] if figure == "ttft_mean_s" else None
                 shown.append(ratio_row(f"{name}, load {load}, {speed:g} GB/s", row, target))
+            row = ratios(figure, Cell(MOVE, load, FREE), Cell(POOL, load))
+            shown.append(ratio_row(f"{name}, load {load}, copied in no time", row))
+            if figure == "ttft_mean_s":
+                alone = [value(one, Cell(POOL, load), "own_s") / value(one, Cell(POOL, load), figure) for one in traces]
+                shown.append(ratio_row(f"{name}, load {load}, nothing waits", alone))
             for speed in SPEEDS if load == LOADS[0] else ():
                 row = ratios(figure, Cell(MOVE, load, speed, waits=False), Cell(POOL, load))
                 shown.append(ratio_row(f"{name}, load {load}, {speed:g} GB/s, as the proxy does it", row))
@@ -114,14 +157,25 @@ def as_markdown(rows: Rows, command: str) -> str:
         row = ratios("ttft_mean_s", Cell(MOVE, LOADS[0], speed, FALSE), Cell(MOVE, LOADS[0], speed))
         disturbed.append(ratio_row(f"load {LOADS[0]}, {speed:g} GB/s", row, FALSE_TARGET))
     lines += table(["a fifth of the placements false / none, mean", *traces, "all", "target"], disturbed)
-    found_again = []
-    for cell in (Cell(POOL, LOADS[0]), Cell(QUEUE, LOADS[0]), *(Cell(MOVE, LOADS[0], speed) for speed in SPEEDS)):
-        hits = [found[trace, *astuple(cell)]["hit_ratio"] for trace in traces]
-        speed_name = f", {cell.gb_per_s:g} GB/s" if cell.gb_per_s else ""
-        found_again.append([f"{cell.policy}{speed_name}", *(f"{hit:.2f}" for hit in hits)])
-    lines += table(["hit ratio", *traces], found_again)
+    lines += ["", WHERE]
+    parts_of = []
+    for load in LOADS:
+        moves = (Cell(MOVE, load, speed) for speed in (*SPEEDS, FREE))
+        for cell in (Cell(POOL, load), Cell(QUEUE, load), *moves):
+            speed_name = (
+                "" if not cell.gb_per_s else f", {cell.gb_per_s:g} GB/s" if cell.gb_per_s < FREE else ", no time"
+            )
+            row_of = [f"{cell.policy}{speed_name}, load {load}"]
+            for trace in traces:
+                parts = [1000 * value(trace, cell, part) for part in ("own_s", "queued_s", "admitted_s")]
+                rest = 1000 * value(trace, cell, "ttft_mean_s") - sum(parts)
+                times = " + ".join(f"{part:.0f}" for part in (*parts, rest))
+                row_of.append(f"{times}; {value(trace, cell, 'hit_ratio'):.3f}")
+            parts_of.append(row_of)
+    lines += table(["ms", *traces], parts_of)
+    lines += ["", NOTE]
     return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    measure_traces(__doc__ or "", job=Job, as_markdown=as_markdown, requests=4000)
+    measure_traces(__doc__ or "", job=Job, as_markdown=as_markdown, requests=4000, seeds=2)

@@ -130,7 +130,8 @@ class Conversation:
             self._refuse(why)
             return
         self._size += len(body)
-        self._pieces.append(body)
+        if body:
+            self._pieces.append(body)
         if ended or self._mode == "buffered":
             self._place()
 
@@ -175,9 +176,9 @@ class Conversation:
         self._replies.send(messages.picked(destinations, headers, with_body=whole, body=replaced))
         if self._mode != "duplex":
             return
-        pieces = self._pieces if replaced is None else [replaced]
-        for piece in messages.request_pieces(pieces, ended=not self._trailers):
-            self._replies.send(piece)
+        body = b"".join(self._pieces) if replaced is None else replaced
+        for head, piece in messages.request_pieces(body, ended=not self._trailers):
+            self._replies.send(head, piece)
         if self._trailers:
             self._replies.send(messages.REQUEST_TRAILERS_TAKEN)
 
@@ -201,7 +202,7 @@ class Conversation:
     def _take_piece(self, piece: bytes, *, ended: bool) -> None:
         self._answer.piece(piece)
         if self._begun.response_mode == BodyMode.FULL_DUPLEX_STREAMED:
-            self._replies.send(messages.response_piece(piece, ended=ended))
+            self._replies.send(messages.response_piece(piece, ended=ended), piece)
         else:
             self._replies.send(messages.RESPONSE_BODY_TAKEN)
         if ended:

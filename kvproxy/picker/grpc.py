@@ -54,10 +54,10 @@ class Replies:
         self._stream = stream
         self._begun = False
 
-    def send(self, raw: bytes) -> None:
-        """One message."""
+    def send(self, raw: bytes, more: bytes | memoryview = b"") -> None:
+        """One message, of which `more` is the end."""
         self._begin()
-        self._stream.send(b"\0%b%b" % (len(raw).to_bytes(4, "big"), raw))
+        self._stream.send(b"".join((b"\0", (len(raw) + len(more)).to_bytes(4, "big"), raw, more)))
 
     def end(self, status: Status = Status.OK, text: str = "") -> None:
         """Nothing more comes. `text` is our own: plain ASCII, short, without a percent sign."""

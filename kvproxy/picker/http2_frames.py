@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 
 from hpack import Decoder, HPACKError
@@ -11,6 +12,9 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 FRAME_BYTES = 16_384  # the largest that we take, and the default of what we may send
 LARGEST = 2**31 - 1  # of stream numbers and windows
 _MAX_HEADER_BYTES = 64 * 1024
+#: What is read at once; more than a frame, so that there is always room.
+_BUFFER_BYTES = 128 * 1024
+_HEAD = struct.Struct("!BHBBI")  # length in two parts, kind, flags, stream
 
 DATA, HEADERS, PRIORITY, RESET, SETTINGS, PUSH, PING, GOAWAY, WINDOW, CONTINUATION = range(10)
 ACK = END_STREAM = 0x1
@@ -43,7 +47,12 @@ Fields = Mapping[bytes, bytes]
 
 def encode_frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     """One frame."""
-    return b"%b%c%c%b%b" % (len(payload).to_bytes(3, "big"), kind, flags, stream.to_bytes(4, "big"), payload)
+    return encode_head(kind, flags, stream, len(payload)) + payload
+
+
+def encode_head(kind: int, flags: int, stream: int, size: int) -> bytes:
+    """What goes before a frame's payload of so many bytes."""
+    return _HEAD.pack(size >> 16, size & 0xFFFF, kind, flags, stream)
 
 
 def encode_fields(fields: Mapping[bytes, bytes]) -> bytes:
@@ -52,41 +61,52 @@ def encode_fields(fields: Mapping[bytes, bytes]) -> bytes:
 
 
 class FrameReader:
-    """Cuts frames out of what one peer sends. `on_frame(kind, flags, stream, payload)` gets those without headers, as
-    they are; `on_headers(stream, fields, ended)` each whole header block. Raises ConnectionFault."""
+    """Cuts frames out of what one peer sends, which is written into its own `room`: nothing is copied but each payload,
+    once. `on_frame(kind, flags, stream, payload)` gets those without headers, as they are; `on_headers(stream, fields,
+    ended)` each whole header block."""
 
     def __init__(
         self, on_frame: Callable[[int, int, int, bytes], None], on_headers: Callable[[int, Fields, bool], None]
     ) -> None:
         self._on_frame, self._on_headers = on_frame, on_headers
         self._decoder = Decoder(max_header_list_size=_MAX_HEADER_BYTES)
-        self._rest = b""
+        self._latest: tuple[bytes, Fields] = b"", {}  # the latest header block, if it left the decoder as it was
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._filled = 0  # bytes of it
         self._begun = False
         self._block: tuple[int, int, bytearray] | None = None  # stream, flags and what is there of a header block
 
-    def feed(self, data: bytes) -> None:
-        """What came."""
-        data = self._rest + data if self._rest else data
-        self._rest = data[self._read(data) :]
+    @property
+    def room(self) -> memoryview:
+        """Where to write what comes next."""
+        return self._buffer[self._filled :]
 
-    def _read(self, data: bytes) -> int:
-        """How many bytes of `data` were whole frames."""
-        position, size = 0, len(data)
+    def take(self, count: int) -> None:
+        """So many bytes were written there. Raises ConnectionFault."""
+        size, self._filled = self._filled + count, 0
+        end, buffer = self._read(size), self._buffer
+        self._filled = size - end
+        if end and self._filled:
+            buffer[: self._filled] = buffer[end:size]
+
+    def _read(self, size: int) -> int:
+        """How many of so many bytes were whole frames."""
+        position, buffer = 0, self._buffer
         if not self._begun:
-            if not PREFACE.startswith(data[: len(PREFACE)]):
+            if not PREFACE.startswith(buffer[: min(size, len(PREFACE))]):
                 raise ConnectionFault(Code.PROTOCOL_ERROR, "the peer does not speak HTTP/2")
             if size < len(PREFACE):
                 return 0
             self._begun, position = True, len(PREFACE)
         while size - position >= 9:
-            length = int.from_bytes(data[position : position + 3], "big")
+            high, low, kind, flags, name = _HEAD.unpack_from(buffer, position)
+            length = high << 16 | low
             if length > FRAME_BYTES:
                 raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a frame is too long")
             end = position + 9 + length
             if end > size:
                 break
-            name = int.from_bytes(data[position + 5 : position + 9], "big") & LARGEST
-            self._take(data[position + 3], data[position + 4], name, data[position + 9 : end])
+            self._take(kind, flags, name & LARGEST, bytes(buffer[position + 9 : end]))
             position = end
         return position
 
@@ -116,11 +136,24 @@ class FrameReader:
             self._block = (name, flags, block)
             return
         self._block = None
+        self._on_headers(name, self._decode(bytes(block)), bool(flags & END_STREAM))
+
+    def _decode(self, block: bytes) -> Fields:
+        """The fields of a header block. Envoy's are all alike: the same one again says the same, if the decoder's table
+        is as it was."""
+        if block == self._latest[0]:
+            return self._latest[1]
+        before = self._table()
         try:
-            fields = self._decoder.decode(bytes(block), raw=True)
+            fields = {field[0]: field[1] for field in self._decoder.decode(block, raw=True)}
         except HPACKError as error:
             raise ConnectionFault(Code.COMPRESSION_ERROR, f"a header block is broken: {error}") from None
-        self._on_headers(name, {field[0]: field[1] for field in fields}, bool(flags & END_STREAM))
+        self._latest = (block, fields) if self._table() == before else (b"", {})
+        return fields
+
+    def _table(self) -> tuple[int, Sequence[object]]:
+        table = self._decoder.header_table
+        return table.maxsize, tuple(table.dynamic_entries)
 
 
 def unpad_frame(flags: int, payload: bytes) -> bytes:

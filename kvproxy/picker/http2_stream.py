@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-from kvproxy.picker.http2_frames import DATA, END_HEADERS, END_STREAM, HEADERS, RESET, Code, encode_frame
+from kvproxy.picker.http2_frames import DATA, END_HEADERS, END_STREAM, HEADERS, RESET, Code, encode_frame, encode_head
 
 
 class StreamHandler(Protocol):
@@ -23,7 +23,7 @@ class Carrier(Protocol):
     peer_frame_bytes: int
     paused: bool
 
-    def write(self, data: bytes) -> None: ...
+    def write(self, data: bytes | memoryview) -> None: ...
     def block(self, stream: Stream) -> None: ...
     def forget(self, stream: Stream) -> None: ...
     def grant(self, stream: Stream) -> None: ...
@@ -43,7 +43,7 @@ class Stream:
         self.waiting_bytes = 0
         self.handler: StreamHandler
         self._connection = connection
-        self._waiting: deque[bytes] = deque()
+        self._waiting: deque[bytes | memoryview] = deque()
         self._ending: bytes | None = None  # the trailers' block, once that is all there is to come
 
     def start(self, block: bytes) -> None:
@@ -80,12 +80,14 @@ class Stream:
                 return
             self._waiting.popleft()
             if len(data) > room:
+                data = memoryview(data)  # of which no piece is copied
                 self._waiting.appendleft(data[room:])
                 data = data[:room]
             self.credit -= len(data)
             connection.credit -= len(data)
             self.waiting_bytes -= len(data)
-            connection.write(encode_frame(DATA, 0, self.id, data))
+            connection.write(encode_head(DATA, 0, self.id, len(data)))
+            connection.write(data)
         if self._ending is not None:
             connection.write(encode_frame(HEADERS, END_HEADERS | END_STREAM, self.id, self._ending))
             if not self.peer_ended:

@@ -14,7 +14,7 @@ class TierPlan:
     """Host memory and disk below the engines', and a store that they share: sizes in multiples of an engine's memory as
     it is cut to `device`, speeds in bytes a second. A token's KV is that of a model of 32 layers with 8 KV heads of 128
     values in two bytes: 128 KiB. `compress` is how much smaller it is below engine memory; to read it takes that much
-    less, and the time to decompress it."""
+    less, and the time to decompress it; an engine's CPU compresses what comes, as fast, one after the other."""
 
     device: float = 1.0  # share that is left of an engine's memory
     host: float = 4.0
@@ -31,7 +31,7 @@ class TierPlan:
     min_uses: int = 0  # the disk keeps what was offered to it so often
     bypass: bool = False  # the disk is offered what engines give, else what host memory gives up
     compress: float = 1.0
-    compress_gb_per_s: float = 4.0  # of what is decompressed
+    compress_gb_per_s: float = 4.0  # of what is compressed or decompressed, before and after that
 
     #: In the text of an option.
     NAMES: ClassVar[Mapping[str, str]] = {
@@ -62,17 +62,19 @@ class TierPlan:
         if self.host:
             room, read_s = self._room(self.host, capacity_blocks), self._read_s(self.gb_per_s, block_size)
             tiers.append(TierSettings("CPU", room, read_s, self.latency_s, self.failing_reads, self.failing_writes,
-                                      eviction=eviction))  # fmt: skip
+                                      eviction=eviction, write_block_s=self._write_s(block_size)))  # fmt: skip
         if self.disk:
             room, read_s = self._room(self.disk, capacity_blocks), self._read_s(self.disk_gb_per_s, block_size)
             tiers.append(TierSettings("DISK", room, read_s, self.latency_s, min_uses=self.min_uses,
-                                      below=not self.bypass, eviction=eviction))  # fmt: skip
+                                      below=not self.bypass, eviction=eviction,
+                                      write_block_s=self._write_s(block_size)))  # fmt: skip
         return tuple(tiers)
 
     def shared_tier(self, capacity_blocks: int, block_size: int, eviction: Eviction) -> TierSettings:
         """Of engines with so many blocks each."""
         room, read_s = self._room(self.shared, capacity_blocks), self._read_s(self.shared_gb_per_s, block_size)
-        return TierSettings("EXTERNAL", room, read_s, self.latency_s, eviction=eviction)
+        write_s = self._write_s(block_size)
+        return TierSettings("EXTERNAL", room, read_s, self.latency_s, eviction=eviction, write_block_s=write_s)
 
     def _room(self, multiple: float, capacity_blocks: int) -> int:
         return max(1, round(multiple * capacity_blocks * self.compress))
@@ -80,6 +82,10 @@ class TierPlan:
     def _read_s(self, gb_per_s: float, block_size: int) -> float:
         gb = block_size * self.kv_bytes_per_token / 1e9
         return gb / self.compress / gb_per_s + (gb / self.compress_gb_per_s if self.compress > 1 else 0.0)
+
+    def _write_s(self, block_size: int) -> float:
+        """A tier that stands below another gets what is compressed already: its price is not asked for."""
+        return block_size * self.kv_bytes_per_token / 1e9 / self.compress_gb_per_s if self.compress > 1 else 0.0
 
     def _check(self) -> None:
         sizes = (self.host, self.disk, self.shared, self.latency_s)

@@ -71,11 +71,12 @@ class Planner:
         model = self.check_model(body)
         self._check_sampling(body)
         choices = body.get("n") or 1
-        requests = [
-            self._request(body, model, prompt, f"{plan_id}-{next(self._numbers)}", choice)  # a client may reuse its id
-            for prompt in prompts
-            for choice in range(choices)
-        ]
+        requests: list[SimRequest] = []
+        for prompt in prompts:
+            for choice in range(choices):
+                name = f"{plan_id}-{next(self._numbers)}"  # a client may reuse its id
+                first = requests[-choice].id if choice and self._settings.engine.copy_on_write else ""
+                requests.append(self._request(body, model, prompt, name, choice, copy_of=first))
         return GenerationPlan(
             id=plan_id,
             model=model,
@@ -87,7 +88,7 @@ class Planner:
         )
 
     def _request(
-        self, body: Mapping[str, Any], model: str, prompt: Sequence[int], request_id: str, choice: int
+        self, body: Mapping[str, Any], model: str, prompt: Sequence[int], request_id: str, choice: int, *, copy_of: str
     ) -> SimRequest:
         output_tokens, reason = self._output_length(body, len(prompt))
         token_ids = (*prompt, *self._answer(prompt, choice, output_tokens))
@@ -105,6 +106,7 @@ class Planner:
             cache_salt=salt,
             finish_reason=reason,
             priority=self._priority(body),
+            copy_of=copy_of,
             report_full=arguments.get("kv_cache_report_mode") == "full",
         )
 

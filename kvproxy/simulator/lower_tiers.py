@@ -8,7 +8,7 @@ it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -92,8 +92,13 @@ class Reads:
     seconds: float = 0.0
 
 
+#: An engine's CPU that is so far behind with compressing leaves out what comes.
+MAX_BEHIND_S = 10.0
+
+
 class LowerTiers:
-    """Those of one engine, the nearest first."""
+    """Those of one engine, the nearest first. What has to be compressed is there when its CPU, which does one after the
+    other, is done with it."""
 
     def __init__(self, tiers: Sequence[LowerTier], *, on_eviction: bool = False) -> None:
         self.tiers = tuple(tiers)
@@ -101,7 +106,16 @@ class LowerTiers:
         for above, tier in pairwise(tiers):
             above.next = tier if tier.settings.below else None
         self._on_eviction = on_eviction
+        self._now = self._free_at = 0.0  # of the CPU
+        self._compressing: deque[tuple[float, BlockStored]] = deque()
+        self.compressed_s = 0.0  # CPU time
         self._told: dict[int, BlockStored] = {}  # by block in the engine's memory, to be written when it leaves
+
+    def advance(self, now: float) -> Iterator[KvEvent]:
+        """What is compressed by now is there."""
+        self._now = now
+        while self._compressing and self._compressing[0][0] <= now:
+            yield from self._keep(self._compressing.popleft()[1])
 
     def stored(self, event: BlockStored) -> Iterator[KvEvent]:
         """The engine made these blocks reusable."""
@@ -143,6 +157,19 @@ class LowerTiers:
         return next((tier for tier in self.tiers if block_hash in tier), None)
 
     def _write(self, event: BlockStored) -> Iterator[KvEvent]:
+        cpu_s = max([self._compress_s(tier, event) for tier in self._written], default=0.0)
+        if not cpu_s:
+            yield from self._keep(event)
+        elif self._free_at < self._now + MAX_BEHIND_S:
+            self._free_at = max(self._free_at, self._now) + cpu_s
+            self.compressed_s += cpu_s
+            self._compressing.append((self._free_at, event))
+
+    def _compress_s(self, tier: LowerTier, event: BlockStored) -> float:
+        each_s = tier.settings.write_block_s
+        return each_s * sum([block not in tier for block in event.block_hashes]) if each_s else 0.0
+
+    def _keep(self, event: BlockStored) -> Iterator[KvEvent]:
         for tier in self._written:
             yield from tier.write(event)
 

@@ -34,7 +34,8 @@ _WEIGHTS = {Eviction.WEIGHTED: Weights(), Eviction.NEXT_USE: Weights(0.0, 0.0, 0
 class TierSettings:
     """A tier below an engine's memory, by its name in events. Every `failing_reads`-th read fails, and every
     `failing_writes`-th write; 0: none. With `min_uses` only what is offered to it often enough is kept. One that is
-    `below` gets what the tier above gives up, any other what the engine gives."""
+    `below` gets what the tier above gives up, any other what the engine gives. The engine's CPU takes
+    `write_block_s` to compress a block for it."""
 
     medium: str
     capacity_blocks: int
@@ -45,9 +46,17 @@ class TierSettings:
     min_uses: int = 0
     below: bool = False
     eviction: Eviction = Eviction.LRU
+    write_block_s: float = 0.0
 
     def __post_init__(self) -> None:
-        amounts = (self.read_block_s, self.latency_s, self.failing_reads, self.failing_writes, self.min_uses)
+        amounts = (
+            self.read_block_s,
+            self.write_block_s,
+            self.latency_s,
+            self.failing_reads,
+            self.failing_writes,
+            self.min_uses,
+        )
         if self.capacity_blocks < 1 or min(amounts) < 0:
             raise ValueError("a tier has room for a block at least, and no negative times")
 

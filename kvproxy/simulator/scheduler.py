@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvproxy.simulator.block_cache import PrefixCache
 from kvproxy.simulator.engine_io import EngineCounters, EngineSettings, Scheduling, SimRequest
+from kvproxy.simulator.forks import Forks
 from kvproxy.simulator.lower_tiers import LowerTiers
 from kvproxy.simulator.sequence import LoraSlots, Sequence, WaitingLine
 
@@ -40,6 +41,7 @@ class Scheduler:
         self.loras = LoraSlots(settings.max_loras)
         self.counters = EngineCounters()
         self.waiting = WaitingLine(settings.scheduling)
+        self.forks = Forks(cache)
         self.running: dict[str, Sequence] = {}
         self.decoding: dict[str, Sequence] = {}
         self.prefilling: dict[str, Sequence] = {}
@@ -51,6 +53,9 @@ class Scheduler:
     def plan(self, now: float) -> Batch:
         """Reserves the memory of the next step and says what it computes; an empty batch when there is nothing."""
         batch = Batch()
+        if self._lower is not None:
+            for event in self._lower.advance(now):
+                self.cache.announce(event)
         self._make_room_to_decode(batch)
         for sequence in list(self.prefilling.values()):
             self._continue_prefill(sequence, batch)
@@ -62,8 +67,8 @@ class Scheduler:
 
     def limit_decode_steps(self, wanted: int) -> int:
         """The most steps, up to `wanted`, that every decoding sequence can take in the free blocks."""
-        steps, block_size = wanted, self._settings.block_size
-        while steps > 1 and len(self.decoding) * (steps // block_size + 1) > self.cache.free_blocks:
+        steps, block_size, copies = wanted, self._settings.block_size, self.forks.blocks_to_copy
+        while steps > 1 and len(self.decoding) * (steps // block_size + 1) + copies > self.cache.free_blocks:
             if self._blocks_to_decode(steps) <= self.cache.free_blocks:
                 break
             steps //= 2
@@ -81,6 +86,7 @@ class Scheduler:
     def decode(self, sequence: Sequence, steps: int) -> None:
         """Takes `steps` decode steps of one sequence; the caller made sure of the blocks."""
         sequence.generated += steps
+        self.forks.copy_on_write(sequence)
         self._grow(sequence, sequence.computed + steps)
         sequence.computed += steps
 
@@ -97,20 +103,36 @@ class Scheduler:
     def drop(self, sequence: Sequence) -> None:
         """Takes a sequence out wherever it is; its blocks are free at once."""
         sequence.gone = True
+        self._give_up_copies(sequence)
         self.waiting.remove(sequence)
         for place in (self.running, self.decoding, self.prefilling):
             place.pop(sequence.request.id, None)
         self.cache.release(sequence.blocks)
         sequence.blocks = []
 
+    def begin_copies(self, first: Sequence) -> list[Sequence]:
+        """Of the prompt that this one computed; where there is no slot, they wait, and compute what is not cached."""
+        begun = []
+        for copy in self.forks.take_held(first.request.id):
+            if len(self.running) >= self._settings.max_sequences:
+                self.waiting.add(copy)
+                continue
+            self.forks.share_prompt(first, copy, self._settings.block_size)
+            self.running[copy.request.id] = self.decoding[copy.request.id] = copy
+            begun.append(copy)
+        return begun
+
+    def _give_up_copies(self, first: Sequence) -> None:
+        self.forks.forget(first)
+        for copy in self.forks.take_held(first.request.id):
+            self.waiting.add(copy)
+
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._settings.block_size)
 
     def _blocks_to_decode(self, steps: int) -> int:
-        return sum(
-            max(0, self._blocks_for(sequence.computed + steps) - len(sequence.blocks))
-            for sequence in self.decoding.values()
-        )
+        new = [max(0, self._blocks_for(one.computed + steps) - len(one.blocks)) for one in self.decoding.values()]
+        return sum(new) + self.forks.blocks_to_copy
 
     def _make_room_to_decode(self, batch: Batch) -> None:
         batch.reserved_blocks = self._blocks_to_decode(1)
@@ -127,6 +149,7 @@ class Scheduler:
         self.cache.release(sequence.blocks)
         for place in (self.running, self.decoding, self.prefilling):
             place.pop(sequence.request.id, None)
+        self.forks.forget(sequence)
         sequence.restart()
         self.waiting.put_back(sequence)
         self.counters.preemptions += 1

@@ -13,6 +13,7 @@ import httpx
 from kvproxy.clients.vllm import VllmClient
 from tests.real.engines import vllm
 from tests.real.engines.place import Model
+from tests.real.engines.sglang import Sglang
 from tests.real.engines.vllm import Vllm
 from tests.real.prompts import chat, text
 from tests.support.until import until_says
@@ -61,7 +62,7 @@ def running_pair(a: Vllm, b: Vllm) -> Iterator[Pair]:
         yield Pair(a, b)
 
 
-def warm_up(server: Vllm) -> None:
+def warm_up(server: Vllm | Sglang) -> None:
     """Two questions: an engine's first ones take many times as long as all others."""
     for number in range(2):
         body = chat(server.model.name, text(300, seed=f"warm up {number}"), max_tokens=8)

@@ -184,3 +184,25 @@ def test_impossible_tiers_are_refused(wrong: dict[str, float]) -> None:
     """Before an engine is built with them."""
     with pytest.raises(ValueError, match="a tier has room"):
         TierSettings(**{"medium": "CPU", "capacity_blocks": 1, "read_block_s": 0.0, **wrong})  # type: ignore[arg-type]
+
+
+def test_what_is_compressed_is_there_when_the_cpu_is_done_with_it() -> None:
+    """A block after the other; who comes before that computes, and what is there already costs no time."""
+    subject = engine(replace(HOST, write_block_s=10.0))
+    _, events = ask(subject, 1, 2, 3, 4, 5, now=0.0)
+    assert all(not isinstance(event, BlockStored) or event.medium == "GPU" for event in events)
+    ask(subject, 11, 12, 13, 14, 15, 16, now=101.0)
+    again, events = ask(subject, 1, 2, 3, 4, 5, now=202.0)
+    assert any(isinstance(event, BlockStored) and event.medium == "CPU" for event in events)
+    assert again.cached_tokens == 5 * SIZE
+    assert subject._scheduler._lower is not None
+    assert subject._scheduler._lower.compressed_s == pytest.approx(11 * 10.0)
+
+
+def test_a_cpu_that_is_too_far_behind_leaves_out_what_comes() -> None:
+    subject = engine(replace(HOST, write_block_s=50.0))
+    for at, names in enumerate([(1, 2, 3), (11, 12, 13), (21, 22, 23)]):
+        ask(subject, *names, now=101.0 * at)
+    lower = subject._scheduler._lower
+    assert lower is not None
+    assert lower.compressed_s == pytest.approx(6 * 50.0)

@@ -144,10 +144,11 @@ async def test_keep_alive_comments_fill_silence() -> None:
     assert sse_events(reply.text)[-1] == "[DONE]"
 
 
-async def test_choices_and_prompts_multiply() -> None:
-    """n choices of each of several prompts; indexes count through all of them."""
+@pytest.mark.parametrize("shared", [False, True])
+async def test_choices_and_prompts_multiply(shared: bool) -> None:
+    """n choices of each of several prompts; indexes count through all of them, also where they share blocks."""
     body = {"prompt": ["Hello world", "The sea"], "n": 2, "max_tokens": 3}
-    async with engine() as running:
+    async with engine(engine=replace(slow(), copy_on_write=shared)) as running:
         reply = (await running.client.post("/v1/completions", json=body)).json()
         streamed = await running.client.post("/v1/completions", json={**body, "stream": True})
     assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]

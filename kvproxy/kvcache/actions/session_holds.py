@@ -112,10 +112,11 @@ class SessionHolds:
         result = "dry_run"
         if not self._settings.cache_strategy.dry_run:
             result, found = await self._refer(lease, endpoint)
-        lease.held, lease.used_at = result in ("done", "unverified", "dry_run"), self._clock()
+        now = self._clock()
+        if result in ("done", "unverified", "dry_run"):
+            self._book.confirm(lease, now)
         self._actions.labels("hold", result).inc()
-        took_s = lease.used_at - began
-        record_action("hold", lease, result, amount=found, took_s=took_s, session=lease.session)
+        record_action("hold", lease, result, amount=found, took_s=now - began, session=lease.session)
         return lease.held
 
     async def _refer(self, lease: Lease, endpoint: Endpoint) -> tuple[str, int]:

@@ -13,10 +13,11 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ClientError
+from kvproxy.kvcache.actions.conversations import LEAST_CHANCE
 from kvproxy.kvcache.actions.gaps import Gaps
 from kvproxy.kvcache.actions.hotness import KnownPrefix
 from kvproxy.kvcache.actions.job_queue import Job, JobQueue
-from kvproxy.kvcache.actions.leases import LEAST_CHANCE, Lease
+from kvproxy.kvcache.actions.leases import Lease
 from kvproxy.kvcache.actions.signals import Signals
 from kvproxy.kvcache.engines import Engines
 from kvproxy.log_lines import log_fields

@@ -102,8 +102,8 @@ class LocalIndexes:
     """The approximate index, fed by what was routed; the precise index, fed by KV events; and the heat of blocks.
 
     `exact` names the endpoints whose event streams miss nothing. With `follows_events` the approximate index also
-    keeps which requests are under way; with `lookups` there is a service whose word is put to the test. Two of them may
-    share one `state`, and what is `followed`.
+    keeps which requests are under way; with `lookups` there is a service whose word is put to the test; with `leases`
+    prompts are kept for their return. Two of them may share one `state`, and what is `followed`.
     """
 
     def __init__(
@@ -114,6 +114,7 @@ class LocalIndexes:
         learn_capacity: bool = True,
         follows_events: bool = True,
         lookups: bool = True,
+        leases: bool = False,
     ) -> None:
         self.state = state
         self.approximate, self.capacities, self.hot = state.approximate, state.capacities, state.hot
@@ -124,7 +125,7 @@ class LocalIndexes:
         self.store_readers: Callable[[], Iterable[EndpointId]] = tuple  # of what engines report in a shared store
         self.denied: DeniedPlacements | None = None  # by what engines reused; None: no response is asked
         self._lookups = lookups
-        self._keyed = follows_events or lookups  # token memory and strategies know prompts by their messages' keys
+        self._keyed = follows_events or lookups or leases  # these know prompts by their messages' keys
         followed = FollowedEvents() if followed is None else followed
         self.followed = followed
         self.precise, self.loras = followed.precise, followed.loras

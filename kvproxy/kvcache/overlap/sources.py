@@ -63,6 +63,7 @@ class OverlapSources:
                 learn_capacity=settings.learn_capacity,
                 follows_events=settings.kv_events,
                 lookups=bool(settings.lmcache_endpoint),
+                leases=settings.leases.enabled,
             )
             for name, cluster in clusters.items()
         }

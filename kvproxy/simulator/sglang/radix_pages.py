@@ -95,6 +95,9 @@ class RadixPages:
             self._use(node)
         return [node.page for node in nodes]
 
+    def share(self, blocks: Sequence[int]) -> None:
+        raise NotImplementedError("a page that is not full is one sequence's own in SGLang")
+
     def allocate(self, count: int) -> list[int]:
         """Takes `count` pages, evicting leaves where none is spare."""
         while len(self._spare) < count:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.real.engines.place import HERE, LMCACHE, MID, TINY, VLLM, Environment, Model, root
+from tests.real.engines.place import HERE, LMCACHE, MID, SGLANG, TINY, VLLM, Environment, Model, root
 
 #: The Python the lists of versions were made for; LMCache's hashes must agree with the engines'.
 PYTHON = os.environ.get("KVPROXY_REAL_PYTHON", "python3.11")
@@ -18,8 +18,16 @@ PYTHON = os.environ.get("KVPROXY_REAL_PYTHON", "python3.11")
 #: Where CPU builds of torch are found when the configured index has none.
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
-_IMPORTS = {"vllm": "import vllm", "lmcache": "import lmcache.v1.api_server"}
-_SIZES = {"vllm": "vLLM 0.32.0 for CPU, 2.5 GB, about 2 minutes", "lmcache": "LMCache 0.5.6, 1.5 GB, about 1 minute"}
+_TRIALS: dict[str, tuple[str | Path, ...]] = {
+    "vllm": ("-c", "import vllm"),
+    "lmcache": ("-c", "import lmcache.v1.api_server"),
+    "sglang": (HERE / "inside" / "sglang_on_cpu.py", "--help"),
+}
+_SIZES = {
+    "vllm": "vLLM 0.32.0 for CPU, 2.5 GB, about 2 minutes",
+    "lmcache": "LMCache 0.5.6, 1.5 GB, about 1 minute",
+    "sglang": "SGLang 0.5.23, 0.4 GB, about 1 minute",
+}
 
 
 class StepFailed(Exception):
@@ -64,11 +72,20 @@ def install_environment(environment: Environment, steps: Steps) -> None:
     if not environment.python.exists():
         steps.run("virtual environment", PYTHON, "-m", "venv", environment.folder)
     pip = (environment.python, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--progress-bar=off")
-    _install_torch(pip, environment, steps)
+    if environment.base is None:
+        _install_torch(pip, environment, steps)
+    else:
+        _lay_on(environment.base, environment)
     steps.run("packages", *pip, "-r", environment.versions)
     quiet = {"LMCACHE_LOG_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "LMCACHE_TRACK_USAGE": "false"}
-    steps.run("a first import", environment.python, "-c", _IMPORTS[environment.name], environment=quiet)
+    steps.run("a first import", environment.python, *_TRIALS[environment.name], environment=quiet)
     environment.mark_installed()
+
+
+def _lay_on(base: Environment, environment: Environment) -> None:
+    """What is not installed in it is found there."""
+    for packages in (environment.folder / "lib").glob("python*/site-packages"):
+        (packages / "base.pth").write_text(f"{base.folder / packages.relative_to(environment.folder)}\n")
 
 
 def _install_torch(pip: Sequence[str | Path], environment: Environment, steps: Steps) -> None:
@@ -93,7 +110,7 @@ def make_model(model: Model, steps: Steps) -> None:
 def main() -> int:
     steps = Steps(root() / "install.log")
     try:
-        for environment in (VLLM, LMCACHE):
+        for environment in (VLLM, LMCACHE, SGLANG):
             install_environment(environment, steps)
         for model in (TINY, MID):
             make_model(model, steps)

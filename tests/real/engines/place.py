@@ -18,10 +18,12 @@ def root() -> Path:
 
 
 class Environment:
-    """A virtual environment made from one list of exact versions, `NAME.txt` beside this file."""
+    """A virtual environment made from one list of exact versions, `NAME.txt` beside this file, and laid on that of
+    `base`, whose packages it sees as well."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, base: Environment | None = None) -> None:
         self.name = name
+        self.base = base
         self.folder = root() / f"venv-{name}"
         self.python = self.folder / "bin" / "python"
         self.versions = HERE / f"{name}.txt"
@@ -30,15 +32,19 @@ class Environment:
     @property
     def installed(self) -> bool:
         """Whether it holds exactly the versions listed now."""
-        return self._stamp.exists() and self._stamp.read_text() == self.versions.read_text()
+        return self._stamp.exists() and self._stamp.read_text() == self._wanted()
 
     def mark_installed(self) -> None:
         """Call when every step has succeeded."""
-        self._stamp.write_text(self.versions.read_text())
+        self._stamp.write_text(self._wanted())
+
+    def _wanted(self) -> str:
+        return (self.base._wanted() if self.base else "") + self.versions.read_text()
 
 
 VLLM = Environment("vllm")
 LMCACHE = Environment("lmcache")
+SGLANG = Environment("sglang", base=VLLM)
 
 
 class Model:
@@ -77,6 +83,6 @@ MID = Model(
 
 def missing() -> str:
     """What has to be installed before tests can run, in words; empty when nothing is."""
-    lacking = [each.name for each in (VLLM, LMCACHE) if not each.installed]
+    lacking = [each.name for each in (VLLM, LMCACHE, SGLANG) if not each.installed]
     lacking += [f"the model {each.name}" for each in (TINY, MID) if not each.made]
     return ", ".join(lacking)
