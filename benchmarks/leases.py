@@ -25,9 +25,9 @@ from benchmarks.by_trace import Rows, measure_traces
 from benchmarks.markdown import table
 from benchmarks.routing_cells import capacity_tokens_of, trace_of
 from kvproxy.config.kvcache_actions_schema import LeaseSettings
-from kvproxy.kvcache.actions.conversations import Waiting
+from kvproxy.kvcache.actions.conversations import Waiting, choose_duration
 from kvproxy.kvcache.actions.hotness import KnownPrefix
-from kvproxy.kvcache.actions.leases import Lease, LeaseBook, Lever, Why, choose_duration
+from kvproxy.kvcache.actions.leases import Lease, LeaseBook, Lever, Why
 from kvproxy.kvcache.actions.touching import LAST_TOKENS, Insertions, chance_of_return, is_worth
 from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.pooled import measure_bound

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 
 from hpack import Decoder, HPACKError
@@ -70,6 +70,7 @@ class FrameReader:
     ) -> None:
         self._on_frame, self._on_headers = on_frame, on_headers
         self._decoder = Decoder(max_header_list_size=_MAX_HEADER_BYTES)
+        self._latest: tuple[bytes, Fields] = b"", {}  # the latest header block, if it left the decoder as it was
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._filled = 0  # bytes of it
         self._begun = False
@@ -135,11 +136,24 @@ class FrameReader:
             self._block = (name, flags, block)
             return
         self._block = None
+        self._on_headers(name, self._decode(bytes(block)), bool(flags & END_STREAM))
+
+    def _decode(self, block: bytes) -> Fields:
+        """The fields of a header block. Envoy's are all alike: the same one again says the same, if the decoder's table
+        is as it was."""
+        if block == self._latest[0]:
+            return self._latest[1]
+        before = self._table()
         try:
-            fields = self._decoder.decode(bytes(block), raw=True)
+            fields = {field[0]: field[1] for field in self._decoder.decode(block, raw=True)}
         except HPACKError as error:
             raise ConnectionFault(Code.COMPRESSION_ERROR, f"a header block is broken: {error}") from None
-        self._on_headers(name, {field[0]: field[1] for field in fields}, bool(flags & END_STREAM))
+        self._latest = (block, fields) if self._table() == before else (b"", {})
+        return fields
+
+    def _table(self) -> tuple[int, Sequence[object]]:
+        table = self._decoder.header_table
+        return table.maxsize, tuple(table.dynamic_entries)
 
 
 def unpad_frame(flags: int, payload: bytes) -> bytes:

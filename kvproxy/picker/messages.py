@@ -180,12 +180,11 @@ _STREAMED = {"request_body": b"\x1a", "response_body": b"\x22"}
 
 
 def _varint(number: int) -> bytes:
-    raw = bytearray()
+    raw = b""
     while number > 0x7F:
-        raw.append(number & 0x7F | 0x80)
+        raw += bytes((number & 0x7F | 0x80,))
         number >>= 7
-    raw.append(number)
-    return bytes(raw)
+    return raw + bytes((number,))
 
 
 def served_headers(endpoint: str) -> bytes:

@@ -21,6 +21,7 @@ from kvproxy.sync.heard import Heard
 from kvproxy.sync.journal import size_of
 from kvproxy.sync.peer import Peer
 from kvproxy.sync.peers import Peers
+from kvproxy.sync.told_leases import told_of
 from kvproxy.sync.watched import acted, session_served
 from kvproxy.sync.wire import MAX_DELTAS, Origin, Piece
 from kvproxy.sync.world import World
@@ -100,6 +101,8 @@ def _deltas(world: World, now: float) -> Iterator[Delta]:
     if world.actions is not None and world.actions.pin is not None:
         for (instance, _), lease in world.actions.pin.leases(now).items():
             yield acted(Action(ActionKind.PIN, instance, lease.prefix, "pinned"), now - lease.pinned_at)
+    if world.actions is not None and world.actions.leasing is not None:
+        yield from told_of(world.actions.leasing.book, now)
 
 
 def _spent(limit: int, missing: Iterator[tuple[str, str, float]]) -> Iterator[Delta]:

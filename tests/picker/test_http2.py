@@ -191,6 +191,19 @@ async def test_streams_beyond_the_bound_are_refused() -> None:
         assert peer.handlers[-1].fields[b"twice"] == b"the same"
 
 
+async def test_the_same_header_block_says_what_the_table_holds_by_then() -> None:
+    """It names an entry by its age: once the table changed it names another one, or none."""
+    latest, forget = b"\xbe", b"\x20"
+    blocks = [b"\x40\x01a\x01" + b"1", latest, latest, b"\x40\x01a\x01" + b"2", latest, latest]
+    async with connected() as peer:
+        for number, said in enumerate(blocks):
+            peer.say(frame(HEADERS, END_HEADERS, 1 + 2 * number, said), frame(PING, 0, 0, b"12345678"))
+            await peer.hear_of(PING)
+        assert [handler.fields[b"a"] for handler in peer.handlers] == [b"1", b"1", b"1", b"2", b"2", b"2"]
+        peer.say(frame(HEADERS, END_HEADERS, 21, forget + b"\x82"), frame(HEADERS, END_HEADERS, 23, latest))
+        assert await peer.end() == Code.COMPRESSION_ERROR
+
+
 async def test_a_connection_that_leaves_takes_no_new_streams() -> None:
     """Those there are go on to their ends."""
     async with connected() as peer:

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from kvproxy.cluster.verdicts import ProbeOutcome, TellProbe
+from kvproxy.cluster.prober import ProbeOutcome, TellProbe
 from kvproxy.kvcache.overlap.indexes import IndexState, LocalIndexes
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
 from kvproxy.routing.kv_aware import KvAware
