@@ -35,13 +35,16 @@ ENDPOINT = EndpointId("a")
 @dataclass(frozen=True)
 class Cost:
     """Microseconds a request: the service's whole work without looking, what looking adds to it, what
-    a call that does nothing adds to it, and what looking takes by itself, again and again."""
+    a call that does nothing adds to it, what looking takes by itself, again and again; and its call between other work,
+    at a session's first turn and at later ones."""
 
     traffic: str
     without: float
     added: float
     nothing: float
     alone: float
+    first: float
+    later: float
 
 
 def measure_cost() -> list[Cost]:
@@ -64,15 +67,22 @@ def _service() -> tuple[KvCache, Cluster]:
 
 def _paired(traffic: str, client: Client, lines: int, turns: int) -> Cost:
     spent: dict[str, list[float]] = {side: [] for side in SIDES}
+    first_calls, later_calls = list[float](), list[float]()
     first = _session(client, lines, turns, random.Random(-7))
     for number in range(SESSIONS):
         session = _session(client, lines, turns, random.Random(number))
         least = {side: [math.inf] * turns for side in SIDES}
+        calls = [math.inf] * turns
         for repeat in range(REPEATS):
             for side in SIDES if repeat % 2 else reversed(SIDES):
                 service = _service()
                 _serve(*service, first, side=side)  # what sessions share is known by then
-                least[side] = list(map(min, least[side], _serve(*service, session, side=side)))
+                took, looked = _serve(*service, session, side=side)
+                least[side] = list(map(min, least[side], took))
+                if side == "looks":
+                    calls = list(map(min, calls, looked))
+        first_calls.append(calls[0])
+        later_calls.append(sum(calls[1:]) / (turns - 1))
         for side, us in least.items():
             spent[side].append(sum(us) / turns)
 
@@ -80,8 +90,9 @@ def _paired(traffic: str, client: Client, lines: int, turns: int) -> Cost:
         return statistics.median(b - a for a, b in zip(spent["without"], spent[side], strict=True))
 
     return Cost(
-        traffic, statistics.median(spent["without"]), added("looks"), added("nothing"), _alone(client, lines, turns)
-    )
+        traffic, statistics.median(spent["without"]), added("looks"), added("nothing"), _alone(client, lines, turns),
+        statistics.median(first_calls), statistics.median(later_calls),
+    )  # fmt: skip
 
 
 def _alone(client: Client, lines: int, turns: int) -> float:
@@ -123,10 +134,10 @@ def _session(client: Client, lines: int, turns: int, rng: random.Random) -> list
 
 def _serve(
     service: KvCache, cluster: Cluster, session: list[tuple[InferenceRequest, bytes]], *, side: str
-) -> list[float]:
-    """Microseconds for each request of it."""
+) -> tuple[list[float], list[float]]:
+    """Microseconds for each request of it, and of these for the call that looks."""
     finished, held = (_nothing if side == "nothing" else service.state.breaks.finished), 0
-    took = []
+    took, looked = list[float](), list[float]()
     for request, body in session:
         began = time.perf_counter_ns()
         facts = service.gather(request, body, cluster=cluster)
@@ -134,11 +145,14 @@ def _serve(
         tokens = facts.prompt_bytes // 4
         result = Result(ENDPOINT, True, tokens, held // 16 * 16, request_id="r")
         service.finished(facts, result)
+        before = time.perf_counter_ns()
         if side != "without":
             finished(facts, result)
-        took.append((time.perf_counter_ns() - began) / 1000)
+        over = time.perf_counter_ns()
+        took.append((over - began) / 1000)
+        looked.append((over - before) / 1000)
         held = tokens
-    return took
+    return took, looked
 
 
 def _nothing(facts: RequestFacts, result: Result) -> None:

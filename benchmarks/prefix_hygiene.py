@@ -47,10 +47,13 @@ Microseconds a request. In pairs: the service's whole work for it (hashing, fact
 breaks, or a call that does nothing, adds to it; each session served {repeats} times by each side in turn, of each of
 its requests the least, medians over {measured} sessions. By itself: one session's looking, 200 times, the least. Load
 of the machine's {processors} processors meanwhile: {load:.1f}. Limit: 3 us. By itself
-looking keeps it; between other work it does not, where what it needs is not at hand in the processor's caches.
+looking keeps it; between other work it does not, where what it needs is not at hand in the processor's caches. The
+call itself, between other work: at a session's first turn, when its system prompt, tools and messages are digested
+(what they were cannot be found out later, since no text is kept), and at later ones, when the new messages are. What
+looking adds beyond its call is what it takes the caches from.
 
-| traffic | service | looking adds | a call that does nothing adds | looking by itself |
-|---|---|---|---|---|
+| traffic | service | looking adds | nothing done adds | looking by itself | first turn's call | later ones |
+|---|---|---|---|---|---|---|
 {rows}
 """
 
@@ -100,7 +103,9 @@ def render(arguments: argparse.Namespace, planted: Sequence[Planted], clean: Cle
 
 def _render_cost(cost: Sequence[Cost]) -> str:
     rows = "\n".join(
-        f"| {one.traffic} | {one.without:.1f} | {one.added:.1f} | {one.nothing:.1f} | {one.alone:.1f} |" for one in cost
+        f"| {one.traffic} | {one.without:.1f} | {one.added:.1f} | {one.nothing:.1f} | {one.alone:.1f} | "
+        f"{one.first:.1f} | {one.later:.1f} |"
+        for one in cost
     )
     return COST.format(
         rows=rows, processors=os.cpu_count(), load=os.getloadavg()[0], repeats=REPEATS, measured=SESSIONS

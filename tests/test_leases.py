@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 from array import array
@@ -16,6 +17,7 @@ import pytest
 
 from kvproxy.app import Proxy
 from kvproxy.config.load import load_config
+from kvproxy.kvcache.actions.conversations import FIRST_S
 from kvproxy.kvcache.actions.hotness import common_tokens
 from kvproxy.kvcache.actions.strategies import Action
 from kvproxy.kvcache.providers import ActionKind
@@ -29,6 +31,7 @@ from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
 from kvproxy.simulator.sglang.server import SglangApp, create_sglang_app
 from kvproxy.simulator.sglang.settings import SglangSettings
 from kvproxy.simulator.timing import EngineTiming
+from kvproxy.sync.datagrams import Siblings
 from kvproxy.types import EndpointId
 from tests.admin.support import NOON, admin_of, audited
 from tests.kvcache.fleet import Place, simulated
@@ -93,9 +96,9 @@ class World:
         assert self.proxy.kvcache is not None
         return self.proxy.kvcache
 
-    async def ask(self, *turns: dict[str, Any], ends: bool = False, **fields: Any) -> None:
+    async def ask(self, *turns: dict[str, Any], begins: str = "go", ends: bool = False, **fields: Any) -> None:
         """One request of a session, and all that comes of it."""
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "go"}, *turns]
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": begins}, *turns]
         headers = {"x-dynamo-session-id": "one", **({"x-dynamo-session-final": "true"} if ends else {})}
         answer = await self.client.post(
             "/v1/chat/completions", json={"model": self.model, "messages": messages, **fields}, headers=headers
@@ -139,15 +142,15 @@ class World:
 @contextlib.asynccontextmanager
 async def world(
     engine_url: str, *, lmcache: str = "", leases: dict[str, Any] | None = None, kvcache: dict[str, Any] | None = None,
-    **config: Any,
+    siblings: Siblings | None = None, clock: FakeClock | None = None, **config: Any,
 ) -> AsyncIterator[World]:  # fmt: skip
-    clock = FakeClock()
+    clock = clock or FakeClock()
     given = {"enabled": True, "min_tokens": 256, "touch": True, **(leases or {})}
     cache = {"lmcache_endpoint": lmcache, "engine_metrics_interval": 0, "leases": given,
              "lookup_routing_timeout": 60, "request_timeout": 60, **(kvcache or {})}  # fmt: skip
     raw = {"endpoints": {"a": engine_url}, "health": {"active": False},
            "filters": ["inference_request", {"kvcache": cache}, "router"], **config}  # fmt: skip
-    proxy = Proxy(load_config(raw), clock=clock, wall_clock=lambda: NOON)
+    proxy = Proxy(load_config(raw), clock=clock, wall_clock=lambda: NOON, siblings=siblings)
     async with proxy, serve(proxy, drain_s=0.01, cut_grace_s=0.01) as url, httpx.AsyncClient(base_url=url) as client:
         yield World(proxy, client, clock)
 
@@ -234,6 +237,109 @@ async def test_a_lease_is_one_process_own() -> None:
         [held] = proxy.kv.state.leases.leases.values()
         assert held.held
         assert others.told == []
+
+
+class Fleet:
+    """Processes of one machine that decide as one, in front of one engine and one LMCache."""
+
+    def __init__(self, folder: Path, engine_url: str, lmcache: str, **leases: Any) -> None:
+        self.clock = FakeClock()
+        self._made = itertools.count()
+        self._folder, self._urls, self._leases = folder, (engine_url, lmcache), leases
+
+    @contextlib.asynccontextmanager
+    async def process(self) -> AsyncIterator[World]:
+        """One more, that has joined."""
+        engine_url, lmcache = self._urls
+        siblings, beat = Siblings(self._folder, next(self._made), 3), {"heartbeat": "100ms"}
+        async with world(
+            engine_url, lmcache=lmcache, leases=self._leases, siblings=siblings, clock=self.clock, sync=beat
+        ) as made:
+            await until(lambda: self._has_joined(made))
+            yield made
+
+    @contextlib.asynccontextmanager
+    async def pair(self) -> AsyncIterator[tuple[World, World]]:
+        """Two that hear each other."""
+        async with self.process() as one, self.process() as two:
+            await until(lambda: self._has_joined(one, others=1) and self._has_joined(two, others=1))
+            yield one, two
+
+    def _has_joined(self, made: World, others: int = 0) -> bool:
+        self.clock.advance(0.01)
+        sync = made.proxy.sync
+        assert sync is not None
+        return not sync.peers.newcomer.holds_back and len(sync.peers.living) >= others
+
+
+def keys_of(one: World) -> set[int]:
+    return set(one.kv.state.leases.leases)
+
+
+async def test_a_conversation_may_come_back_to_another_process(tmp_path: Path) -> None:
+    """That one verifies the promise; the lease ends where it is kept, and all have learned how long the pause was."""
+    engine, lmcache = Engine(), controller(lambda _: {})
+    async with serve(engine.app) as url, serve(lmcache) as at, Fleet(tmp_path, url, at).pair() as (one, two):
+        await one.ask()
+        await until(lambda: [lease.held for lease in two.kv.state.leases.leases.values()] == [True])
+        [key] = keys_of(one)
+        assert keys_of(two) == {key}
+        assert two.kv.state.leases.tenant_tokens == one.kv.state.leases.tenant_tokens
+        await two.ask(CALL, RESULT)
+        assert two.results() == {"kept": 1}
+        await until(lambda: len(keys_of(two) - {key}) == 1 and keys_of(one) == keys_of(two))
+        assert one.results() == {}
+        assert len(one.kv.state.leases.waiting) == len(two.kv.state.leases.waiting) == 1
+        for each in (one, two):
+            assert [pause["seen"] for pause in each.kv.state.leases.gaps.describe()][:1] == [1]
+        assert lmcache.calls["/pin"] == 2
+        await one.tick(FIRST_S + 1)
+        await two.tick(0.0)
+        assert (one.results(), two.results()) == ({}, {"kept": 1, "expired": 1})
+
+
+async def test_budgets_of_leases_hold_over_all_processes(tmp_path: Path) -> None:
+    """A tenant gets no second one by another process."""
+    engine, lmcache = Engine(), controller(lambda _: {})
+    async with (
+        serve(engine.app) as url,
+        serve(lmcache) as at,
+        Fleet(tmp_path, url, at, tenant_tokens=2000).pair() as (one, two),
+    ):
+        await one.ask()
+        await until(lambda: keys_of(two) == keys_of(one) != set())
+        await two.ask(begins="something else")
+        assert two.count("lease_refusals_total", reason="tenant_budget") == 1
+        assert lmcache.calls["/pin"] == 1
+
+
+async def test_a_session_that_ends_elsewhere_ends_its_leases(tmp_path: Path) -> None:
+    """Nothing more is waited for, in any process."""
+    engine, lmcache = Engine(), controller(lambda _: {})
+    async with serve(engine.app) as url, serve(lmcache) as at, Fleet(tmp_path, url, at).pair() as (one, two):
+        await one.ask()
+        await until(lambda: keys_of(two) == keys_of(one) != set())
+        await two.ask(begins="something else", ends=True)
+        await until(lambda: not keys_of(one) and not keys_of(two))
+        await until(lambda: not len(one.kv.state.leases.waiting))
+        assert (one.results(), two.results()) == ({}, {"session_ended": 1})
+
+
+async def test_a_new_process_knows_of_leases_and_outlives_their_keeper(tmp_path: Path) -> None:
+    """It hears of them when it joins; those of one that dies without a word end with their time, as no result here."""
+    engine, lmcache = Engine(), controller(lambda _: {})
+    async with serve(engine.app) as url, serve(lmcache) as at:
+        fleet = Fleet(tmp_path, url, at)
+        async with fleet.process() as one:
+            await one.ask()
+            async with fleet.process() as two:
+                await until(lambda: keys_of(two) == keys_of(one) != set())
+                assert len(two.kv.state.leases.waiting) == 1
+                one.kv.state.leases.news = None  # it dies without a word
+                await two.tick(FIRST_S + 1)
+                assert (keys_of(two), two.results()) == (set(), {})
+                assert not two.kv.state.leases.tenant_tokens
+                assert keys_of(one)
 
 
 async def test_a_broken_promise_is_said_to_be_broken() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.cluster.verdicts import ProbeOutcome
+from kvproxy.cluster.prober import ProbeOutcome
 from kvproxy.commands.serving import fit_connections
 from kvproxy.listener.server import Server
 from tests.support.fake_engine import FakeEngine

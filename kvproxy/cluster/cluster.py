@@ -22,9 +22,10 @@ from kvproxy.cluster.engine_priority import ClusterPriority, utc_seconds
 from kvproxy.cluster.membership import STATIC, Membership
 from kvproxy.cluster.pick import Pick, expected_first_token_at, reserve
 from kvproxy.cluster.policies import PolicySet
+from kvproxy.cluster.prober import Probe, Prober
 from kvproxy.cluster.router_queue import RouterQueue
 from kvproxy.cluster.screening import KnownRanks, Refusal, Screening, refusal_of, skip_reason
-from kvproxy.cluster.verdicts import Probe, Prober, Verdicts
+from kvproxy.cluster.verdicts import Verdicts
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing import selector
@@ -81,8 +82,7 @@ class Cluster:
         self.adapters = KnownAdapters(name, on_change=self._follow)
         #: What becomes known of its engines' data-parallel ranks.
         self.ranks = KnownRanks(name, self._members, on_change=self._follow)
-        self._sleep = sleep
-        self._tasks = TaskSet()
+        self._sleep, self._tasks = sleep, TaskSet()
         self._prober = self._make_prober(probe)
         self._poller = self._make_poller(sources)
         self._applying: asyncio.Task[None] | None = None

@@ -1,137 +1,27 @@
-"""Probes of a cluster's engines, and what these and attempts say: which are out, what is their fault, if all are."""
+"""What probes and attempts say of a cluster's engines: which are out, what is their fault, if all are."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
-import random
-from collections.abc import Awaitable, Callable, Iterable
-from enum import StrEnum
+from collections.abc import Callable
 
-from kvproxy.background_task import TaskSet
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.membership import Membership
 from kvproxy.cluster.pick import AttemptOutcome
+from kvproxy.cluster.prober import ProbeOutcome, TellProbe
 from kvproxy.cluster.screening import Screening, may_eject
 from kvproxy.config.cluster_schema import HealthCheckSettings
-from kvproxy.errors import ConnectTimeout, FirstByteTimeout, IdleTimeout, KvproxyError, NoDescriptors
 from kvproxy.resilience.breaker import BreakerState
-from kvproxy.types import Clock, EndpointId, Headers, Sleep
-from kvproxy.upstream.pool import Timeouts, UpstreamPool
+from kvproxy.types import Clock, EndpointId
 
 log = logging.getLogger(__name__)
 
-#: Asks an engine whether it is well. KvproxyError and OSError mean no.
-Probe = Callable[[Engine], Awaitable[bool]]
-
-#: Probes in flight at once.
-MAX_CONCURRENT = 16
-#: The first probes are spread over this long (or the interval, if shorter): soon, but not all at once.
-FIRST_PROBES_S = 1.0
-#: Share by which every pause varies either way, so that many proxies do not probe in step.
-JITTER = 0.1
 #: So many attempts in a row that served nothing, on every engine at least one, make an outage. One request makes three.
 _OUTAGE_ATTEMPTS = 4
 #: A kind of failure that requests had on several engines is held against none for this long.
 _SHARED_FAILURE_S = 10.0
-
-
-class ProbeOutcome(StrEnum):
-    """A metric label."""
-
-    OK = "ok"
-    FAILED = "failed"  # it answered, and not well
-    UNREACHABLE = "unreachable"
-    TIMEOUT = "timeout"
-    NOT_SENT = "not_sent"  # for want of a socket on our side: says nothing about the engine
-
-
-#: Tells the other workers of the name of an engine that was probed, and the outcome.
-TellProbe = Callable[[EndpointId, ProbeOutcome], None]
-
-
-class Prober:
-    """One task an engine, among `tasks`. `on_result` gets every outcome, in the event loop. Of several workers
-    the one whose turn comes first probes an engine; the others hear of it, and leave out their turn."""
-
-    def __init__(
-        self,
-        cluster: str,
-        settings: HealthCheckSettings,
-        *,
-        probe: Probe | None,
-        tasks: TaskSet,
-        on_result: Callable[[Engine, ProbeOutcome], None],
-        rng: random.Random,
-        sleep: Sleep = asyncio.sleep,
-    ) -> None:
-        self._cluster = cluster
-        self._settings = settings
-        self._probe = probe if settings.active else None
-        self._on_result = on_result
-        self._rng = rng
-        self._sleep = sleep
-        self._tasks = tasks
-        self._probing: dict[Engine, asyncio.Task[None]] = {}
-        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
-
-    def probe_engines(self, engines: Iterable[Engine]) -> None:
-        """These from now on, and no others; none while `tasks` do not run."""
-        if self._probe is None:
-            return
-        wanted = list(engines) if self._tasks.running else []
-        for engine in self._probing.keys() - set(wanted):
-            self._probing.pop(engine).cancel()
-        for engine in (one for one in wanted if one not in self._probing):
-            name = f"probe {self._cluster}/{engine.id}"
-            self._probing[engine] = self._tasks.start(self._run(engine, self._probe), name=name)
-
-    async def _run(self, engine: Engine, probe: Probe) -> None:
-        interval_s = self._settings.interval
-        await self._sleep(self._rng.random() * min(interval_s, FIRST_PROBES_S))
-        while True:
-            if not engine.health.heard:
-                async with self._slots:
-                    outcome = await self._ask(engine, probe)
-                self._on_result(engine, outcome)
-            engine.health.heard = False
-            await self._sleep(interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
-
-    async def _ask(self, engine: Engine, probe: Probe) -> ProbeOutcome:
-        try:
-            async with asyncio.timeout(self._settings.timeout):
-                return ProbeOutcome.OK if await probe(engine) else ProbeOutcome.FAILED
-        except (TimeoutError, ConnectTimeout, FirstByteTimeout, IdleTimeout):
-            return ProbeOutcome.TIMEOUT
-        except NoDescriptors:
-            return ProbeOutcome.NOT_SENT
-        except (KvproxyError, OSError):
-            return ProbeOutcome.UNREACHABLE
-        except Exception:  # a probe written elsewhere must not end the probing of its engine
-            log.exception("the probe of %s/%s is broken", self._cluster, engine.id)
-            return ProbeOutcome.FAILED
-
-
-class HttpProbe:
-    """Any 2xx is well. Carries the engine's own credential, for gateways that ask for it.
-
-    `pool` is best one of its own that keeps no connections: where requests fill every connection a probe would wait for
-    one, and a busy engine would look dead; and a kept connection does not show that new ones are still accepted.
-    """
-
-    def __init__(self, pool: UpstreamPool, settings: HealthCheckSettings) -> None:
-        self._pool = pool
-        self._target = settings.path.encode("utf-8")
-        self._timeouts = Timeouts(settings.timeout, settings.timeout, settings.timeout)
-
-    async def __call__(self, engine: Engine) -> bool:
-        credential: Headers = [(b"authorization", engine.authorization)] if engine.authorization else []
-        headers = [(b"user-agent", b"kvproxy-health"), *credential]
-        response = await self._pool.request(engine.origin, b"GET", self._target, headers, None, timeouts=self._timeouts)
-        response.abort()  # the status says it all
-        return 200 <= response.status < 300
 
 
 class Verdicts:
@@ -196,7 +86,7 @@ class Verdicts:
         """A probe ended."""
         for endpoint in self._members.of_engine(engine):
             endpoint.metrics.count_probe(outcome.value)
-        if outcome is ProbeOutcome.NOT_SENT:
+        if outcome.says_nothing:
             return
         if self.tell_probe is not None:
             self.tell_probe(engine.id, outcome)

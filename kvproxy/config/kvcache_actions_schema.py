@@ -173,3 +173,7 @@ class LeaseSettings(Model):
     touch: bool = False
     """Ask the engine for a prompt again (`max_tokens: 1`) where nothing pins and that is expected to save more:
     of use where prompts are long and memory is short (docs/leases.md)."""
+
+    def tenant_budget(self, tenant: str) -> int:
+        """Tokens that may be under lease for it at once."""
+        return next((one.tokens for one in self.tenants if one.tenant == tenant), self.tenant_tokens)

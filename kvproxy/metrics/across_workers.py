@@ -58,6 +58,8 @@ RULES: Mapping[str, Across] = {
             "kvproxy_sync_peers",
             "kvproxy_sync_peer_lag_seconds",
             "kvproxy_sync_index_blocks",
+            "kvproxy_lease_entries",
+            "kvproxy_lease_held_tokens",
             "process_max_fds",
         ),
         Across.MAX,

@@ -111,7 +111,7 @@ class PartRules:
         self._chat = kind is _CHAT
         self._heads = _HEADS_OF_CALLS if self._chat else _HEADS_OF_LISTS
         self._may_begin_with_header = drops_header and self._chat
-        self._looks = Looks()
+        self._looks: Looks | None = None  # seldom needed
         self._has_marks = False  # in the middle of messages
         self.marked: list[int] = []  # places of messages with a mark
 
@@ -139,7 +139,7 @@ class PartRules:
     def _as_text(self, part: bytes, index: int) -> bytes:
         if self._has_marks and count_marks((part,)):
             self.marked.append(index)
-            if not self._looks.may_look_into(part):
+            if not self._may_look_into(part):
                 return part
             part = without_marks(part, parts_of_message)
         head, kept = _HEADS_OF_PARTS.get(part[9:11], _NO_HEAD)
@@ -153,6 +153,11 @@ class PartRules:
             return part  # no text alone, and nothing behind the list
         return self._as_unusual(part)
 
+    def _may_look_into(self, message: bytes) -> bool:
+        if self._looks is None:
+            self._looks = Looks()
+        return self._looks.may_look_into(message)
+
     def _as_unusual(self, part: bytes) -> bytes:
         begins = _begins_with_text(part)
         if begins is None:
@@ -165,7 +170,7 @@ class PartRules:
     def _in_usual_order(self, message: bytes) -> bytes:
         """Role and content first, then the others by name; a content of text as `apply` has it."""
         try:
-            fields = _decode_fields(message) if self._looks.may_look_into(message) else {}
+            fields = _decode_fields(message) if self._may_look_into(message) else {}
         except UNREADABLE:
             return message
         if "role" not in fields or "content" not in fields:

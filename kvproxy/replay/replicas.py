@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from kvproxy.cluster.verdicts import ProbeOutcome, TellProbe
+from kvproxy.cluster.prober import ProbeOutcome, TellProbe
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
 from kvproxy.replay.view import IndexView

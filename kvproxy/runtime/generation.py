@@ -14,8 +14,8 @@ from typing import Any, TypeVar, cast
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.prober import HttpProbe
 from kvproxy.cluster.routes import Routes
-from kvproxy.cluster.verdicts import HttpProbe
 from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.config.filter_schema import DEFAULT_FILTERS
 from kvproxy.config.schema import Config, FilterSpec

@@ -14,7 +14,7 @@ from kvproxy.kvcache.overlap.last_served import Served
 from kvproxy.kvcache.providers import ActionKind
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
 from kvproxy.routing.elsewhere import Elsewhere
-from kvproxy.sync import deltas
+from kvproxy.sync import deltas, told_leases
 from kvproxy.sync.deltas import Delta, EndpointLoads
 from kvproxy.sync.journal import Journal
 from kvproxy.sync.watched import add_to_digest, numbers
@@ -34,8 +34,7 @@ class Heard:
     def __init__(self, origin: Origin, world: Callable[[], World], journal: Journal) -> None:
         self.origin = origin
         self.told = self.digest = 0  # prompts heard of, as of Beat
-        self.unknown = 0  # deltas about clusters, endpoints or actions that are not known here
-        self.failed = 0  # deltas that could not be applied
+        self.unknown = self.failed = 0  # deltas about what is not known here, and that could not be applied
         self.unsure = False  # one of them was of a request under way: until the peer says how it stands
         self._world, self._journal = world, journal
         self.open: dict[tuple[str, int], SpeculativeEntry] = {}  # requests of this peer that are under way
@@ -56,6 +55,7 @@ class Heard:
             deltas.EngineRead: lambda delta, world, now: world.hear_engine(delta),
             deltas.Probed: lambda delta, world, now: world.hear_probe(delta, near=origin.host == journal.origin.host),
             deltas.Drained: self._drained,
+            **dict.fromkeys(told_leases.KINDS, told_leases.hear_lease),
         }
 
     def apply(self, said: Iterable[Delta], now: float) -> None:
@@ -199,10 +199,10 @@ class Heard:
         table = part.indexes.last_served
         if not delta.endpoint:
             table.forget(delta.session)
+            told_leases.end_waiting(delta.session, world)
             return
         keys, root = numbers("Q", delta.keys), numbers("Q", delta.root)
-        endpoint, at = EndpointId(delta.endpoint), now - delta.age_s
-        served = Served(endpoint, 0, at, delta.prompt_tokens, delta.tokens, keys, root)
+        served = Served(EndpointId(delta.endpoint), 0, now - delta.age_s, delta.prompt_tokens, delta.tokens, keys, root)
         table.adopt(delta.session, delta.response, served)
 
     def _counted(self, delta: deltas.Counted, world: World, now: float) -> None:

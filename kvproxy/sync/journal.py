@@ -12,6 +12,7 @@ from kvproxy.kvcache.overlap.last_served import Served
 from kvproxy.routing.work import Features
 from kvproxy.sync import deltas
 from kvproxy.sync.deltas import Delta, EndpointLoads
+from kvproxy.sync.told_leases import TellLeases
 from kvproxy.sync.watched import IndexWatch, LedgerWatch, acted, add_to_digest, as_bytes, session_served
 from kvproxy.sync.wire import MAX_BYTES, MAX_DELTAS, MAX_ROWS, Batch, Origin
 from kvproxy.sync.world import World
@@ -62,7 +63,7 @@ class Journal:
         self._world = world
         self._counted = self._budgets()
         if world.state is not None:
-            world.state.on_counted = self.counted
+            world.state.on_counted, world.state.leases.news = self.counted, TellLeases(self.add)
         world.watch_engines(self.add)
         if world.actions is not None:
             world.actions.hotness.watch = self.used

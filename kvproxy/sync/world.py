@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Protocol
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.verdicts import ProbeOutcome, TellProbe
+from kvproxy.cluster.prober import ProbeOutcome, TellProbe
 from kvproxy.filters.buckets import BucketTable
 from kvproxy.kvcache.actions.strategy_runner import StrategyRunner
 from kvproxy.kvcache.metrics_scraper import MetricsScraper

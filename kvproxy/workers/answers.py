@@ -76,14 +76,14 @@ _HOT = keyed(
     ("cluster", "prefix"), fields({"touches": largest, "replicas": each(largest)}), order=lambda one: -one["touches"]
 )
 _LEASES = keyed(("instance", "prefix"), first)
-_PAUSE = fields({"seen": total, **dict.fromkeys(("returned", "median_s", "p95_s"), mean)})
+_PAUSE = fields({"seen": largest, **dict.fromkeys(("returned", "median_s", "p95_s"), mean)})
 _PROMISES = fields(
     {
         "held": keyed(("cluster", "endpoint", "prefix", "tenant"), first),
-        "waiting": total,
+        "waiting": largest,
         "kept_ratio": mean,
         "results": each(total),
-        "tenants": keyed(("tenant",), fields({"tokens": total})),
+        "tenants": keyed(("tenant",), fields({"tokens": largest})),
         "pauses": keyed(("client", "tool"), _PAUSE, order=lambda one: -one["seen"]),
     }
 )
@@ -125,7 +125,7 @@ _LIVE = fields(
                 "running": joined,
                 "waiting": total,
                 "leases": largest,
-                "promises": each(total),
+                "promises": fields({"prompts": largest, "tokens": largest, "kept": total, "broken": total}),
                 "breakers": each(worst(_BREAKERS)),
                 "hot": at_most(_HOT, 8),
                 "breaks": _BREAKS,

@@ -51,9 +51,7 @@ def take_share(config: Config, index: int, count: int) -> Config:
                 }
             ),
             "clusters": _with_part_of_queues(config.clusters, count),
-            "filters": tuple(
-                [_with_part_of_leases(one if index == 0 else _without_snapshot(one), count) for one in config.filters]
-            ),
+            "filters": tuple(one if index == 0 else _without_snapshot(one) for one in config.filters),
         }
     )
 
@@ -64,23 +62,6 @@ def _with_part_of_queues(clusters: Mapping[str, ClusterSettings], count: int) ->
         name: one.model_copy(update={"queue": one.queue.model_copy(update={"limit": -(-one.queue.limit // count)})})
         for name, one in clusters.items()
     }
-
-
-def _with_part_of_leases(spec: FilterSpec, count: int) -> FilterSpec:
-    """A share of each budget of leases, rounded down: no tenant holds more than its own in all workers together."""
-    settings = spec.settings
-    if not isinstance(settings, KvCacheSettings) or not settings.leases.enabled:
-        return spec
-    leases = settings.leases
-    shared = leases.model_copy(
-        update={
-            "max_leases": max(1, leases.max_leases // count),
-            "endpoint_tokens": leases.endpoint_tokens // count,
-            "tenant_tokens": leases.tenant_tokens // count,
-            "tenants": tuple([one.model_copy(update={"tokens": one.tokens // count}) for one in leases.tenants]),
-        }
-    )
-    return spec.model_copy(update={"settings": settings.model_copy(update={"leases": shared})})
 
 
 def keeps_snapshot(config: Config) -> bool:

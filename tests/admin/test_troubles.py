@@ -12,7 +12,7 @@ from kvproxy.admin.operated import ConfigFinding
 from kvproxy.app import Proxy
 from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.cluster.verdicts import ProbeOutcome
+from kvproxy.cluster.prober import ProbeOutcome
 from kvproxy.errors import ClientUnavailable
 from kvproxy.kvcache.feedback.trust import LossReason
 from kvproxy.request.exchange import Exchange, Outcome

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvproxy.cluster.pick import AttemptOutcome
-from kvproxy.cluster.verdicts import ProbeOutcome
+from kvproxy.cluster.prober import ProbeOutcome
 from kvproxy.config.cluster_schema import HealthCheckSettings
 from kvproxy.routing.elsewhere import Elsewhere, LoadRow
 from kvproxy.routing.work import NO_WORK

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -13,13 +14,14 @@ from starlette.types import Receive, Scope, Send
 from kvproxy.background_task import TaskSet
 from kvproxy.cluster.endpoint import Condition
 from kvproxy.cluster.engine import Engine as ClusterEngine
-from kvproxy.cluster.verdicts import FIRST_PROBES_S, MAX_CONCURRENT, HttpProbe, ProbeOutcome, Prober
+from kvproxy.cluster.prober import FIRST_PROBES_S, MAX_CONCURRENT, HttpProbe, ProbeOutcome, Prober
 from kvproxy.config.cluster_schema import EndpointSettings, HealthCheckSettings
 from kvproxy.errors import ConnectError, FirstByteTimeout, NoDescriptors
 from kvproxy.types import EndpointId
 from kvproxy.upstream.pool import UpstreamPool
 from tests.cluster.conftest import MakeCluster, configs
 from tests.support.loopback import serve
+from tests.support.until import until
 
 SETTINGS = HealthCheckSettings(interval=5, timeout=0.02)
 
@@ -196,10 +198,37 @@ async def test_a_probe_that_hangs_ends_at_its_timeout(make_cluster: MakeCluster)
     results, pauses = Results(), Pauses()
     async with prober_of(hang, results, pauses) as prober:
         prober.probe_engines(make_cluster("a").cluster.engines)
+
+        def is_over() -> bool:
+            pauses.go_on()
+            return ("a", ProbeOutcome.TIMEOUT) in results.seen
+
+        await until(is_over)  # on a busy machine this process itself may stand still for so long
+    assert {outcome for _, outcome in results.seen} <= {ProbeOutcome.TIMEOUT, ProbeOutcome.STALLED}
+
+
+async def test_a_probe_during_which_this_process_stood_still_says_nothing(make_cluster: MakeCluster) -> None:
+    """The answer came in time, and its timeout was over when it could be read: neither here nor elsewhere the engine is
+    blamed for that."""
+
+    async def answer_soon(_engine: ClusterEngine) -> bool:
+        asyncio.get_running_loop().call_soon(time.sleep, 2 * SETTINGS.timeout)
+        await asyncio.sleep(0.1 * SETTINGS.timeout)
+        return True
+
+    results, pauses, told = Results(), Pauses(), list[ProbeOutcome]()
+    bench = make_cluster("a", health=SETTINGS)
+    engine, verdicts = bench.cluster.engines[0], bench.cluster.verdicts
+    verdicts.tell_probe = lambda name, outcome: told.append(outcome)
+    async with prober_of(answer_soon, results, pauses) as prober:
+        prober.probe_engines([engine])
         await turns()
         pauses.go_on()
         await asyncio.wait_for(results.new.wait(), 60)
-    assert results.seen == [("a", ProbeOutcome.TIMEOUT)]
+    assert results.seen == [("a", ProbeOutcome.STALLED)]
+    verdicts.record_probe(engine, ProbeOutcome.STALLED)
+    assert (engine.health.is_healthy, engine.health.failed_probes, told) == (True, 0, [])
+    assert bench.endpoint("a").metrics.last_probe == "stalled"
 
 
 async def test_tasks_follow_the_endpoints(make_cluster: MakeCluster) -> None:

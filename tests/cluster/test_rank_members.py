@@ -8,7 +8,7 @@ import pytest
 
 from kvproxy.cluster.endpoint import Condition
 from kvproxy.cluster.pick import AttemptOutcome
-from kvproxy.cluster.verdicts import ProbeOutcome
+from kvproxy.cluster.prober import ProbeOutcome
 from kvproxy.config.cluster_schema import DataParallelSettings, EndpointSettings
 from kvproxy.resilience.breaker import BreakerState
 from kvproxy.types import EndpointId

@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 from starlette.types import Send
 
-from kvproxy.cluster.verdicts import ProbeOutcome
+from kvproxy.cluster.prober import ProbeOutcome
 from kvproxy.listener.server import serve
 from kvproxy.sync.deltas import Drained, Probed
 from kvproxy.sync.peers import SyncStatus
@@ -98,7 +98,7 @@ async def test_an_engines_metrics_are_read_once_for_all() -> None:
 
 async def test_an_engine_is_probed_by_one_worker_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what it found each draws the same conclusion; it is counted once."""
-    monkeypatch.setattr("kvproxy.cluster.verdicts.FIRST_PROBES_S", 3600.0)
+    monkeypatch.setattr("kvproxy.cluster.prober.FIRST_PROBES_S", 3600.0)
     health = {"interval": "1h", "unhealthy_threshold": 3}
     async with serve(FakeEngine("a")) as url, together({"a": url}, health=health) as both:
         await both.synced()
@@ -120,7 +120,7 @@ async def test_an_engine_is_probed_by_one_worker_for_all(monkeypatch: pytest.Mon
 
 async def test_replicas_probe_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one machine cannot reach another one may."""
-    monkeypatch.setattr("kvproxy.cluster.verdicts.FIRST_PROBES_S", 3600.0)
+    monkeypatch.setattr("kvproxy.cluster.prober.FIRST_PROBES_S", 3600.0)
     async with serve(FakeEngine("a")) as url, together({"a": url}, health={"interval": "1h"}) as both:
         await both.synced()
         there, cluster = both.proxies[1].sync, both.proxies[1].clusters["default"]

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvproxy.kvcache.actions.gaps import HORIZON_S, PauseKind
+from kvproxy.config.kvcache_actions_schema import LeaseSettings
+from kvproxy.kvcache.actions.gaps import HORIZON_S, Gaps, PauseKind
 from kvproxy.types import EndpointId
 
 #: Answers whose next turns are looked out for; the longest waiting go first.
 MAX_WAITING = 16_384
+#: A conversation that comes back less often is not worth a lease, nor a touch.
+LEAST_CHANCE = 0.2
+#: For a call of a tool of which nothing is known yet.
+FIRST_S = 60.0
 #: The first and last turns of a conversation differ by so many message prefixes at most.
 LOOKED_AT = 17
 
@@ -26,6 +31,21 @@ class Waiting:
     tenant: str = ""
     session: int = 0  # 0: it names none
     asked_s: float | None = None  # that its client wants the prompt to be kept
+
+
+def choose_duration(of: Waiting, gaps: Gaps, settings: LeaseSettings) -> float | None:
+    """How long the prompt is worth keeping: until most pauses of its kind were over, and never longer than its client
+    asked for. None: it is not, since no return is expected, or hardly any comes."""
+    pending, known = bool(of.kind[1]), gaps.find(of.kind)
+    if not pending and of.asked_s is None:
+        return None
+    most = settings.max_duration if of.asked_s is None else min(of.asked_s, settings.max_duration)
+    if known is None:
+        return most if of.asked_s is not None else min(most, FIRST_S)
+    usual = known.quantile(settings.share)
+    if usual is None or known.share_over(most) < LEAST_CHANCE:
+        return None
+    return min(most, usual)
 
 
 class BySession:
@@ -60,6 +80,9 @@ class Conversations:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        return iter(self._waiting.values())
 
     def __contains__(self, key: int) -> bool:
         return key in self._waiting

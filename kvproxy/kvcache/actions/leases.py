@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from kvproxy.bounded import BoundedMapping
 from kvproxy.config.kvcache_actions_schema import LeaseSettings
@@ -21,10 +21,8 @@ K = TypeVar("K")
 
 #: Pins, and SGLang's sessions, that are not taken back now: tried again and again.
 MAX_RELEASED = 4096
-#: A conversation that comes back less often is not worth a lease, nor a touch.
-LEAST_CHANCE = 0.2
-#: For a call of a tool of which nothing is known yet.
-FIRST_S = 60.0
+#: Leases of other processes that are known here.
+MAX_ELSEWHERE = 16_384
 #: An engine reuses whole blocks, LMCache whole chunks of 256 tokens, and some templates write a prompt's end anew.
 _SPARED_TOKENS, _SPARED_SHARE = 256, 0.1
 #: A lease that no engine confirms is none.
@@ -63,6 +61,7 @@ class Lease:
     returned_at: float | None = None  # its conversation goes on
     filled: int = 0  # tokens that the endpoint's cache had taken in all at its last use
     session: str = ""  # of SGLang, that refers to it
+    told_tokens: int | None = None  # another process promised so many, and keeps them
     prefix: KnownPrefix = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +70,7 @@ class Lease:
     @property
     def tokens(self) -> int:
         """What is promised."""
-        return len(self.prefix.tokens)
+        return len(self.prefix.tokens) if self.told_tokens is None else self.told_tokens
 
     @property
     def reusable_tokens(self) -> int:
@@ -88,33 +87,21 @@ class Lease:
         }  # fmt: skip
 
 
-def choose_duration(of: Waiting, gaps: Gaps, settings: LeaseSettings) -> float | None:
-    """How long the prompt is worth keeping: until most pauses of its kind were over, and never longer than its client
-    asked for. None: it is not, since no return is expected, or hardly any comes."""
-    pending, known = bool(of.kind[1]), gaps.find(of.kind)
-    if not pending and of.asked_s is None:
-        return None
-    most = settings.max_duration if of.asked_s is None else min(of.asked_s, settings.max_duration)
-    if known is None:
-        return most if of.asked_s is not None else min(most, FIRST_S)
-    usual = known.quantile(settings.share)
-    if usual is None or known.share_over(most) < LEAST_CHANCE:
-        return None
-    return min(most, usual)
+class LeaseNews(Protocol):
+    """Hears what happens here, for other processes that keep the same book."""
 
-
-def tenant_budget(tenant: str, settings: LeaseSettings) -> int:
-    """Tokens that may be under lease for it at once."""
-    return next((one.tokens for one in settings.tenants if one.tenant == tenant), settings.tenant_tokens)
+    def waits(self, waiting: Waiting) -> None: ...
+    def returned(self, key: int) -> None: ...
+    def leased(self, lease: Lease) -> None: ...  # or more is known of it
+    def over(self, key: int) -> None: ...
 
 
 class LeaseBook:
-    """Every lease there is and every conversation that is waited for: what outlives a reload. Budgets are never passed:
-    `grant` refuses."""
+    """Every lease there is and every conversation that is waited for, those of other processes that are heard of among
+    them: what outlives a reload. Budgets are never passed: `grant` refuses."""
 
     def __init__(self) -> None:
-        self.gaps = Gaps()
-        self.waiting = Conversations()
+        self.gaps, self.waiting = Gaps(), Conversations()
         self.leases: dict[int, Lease] = {}  # by key of the prompt; bounded by `max_leases`
         #: Counted pins to be taken back, by instance.
         self.released: BoundedMapping[tuple[str, int], KnownPrefix] = BoundedMapping(MAX_RELEASED)
@@ -122,6 +109,7 @@ class LeaseBook:
         self.to_close: BoundedMapping[str, tuple[str, EndpointId]] = BoundedMapping(MAX_RELEASED)
         self.results: Counter[str] = Counter()  # of leases whose conversation came back
         self.owner: object = None  # the service that acts on it by now
+        self.news: LeaseNews | None = None  # None: there are no other processes
         self.tenant_tokens: Counter[str] = Counter()  # tokens held for each
         self._endpoints: Counter[tuple[str, EndpointId]] = Counter()
         self._sessions = BySession()
@@ -140,14 +128,21 @@ class LeaseBook:
             "kept_ratio": self.kept_ratio,
             "results": dict(self.results),
             "tenants": [
-                {"tenant": tenant, "tokens": tokens, "limit": tenant_budget(tenant, settings)}
+                {"tenant": tenant, "tokens": tokens, "limit": settings.tenant_budget(tenant)}
                 for tenant, tokens in sorted(self.tenant_tokens.items())
             ],
             "pauses": self.gaps.describe(),
         }
 
-    def note_return(self, keys: Sequence[int], now: float) -> None:
-        """A prompt with these message prefixes is on its way: a conversation may go on, and its pause is counted."""
+    def expect(self, waiting: Waiting) -> None:
+        """An answer is over, and its conversation may go on."""
+        self.waiting.add(waiting)
+        if self.news is not None:
+            self.news.waits(waiting)
+
+    def note_return(self, keys: Sequence[int], now: float, *, told: bool = False) -> None:
+        """A prompt with these message prefixes is on its way (`told`: elsewhere): a conversation may go on, and its
+        pause is counted."""
         waiting = self.waiting.take_returned(keys)
         if waiting is None:
             return
@@ -155,6 +150,8 @@ class LeaseBook:
         lease = self.leases.get(waiting.key)
         if lease is not None and now <= lease.until:
             lease.returned_at = now
+        if self.news is not None and not told:
+            self.news.returned(waiting.key)
 
     def take_returned(self, keys: Sequence[int]) -> Lease | None:
         """The lease on what this prompt goes on from, which ends by that."""
@@ -176,25 +173,47 @@ class LeaseBook:
             return "short"
         if len(self.leases) >= settings.max_leases:
             return "max_leases"
-        if self.tenant_tokens[tenant] + lease.tokens > tenant_budget(tenant, settings):
+        if self.tenant_tokens[tenant] + lease.tokens > settings.tenant_budget(tenant):
             return "tenant_budget"
         if self._endpoints[place] + lease.tokens > min(most, settings.endpoint_tokens):
             return "endpoint_budget"
+        self._enter(lease)
+        if self.news is not None:
+            self.news.leased(lease)
+        return ""
+
+    def adopt(self, lease: Lease) -> None:
+        """Another process keeps it, or had it confirmed. It counts here, and is verified where its conversation comes
+        back; it ends by a word or by its time."""
+        known = self.leases.get(lease.of.key)
+        if known is None and len(self.leases) < MAX_ELSEWHERE:
+            self._enter(lease)
+        elif known is not None and known.told_tokens is not None:
+            known.held = lease.held
+
+    def confirm(self, lease: Lease, now: float) -> None:
+        """The engine did as it was told."""
+        lease.held, lease.used_at = True, now
+        if self.news is not None and self.leases.get(lease.of.key) is lease:
+            self.news.leased(lease)
+
+    def _enter(self, lease: Lease) -> None:
         self.leases[lease.of.key] = lease
         lease.known.promised_until = lease.until
         self._sessions.add(lease.of)
-        self.tenant_tokens[tenant] += lease.tokens
-        self._endpoints[place] += lease.tokens
-        return ""
+        self.tenant_tokens[lease.of.tenant] += lease.tokens
+        self._endpoints[lease.of.cluster, lease.of.endpoint] += lease.tokens
 
-    def release(self, lease: Lease) -> None:
-        """It ends. A pin of a service that counts is to be taken back."""
+    def release(self, lease: Lease, *, told: bool = False) -> None:
+        """It ends (`told`: by another process's word). A pin of a service that counts is to be taken back."""
         del self.leases[lease.of.key]
+        if self.news is not None and not told:
+            self.news.over(lease.of.key)
         self._sessions.discard(lease.of)
         lease.known.promised_until = lease.until = 0.0
         _subtract(self.tenant_tokens, lease.of.tenant, lease.tokens)
         _subtract(self._endpoints, (lease.of.cluster, lease.of.endpoint), lease.tokens)
-        if lease.lever is Lever.PIN and lease.held:
+        if lease.lever is Lever.PIN and lease.held and lease.told_tokens is None:
             self.released[lease.instance, lease.of.key] = lease.prefix
         elif lease.session:
             self.to_close[lease.session] = (lease.of.cluster, lease.of.endpoint)
@@ -213,8 +232,8 @@ class LeaseBook:
             self.gaps.count(waiting.kind, None)
         ended = [(lease, why) for lease in self.leases.values() if (why := _why_ended(lease, now))]
         for lease, _ in ended:
-            self.release(lease)
-        return ended
+            self.release(lease, told=lease.told_tokens is not None)
+        return [(lease, why) for lease, why in ended if lease.told_tokens is None]
 
 
 def _why_ended(lease: Lease, now: float) -> str:

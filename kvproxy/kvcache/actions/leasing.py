@@ -5,11 +5,11 @@ from __future__ import annotations
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.kvcache.actions.conversations import Waiting
+from kvproxy.kvcache.actions.conversations import Waiting, choose_duration
 from kvproxy.kvcache.actions.executor import ActionExecutor
 from kvproxy.kvcache.actions.gaps import PendingCall, pause_kind
 from kvproxy.kvcache.actions.hotness import KnownPrefix
-from kvproxy.kvcache.actions.leases import Lease, LeaseBook, Lever, Why, choose_duration
+from kvproxy.kvcache.actions.leases import Lease, LeaseBook, Lever, Why
 from kvproxy.kvcache.actions.session_holds import SessionHolds
 from kvproxy.kvcache.actions.strategies import Action, PressureOf, Served
 from kvproxy.kvcache.actions.touching import Toucher
@@ -107,7 +107,7 @@ class Leasing:
         if facts.request.session_ends:
             self._end_session(facts.names.session)
         elif facts.keys:
-            self.book.waiting.add(
+            self.book.expect(
                 Waiting(
                     facts.keys[-1],
                     pause_kind(facts.request.client, tool),
@@ -131,8 +131,7 @@ class Leasing:
             return
         lease, refusal = self._make(waiting, prefix, endpoint, duration_s, now)
         if not refusal:
-            own = lease.lever is not Lever.PIN  # the engine's own memory
-            capacity = self._toucher.capacity_of(endpoint) if own else None
+            capacity = None if lease.lever is Lever.PIN else self._toucher.capacity_of(endpoint)  # its own memory
             refusal = self.book.grant(lease, self._settings, capacity_tokens=capacity)
         if refusal:
             self._metrics.refusals.labels(refusal).inc()
@@ -150,7 +149,7 @@ class Leasing:
         now = self._clock()
         for lease, result in self.book.take_expired(now):
             self._count_end(lease, result)
-        for lease in [one for one in self.book.leases.values() if one.returned_at is None]:
+        for lease in [one for one in self.book.leases.values() if one.returned_at is None and one.told_tokens is None]:
             if lease.lever is Lever.PIN:
                 if lease.held and not self._counts and now - lease.used_at >= self._renewal_s:
                     self._pin(lease, "renewal")
@@ -167,19 +166,21 @@ class Leasing:
 
     def done(self, action: Action, now: float) -> None:
         """A pin had its effect, or one was taken back."""
-        assert action.prefix is not None
+        at, prefix = action.instance_id, action.prefix
+        assert prefix is not None
         if action.kind is ActionKind.UNPIN:
-            self.book.released.pop((action.instance_id, action.prefix.key), None)
-        elif (lease := self.book.leases.get(action.prefix.key)) is not None and lease.instance == action.instance_id:
-            lease.held, lease.used_at = True, now
+            self.book.released.pop((at, prefix.key), None)
+        elif (lease := self.book.leases.get(prefix.key)) and (lease.instance, lease.told_tokens) == (at, None):
+            self.book.confirm(lease, now)
         else:
-            self.book.released[action.instance_id, action.prefix.key] = action.prefix  # it ended meanwhile
+            self.book.released[at, prefix.key] = prefix  # it ended meanwhile
 
     def release_all(self) -> None:
         """Leases have been switched off, or the proxy ends."""
         for lease in list(self.book.leases.values()):
-            self.book.release(lease)
-            self._count_end(lease, "expired")
+            self.book.release(lease, told=lease.told_tokens is not None)
+            if lease.told_tokens is None:
+                self._count_end(lease, "expired")
         self._take_back()
         for gauge in (self._metrics.kept_ratio, self._metrics.held_tokens, self._metrics.entries):
             gauge.set_source(tuple)
@@ -219,8 +220,7 @@ class Leasing:
 
     def _verify(self, lease: Lease, cluster: Cluster, outcome: Outcome) -> LeaseResult:
         """What the engine reused of what was promised."""
-        reused, there = outcome.cached_tokens, outcome.endpoint == lease.of.endpoint
-        seconds = 0.0
+        reused, there, seconds = outcome.cached_tokens, outcome.endpoint == lease.of.endpoint, 0.0
         if not lease.held:
             result = "early"
         elif reused is None:

@@ -17,7 +17,7 @@ from kvproxy.errors import ClientError, NotSupported
 from kvproxy.kvcache.actions.job_queue import Job, JobQueue
 from kvproxy.kvcache.actions.leases import Lease, LeaseBook
 from kvproxy.kvcache.actions.signals import Signals
-from kvproxy.kvcache.actions.touching import MAX_TOKENS, send_prompt
+from kvproxy.kvcache.actions.touching import MAX_TOKENS, record_action, send_prompt
 from kvproxy.kvcache.engines import Engines
 from kvproxy.log_lines import log_fields
 from kvproxy.metrics.catalog import Metrics
@@ -112,8 +112,11 @@ class SessionHolds:
         result = "dry_run"
         if not self._settings.cache_strategy.dry_run:
             result, found = await self._refer(lease, endpoint)
-        lease.held, lease.used_at = result in ("done", "unverified", "dry_run"), self._clock()
-        self._record("hold", lease, result, found, began)
+        now = self._clock()
+        if result in ("done", "unverified", "dry_run"):
+            self._book.confirm(lease, now)
+        self._actions.labels("hold", result).inc()
+        record_action("hold", lease, result, amount=found, took_s=now - began, session=lease.session)
         return lease.held
 
     async def _refer(self, lease: Lease, endpoint: Endpoint) -> tuple[str, int]:
@@ -144,12 +147,3 @@ class SessionHolds:
         log_fields(audit, "cache", {"action": "close", "instance": endpoint.instance_id, "session": session,
                                     "reason": "lease over", "result": result})  # fmt: skip
         return True
-
-    def _record(self, action: str, lease: Lease, result: str, amount: int, began: float) -> None:
-        self._actions.labels(action, result).inc()
-        fields = {
-            "action": action, "instance": lease.instance, "prefix": lease.prefix.name, "tokens": lease.tokens,
-            "reason": f"lease {lease.why}", "result": result, "amount": amount, "session": lease.session,
-            "took_ms": round((self._clock() - began) * 1000, 1),
-        }  # fmt: skip
-        log_fields(audit, "cache", fields)

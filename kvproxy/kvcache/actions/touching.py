@@ -13,10 +13,11 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ClientError
+from kvproxy.kvcache.actions.conversations import LEAST_CHANCE
 from kvproxy.kvcache.actions.gaps import Gaps
 from kvproxy.kvcache.actions.hotness import KnownPrefix
 from kvproxy.kvcache.actions.job_queue import Job, JobQueue
-from kvproxy.kvcache.actions.leases import LEAST_CHANCE, Lease
+from kvproxy.kvcache.actions.leases import Lease
 from kvproxy.kvcache.actions.signals import Signals
 from kvproxy.kvcache.engines import Engines
 from kvproxy.log_lines import log_fields
@@ -105,6 +106,22 @@ def is_worth(chance: float, saved_s: float, cost_s: float, *, stays_s: float, le
     """Whether a return saves more than all touches until the end cost, where a prompt stays for so long after each."""
     touches = math.ceil(left_s / max(TOUCHED_AT * stays_s, 1.0))
     return chance >= LEAST_CHANCE and chance * saved_s > touches * cost_s
+
+
+def record_action(action: str, lease: Lease, result: str, *, amount: int, took_s: float, **more: str) -> None:
+    """One line of the audit log: hashes and counts, never prompts."""
+    fields = {
+        "action": action,
+        "instance": lease.instance,
+        "prefix": lease.prefix.name,
+        "tokens": lease.tokens,
+        "reason": f"lease {lease.why}",
+        "result": result,
+        "amount": amount,
+        **more,
+        "took_ms": round(took_s * 1000, 1),
+    }
+    log_fields(audit, "cache", fields)
 
 
 async def send_prompt(client: VllmClient, prefix: KnownPrefix, *, timeout_s: float, **fields: str) -> Prefill:
@@ -204,17 +221,7 @@ class Toucher:
             result, found = await self._ask_again(lease, endpoint)
         lease.used_at, lease.filled = self._clock(), self.insertions.total((lease.of.cluster, endpoint.id))
         self._actions.labels("touch", result).inc()
-        fields = {
-            "action": "touch",
-            "instance": lease.instance,
-            "prefix": lease.prefix.name,
-            "tokens": lease.tokens,
-            "reason": f"lease {lease.why}",
-            "result": result,
-            "amount": found,
-            "took_ms": round((lease.used_at - began) * 1000, 1),
-        }
-        log_fields(audit, "cache", fields)
+        record_action("touch", lease, result, amount=found, took_s=lease.used_at - began)
         return result in ("done", "unverified", "dry_run")
 
     async def _ask_again(self, lease: Lease, endpoint: Endpoint) -> tuple[str, int]:

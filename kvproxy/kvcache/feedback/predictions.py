@@ -14,6 +14,7 @@ from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
+from kvproxy.routing.policy import Overlap
 from kvproxy.types import Clock, EndpointId, RequestKind
 
 log = logging.getLogger("kvproxy.kvcache")
@@ -92,13 +93,7 @@ class PredictionFeedback:
         """What was predicted against what the engine says: the sources are corrected and the score is kept. True when
         the engine lost all that it held."""
         overlap, cached, tokens = facts.overlaps.by_endpoint.get(endpoint), result.cached_tokens, result.prompt_tokens
-        predicted = held = 0
-        if overlap is not None:
-            expected_tokens = facts.overlaps.prompt_tokens
-            predicted = min(overlap.tokens, expected_tokens)
-            held = min(overlap.held_tokens, expected_tokens) or predicted
-            if tokens and expected_tokens:
-                held = held * tokens // expected_tokens
+        predicted, held = (0, 0) if overlap is None else _expected_tokens(facts, overlap, tokens)
         self.hit_ratios.count_response(
             (facts.cluster.name, endpoint),
             prompt_tokens=facts.overlaps.prompt_tokens if tokens is None else tokens,
@@ -107,12 +102,7 @@ class PredictionFeedback:
         )
         if cached is None:
             return False
-        history = facts.request.continues is not None
-        counted = facts.prompt_bytes / tokens if tokens and not history else None
-        cached_blocks = int(cached * (counted or self._bytes_per_token.look_up(facts.model))) // TEXT_BLOCK_BYTES
-        if history:
-            cached_blocks = min(cached_blocks, len(facts.hashes))
-        lost = False
+        cached_blocks, lost = self._count_blocks(facts, cached, tokens), False
         if entry is not None and entry.endpoint == endpoint:
             lost = facts.indexes.observe_capacity(entry, overlap, cached_tokens=cached, cached_blocks=cached_blocks)
             if lost:
@@ -144,3 +134,19 @@ class PredictionFeedback:
             if contradicted:
                 self._lookups.note_contradiction(endpoint, facts.hashes, cached, cached_blocks, overlap.lower)
         return lost
+
+    def _count_blocks(self, facts: RequestFacts, cached_tokens: int, prompt_tokens: int | None) -> int:
+        """Blocks of its text that so many cached tokens are."""
+        history = facts.request.continues is not None
+        counted = facts.prompt_bytes / prompt_tokens if prompt_tokens and not history else None
+        blocks = int(cached_tokens * (counted or self._bytes_per_token.look_up(facts.model))) // TEXT_BLOCK_BYTES
+        return min(blocks, len(facts.hashes)) if history else blocks
+
+
+def _expected_tokens(facts: RequestFacts, overlap: Overlap, prompt_tokens: int | None) -> tuple[int, int]:
+    """What was to be reused where this overlap was predicted, and what was taken to be held, that in the engine's own
+    tokens."""
+    expected = facts.overlaps.prompt_tokens
+    predicted = min(overlap.tokens, expected)
+    held = min(overlap.held_tokens, expected) or predicted
+    return predicted, held * prompt_tokens // expected if prompt_tokens and expected else held

@@ -11,18 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproxy.config.kvcache_actions_schema import LeaseSettings
-from kvproxy.kvcache.actions.conversations import MAX_WAITING, Waiting
+from kvproxy.kvcache.actions.conversations import FIRST_S, MAX_WAITING, Waiting, choose_duration
 from kvproxy.kvcache.actions.gaps import HORIZON_S, LEAST_SEEN, Gaps, PauseKind
 from kvproxy.kvcache.actions.hotness import KnownPrefix
 from kvproxy.kvcache.actions.leases import (
-    FIRST_S,
     MAX_RELEASED,
     Lease,
     LeaseBook,
     Lever,
     Why,
-    choose_duration,
-    tenant_budget,
 )
 from kvproxy.types import EndpointId
 
@@ -197,6 +194,81 @@ def test_an_engines_own_memory_is_never_held_by_more_than_half() -> None:
     assert book.grant(lease(waiting(2), lever=Lever.TOUCH), settings(), capacity_tokens=3000) == "endpoint_budget"
 
 
+class News:
+    """What another process would hear."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, int]] = []
+
+    def waits(self, waiting: Waiting) -> None:
+        self.heard.append(("waits", waiting.key))
+
+    def returned(self, key: int) -> None:
+        self.heard.append(("returned", key))
+
+    def leased(self, lease: Lease) -> None:
+        self.heard.append(("held" if lease.held else "leased", lease.of.key))
+
+    def over(self, key: int) -> None:
+        self.heard.append(("over", key))
+
+
+def told(of: Waiting, tokens: int = 1000, *, until: float = 60.0) -> Lease:
+    """By another process."""
+    made = lease(of, 0, until=until)
+    made.told_tokens = tokens
+    return made
+
+
+def test_another_process_lease_counts_and_ends_without_an_act_here() -> None:
+    """It takes its part of the budgets, and neither its time nor its return makes this process take anything back."""
+    book, limits = LeaseBook(), settings(tenant_tokens=2500)
+    book.adopt(told(waiting(1)))
+    book.adopt(told(waiting(2), until=5.0))
+    assert book.grant(lease(waiting(1)), limits) == "duplicate"
+    assert book.grant(lease(waiting(3)), limits) == "tenant_budget"
+    assert book.take_expired(6.0) == []
+    assert (list(book.leases), dict(book.tenant_tokens)) == ([1], {"t": 1000})
+    assert book.grant(lease(waiting(3)), limits) == ""
+    book.waiting.add(waiting(1))
+    book.note_return([1], 7.0)
+    assert book.take_returned([1]) is not None
+    assert (list(book.leases), list(book.released)) == ([3], [])
+
+
+def test_a_lease_of_ones_own_is_not_replaced_by_another_process() -> None:
+    """Both granted it at once: here it stays one's own, and the pin is taken back when it ends by that one's word."""
+    book = LeaseBook()
+    book.grant(own := lease(waiting(1)), settings())
+    book.adopt(told(waiting(1), 5000))
+    assert list(book.leases.values()) == [own]
+    assert book.tenant_tokens == {"t": 1000}
+    book.release(own, told=True)
+    assert [key for _, key in book.released] == [1]
+
+
+def test_what_happens_here_is_told_once_and_what_is_heard_is_not() -> None:
+    """Nor that a lease is confirmed which ended meanwhile: others would take it for a new one."""
+    book = LeaseBook()
+    book.news = news = News()
+    book.expect(waiting(1))
+    book.grant(first := lease(waiting(1), held=False), settings())
+    book.confirm(first, 1.0)
+    book.note_return([1], 2.0)
+    book.take_returned([1])
+    book.confirm(first, 3.0)
+    assert news.heard == [("waits", 1), ("leased", 1), ("held", 1), ("returned", 1), ("over", 1)]
+    news.heard.clear()
+    book.waiting.add(waiting(2))
+    book.adopt(told(waiting(2), until=9.0))
+    book.note_return([2], 4.0, told=True)
+    book.adopt(third := told(waiting(3), until=9.0))
+    book.release(third, told=True)
+    book.adopt(told(waiting(4), until=9.0))
+    book.take_expired(10.0)
+    assert news.heard == []
+
+
 @given(
     st.lists(
         st.tuples(
@@ -228,5 +300,5 @@ def test_a_tenant_never_holds_more_than_its_budget(steps: list[tuple[str, int, s
         for one in book.leases.values():
             held[one.of.tenant] += one.tokens
         assert held == dict(book.tenant_tokens)
-        assert all(tokens <= tenant_budget(name, limits) for name, tokens in held.items())
+        assert all(tokens <= limits.tenant_budget(name) for name, tokens in held.items())
         assert len(book.leases) <= 5
