@@ -51,10 +51,8 @@ class SyncService:
         self._settings = settings = config.sync
         self._siblings = siblings
         self._metrics, self._clock, self._wall_clock = metrics, clock, wall_clock
-        host = (
-            settings.replica
-            or f"{socket.gethostname()}:{config.listen.port or (os.getpid() if siblings is None else 0)}"
-        )
+        port = config.listen.port or (os.getpid() if siblings is None else 0)
+        host = settings.replica or f"{socket.gethostname()}:{port}"
         if siblings is not None and not settings.replica:
             host = f"{host}-{xxh3_64_intdigest(str(siblings.folder).encode()) & 0xFFFF:04x}"
         self.origin = Origin(host, 0 if siblings is None else siblings.number, int(wall_clock() * 1e6))
@@ -78,7 +76,7 @@ class SyncService:
         self._links: list[Link] = []
         self._world = World({})
         self._tasks = TaskSet()
-        self._handover = Handover(self.peers, self._tasks, clock=clock, wall_clock=wall_clock)
+        self._handover = Handover(self.peers, self._tasks, journal=self.journal, clock=clock, wall_clock=wall_clock)
         self._timer: asyncio.TimerHandle | None = None
         self._running = AsyncExitStack()
         self._outcomes = metrics.sync.messages
@@ -100,6 +98,8 @@ class SyncService:
             self._running = starting.pop_all()
         self.peers.join(self._clock())
         self._tasks.start(self._keep_time(), name="sync")
+        if self.store is not None and self.store.keeps:
+            self._tasks.start(self._handover.keep_in(self.store, self), name="sync keep")
         self._on_news()
         return self
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import NoReturn, TypeVar
 
+import msgspec
 from xxhash import xxh3_64
 
 from kvproxy.background_task import TaskSet, run_in_slices
+from kvproxy.bounded import BoundedQueue
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.kvcache.actions.executor import Claims
 from kvproxy.kvcache.actions.strategies import Action
 from kvproxy.kvcache.providers import ActionKind
 from kvproxy.kvcache.service import KvCache
@@ -18,22 +22,29 @@ from kvproxy.kvcache.snapshot.file_format import Unusable, decode, pack_checksum
 from kvproxy.sync import deltas
 from kvproxy.sync.deltas import Delta
 from kvproxy.sync.heard import Heard
-from kvproxy.sync.journal import size_of
+from kvproxy.sync.journal import Journal, size_of
 from kvproxy.sync.peer import Peer
 from kvproxy.sync.peers import Peers
+from kvproxy.sync.stores import StoreLink
 from kvproxy.sync.told_leases import told_of
 from kvproxy.sync.watched import acted, session_served
-from kvproxy.sync.wire import MAX_DELTAS, Origin, Piece
+from kvproxy.sync.wire import MAX_DELTAS, Origin, Piece, decode_deltas, encode_deltas
 from kvproxy.sync.world import World
 from kvproxy.types import Clock
 
 #: Hashes and paths of the approximate indexes; the rest of a large one is learned anew.
 MAX_BYTES = 32 * 1024 * 1024
 _PIECE_BYTES = 48 * 1024
+#: What outlives all proxies: so much, for so long, written so often by one of them, which may die for so long before
+#: another one writes. Looked for so often at the start.
+MAX_KEPT_BYTES, KEPT_S, KEEP_EVERY_S, _KEEPER_S, RECALL_S = 2 * 1024 * 1024, 600.0, 10.0, 30.0, 0.2
+_KEPT = deltas.SessionServed, deltas.Spent
 #: One step holds the event loop no longer, and pieces go out with this pause: a worker's socket holds a few.
 SLICE_S, _PIECE_S = 0.003, 0.001
 
 log = logging.getLogger("kvproxy.sync")
+
+T = TypeVar("T")
 
 
 def take_pieces(
@@ -105,6 +116,17 @@ def _deltas(world: World, now: float) -> Iterator[Delta]:
         yield from told_of(world.actions.leasing.book, now)
 
 
+def take_kept(world: World, now: float) -> Generator[None, None, bytes]:
+    """Of that what no proxy could learn again: what limits charged, and where sessions are, the latest."""
+    kept: BoundedQueue[Delta] = BoundedQueue(MAX_KEPT_BYTES)
+    for number, delta in enumerate(_deltas(world, now)):
+        if isinstance(delta, _KEPT):
+            kept.append(delta, size_of(delta))
+        if number % 100 == 99:
+            yield
+    return encode_deltas(list(kept))
+
+
 def _spent(limit: int, missing: Iterator[tuple[str, str, float]]) -> Iterator[Delta]:
     return (deltas.Spent(limit, key, kind, amount) for key, kind, amount in list(missing))
 
@@ -112,8 +134,9 @@ def _spent(limit: int, missing: Iterator[tuple[str, str, float]]) -> Iterator[De
 class Handover:
     """Gives what is known here to a new proxy, and takes what another gives."""
 
-    def __init__(self, peers: Peers, tasks: TaskSet, *, clock: Clock, wall_clock: Clock) -> None:
+    def __init__(self, peers: Peers, tasks: TaskSet, *, journal: Journal, clock: Clock, wall_clock: Clock) -> None:
         self._peers, self._tasks, self._clock, self._wall_clock = peers, tasks, clock, wall_clock
+        self._kept = Heard(Origin("store", 0, 0), lambda: self._world, journal)
         self._given: set[Origin] = set()  # at present
         self.follow(World({}), None, {})
 
@@ -130,12 +153,42 @@ class Handover:
         """As of ReceiveSnapshot."""
         self._tasks.start(self._take(peer, data, rest), name="sync join")
 
+    async def keep_in(self, store: StoreLink, claims: Claims) -> NoReturn:
+        """What would be lost with all proxies: read, if none is left to tell it, and then written by one of them."""
+        known = failed = False
+        while True:
+            await asyncio.sleep(KEEP_EVERY_S if known else RECALL_S)
+            if not store.connected or self._peers.newcomer.holds_back:
+                continue
+            try:
+                if not known and not self._peers.newcomer.told:
+                    await self._recall(store)
+                known = True
+                if await claims.claim("keep", _KEEPER_S):
+                    await store.keep(await self._in_slices(take_kept(self._world, self._clock())), KEPT_S)
+                failed = False
+            except Exception as error:  # noqa: BLE001 - whatever a library raises: it is tried again
+                if not failed:
+                    log.warning("%s keeps nothing for a restart (%s)", store.where, type(error).__name__)
+                known, failed = known or isinstance(error, msgspec.DecodeError), True
+
+    async def _recall(self, store: StoreLink) -> None:
+        data, age_s = await store.recall(KEPT_S)
+        said = decode_deltas(data) if data else []
+        for at in range(0, len(said), 50):
+            self._kept.apply(said[at : at + 50], self._clock() - age_s)
+            await asyncio.sleep(0)
+        log.info("%s kept %d things, for %.0f s", store.where, len(said), age_s)
+
+    async def _in_slices(self, steps: Generator[None, None, T]) -> T:
+        return await run_in_slices(steps, slice_s=SLICE_S, clock=self._clock)
+
     async def _give(self, peer: Origin) -> None:
         self._given.add(peer)
         times = {"clock": self._clock, "wall_clock": self._wall_clock}
         try:
             steps = take_pieces(self._peers.origin, self._world, self._kvcache, self._clusters, **times)
-            for piece in await run_in_slices(steps, slice_s=SLICE_S, clock=self._clock):
+            for piece in await self._in_slices(steps):
                 self._peers.send_to(peer, piece)
                 await asyncio.sleep(_PIECE_S)
         finally:
@@ -145,7 +198,7 @@ class Handover:
         told = False
         try:
             steps = put_pieces(data, rest, peer.heard, self._kvcache, self._clusters, clock=self._clock)
-            await run_in_slices(steps, slice_s=SLICE_S, clock=self._clock)
+            await self._in_slices(steps)
             told = True
             log.info("joined: %d bytes of index and %d other things from %s", len(data), len(rest), peer.origin)
         except Unusable as error:

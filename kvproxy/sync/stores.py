@@ -40,6 +40,7 @@ class StoreLink(BackgroundTask):
 
     task_name = "sync store"
     name: str
+    keeps = False
 
     def __init__(
         self,
@@ -93,6 +94,13 @@ class StoreLink(BackgroundTask):
     async def claim(self, what: str, ttl_s: float, holder: Origin) -> bool | None:
         """As of Claims; None: this store grants nothing."""
         return None
+
+    async def keep(self, payload: bytes, ttl_s: float) -> None:
+        """For proxies that start when none is left to ask. Nothing where it `keeps` nothing."""
+
+    async def recall(self, ttl_s: float) -> tuple[bytes, float]:
+        """What is kept for so long, and how long it has been; b"" for nothing."""
+        return b"", 0.0
 
     def _place(self, origin: Origin) -> str:
         return f"{self._topic}.to.{xxh3_64_hexdigest(f'{origin} {origin.epoch}'.encode())}"
@@ -172,6 +180,7 @@ class RedisLink(StoreLink):
     """Redis or Valkey. What is to be done once is claimed by a key with a time to live."""
 
     name = "redis"
+    keeps = True
     _client: Any = None
 
     @asynccontextmanager
@@ -204,6 +213,17 @@ class RedisLink(StoreLink):
         for channel, payload in messages:
             pipeline.publish(channel, payload)
         await pipeline.execute()
+
+    async def keep(self, payload: bytes, ttl_s: float) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            await self._client.set(f"{self._topic}.kept", payload, px=int(1000 * ttl_s))
+
+    async def recall(self, ttl_s: float) -> tuple[bytes, float]:
+        pipeline = self._client.pipeline()
+        pipeline.get(f"{self._topic}.kept").pttl(f"{self._topic}.kept")
+        async with asyncio.timeout(TIMEOUT_S):
+            payload, left_ms = await pipeline.execute()
+        return payload or b"", max(0.0, ttl_s - left_ms / 1000)
 
     async def claim(self, what: str, ttl_s: float, holder: Origin) -> bool | None:
         client = self._client

@@ -139,6 +139,7 @@ Message = Batch | Beat | Hello | Bye | Ask | Standing | Want | Piece | ClaimAske
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
+_delta_decoder = msgspec.msgpack.Decoder(list[Delta])
 
 
 def encode(message: Message) -> bytes:
@@ -183,6 +184,17 @@ def decode(data: bytes) -> Message:
         raise msgspec.DecodeError("too large")
     message: Message = _decoder.decode(data)
     return message
+
+
+def encode_deltas(said: list[Delta]) -> bytes:
+    """Without a message around them."""
+    return _encoder.encode(said)
+
+
+def decode_deltas(data: bytes) -> list[Delta]:
+    """Raises msgspec.DecodeError for anything else."""
+    said: list[Delta] = _delta_decoder.decode(data)
+    return said
 
 
 def topic(name: str) -> str:

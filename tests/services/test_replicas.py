@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
+from kvproxy.sync import snapshot
 from kvproxy.sync.peers import SyncStatus
 from kvproxy.sync.stores import RedisLink
-from kvproxy.sync.wire import Origin
+from kvproxy.sync.wire import Origin, decode_deltas
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve
 from tests.support.until import until, until_says
@@ -328,6 +329,27 @@ async def test_what_is_to_be_done_once_is_done_once(store: Store) -> None:
             return any([await one.claim("pin a 17", 1.0) for one in losers])
 
         await until_says(True, granted_later, pause_s=0.05)  # its time to live has to run out
+
+
+async def test_sessions_and_limits_outlive_all_replicas(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a key of the store for a while: one that starts when none is left knows them, and has not charged twice."""
+    if store.kind != "redis":
+        pytest.skip("NATS core keeps nothing")
+    monkeypatch.setattr(snapshot, "KEEP_EVERY_S", 0.05)
+    async with serve(FakeEngine("a")) as engine:
+        async with replica(store, "one", engine) as one, replica(store, "two", engine) as two:
+            await until_synced(one, two)
+            for number, each in enumerate([one, two] * 5):
+                await each.ask(text(number), session=f"s{number}")
+            await until(lambda: one.sessions() == two.sessions() == 10)
+            kept_in = one.sync.store
+            assert kept_in is not None
+            async with asyncio.timeout(10):
+                while len(decode_deltas((await kept_in.recall(600.0))[0] or b"\x90")) < 11:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)  # in a store there is no event to wait for
+        async with replica(store, "three", engine) as three:
+            await until(lambda: three.sessions() == 10)
+            assert 8.0 < three.spent() <= 10.0
 
 
 async def test_a_way_back_that_is_gone_is_noticed(store: Store) -> None:

@@ -239,8 +239,14 @@ class Deciding:
         assert self.proxy.kvcache is not None
         return self.proxy.kvcache.overlap.indexes["default"].approximate.entries
 
-    async def ask(self, text: str = "a" * 4000) -> httpx.Response:
-        return await self._running.client.post("/v1/chat/completions", json=chat(text))
+    def sessions(self) -> int:
+        """Of which it knows where they are."""
+        assert self.proxy.kvcache is not None
+        return self.proxy.kvcache.overlap.indexes["default"].last_served.sessions
+
+    async def ask(self, text: str = "a" * 4000, session: str = "") -> httpx.Response:
+        headers = {"x-dynamo-session-id": session} if session else {}
+        return await self._running.client.post("/v1/chat/completions", json=chat(text), headers=headers)
 
     def spent(self) -> float:
         """Requests that are missing in its rate limit's buckets."""

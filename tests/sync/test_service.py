@@ -14,14 +14,15 @@ import pytest
 from pydantic import SecretStr
 
 from kvproxy.admin.troubles import Troubles
+from kvproxy.background_task import cancel_tasks
 from kvproxy.config.load import load_config
 from kvproxy.kvcache.overlap.last_served import RequestNames
-from kvproxy.sync import datagrams, stores
+from kvproxy.sync import datagrams, snapshot, stores
 from kvproxy.sync.datagrams import DatagramLink, Siblings
 from kvproxy.sync.deltas import Spent
 from kvproxy.sync.peers import SyncStatus
 from kvproxy.sync.stores import StoreLink
-from kvproxy.sync.wire import Beat, Hello, Origin, encode
+from kvproxy.sync.wire import Beat, Hello, Origin, decode_deltas, encode
 from kvproxy.types import EndpointId
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve
@@ -278,3 +279,81 @@ async def test_what_waits_for_a_store_is_bounded(monkeypatch: pytest.MonkeyPatch
         assert link.dropped > 50
         await until(lambda: b"99" * 200 in heard)
         assert len(heard) == 101 - link.dropped
+
+
+class Memory(Echo):
+    """A store that keeps what it is given."""
+
+    def __init__(self, kept: bytes = b"", age_s: float = 0.0) -> None:
+        super().__init__(on_message=lambda payload: None, on_change=lambda reached: None)
+        self.connected = True
+        self.kept, self.age_s, self.recalls = kept, age_s, 0
+
+    async def keep(self, payload: bytes, ttl_s: float) -> None:
+        self.kept = payload
+
+    async def recall(self, ttl_s: float) -> tuple[bytes, float]:
+        self.recalls += 1
+        return self.kept, self.age_s
+
+
+@contextlib.asynccontextmanager
+async def keeping(one: Deciding, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """It keeps what would be lost there."""
+    for pause in ("KEEP_EVERY_S", "RECALL_S"):
+        monkeypatch.setattr(snapshot, pause, 0.001)
+    task = asyncio.create_task(one.sync._handover.keep_in(memory, one.sync))
+    yield
+    await cancel_tasks([task])
+
+
+LIMIT = {"rate_limit": {"requests_per_minute": 6, "burst": 10}}
+LIMITED: dict[str, Any] = {"filters": ["inference_request", "kvcache", LIMIT, "router"]}
+
+
+async def test_what_a_store_keeps_is_known_when_nobody_is_left_to_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As old as it is by then: a limit has filled again meanwhile."""
+    memory = Memory()
+    async with serve(FakeEngine("a")) as engine:
+        async with worker(tmp_path, 0, engine, **LIMITED) as one, keeping(one, memory, monkeypatch):
+            for number in range(5):
+                await one.ask(session=f"s{number}")
+            await until(lambda: len(decode_deltas(memory.kept or b"\x90")) == 6)
+        again = Memory(memory.kept, age_s=20.0)
+        async with worker(tmp_path, 1, engine, **LIMITED) as two, keeping(two, again, monkeypatch):
+            await until(lambda: two.sessions() == 5)
+            assert 2.0 < two.spent() <= 3.1
+            assert again.recalls == 1
+
+
+async def test_one_that_was_told_does_not_ask_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it charged would count twice. Of two only one writes."""
+    first, second = Memory(), Memory()
+    async with serve(FakeEngine("a")) as engine, worker(tmp_path, 0, engine, **LIMITED) as one:
+        await one.ask(session="s")
+        async with worker(tmp_path, 1, engine, **LIMITED) as two:
+            await until_synced(one, two)
+            async with keeping(one, first, monkeypatch):
+                await until(lambda: bool(first.kept))
+                async with keeping(two, second, monkeypatch):
+                    await one.ask(session="t")
+                    await until(lambda: len(decode_deltas(first.kept)) == 3)
+            assert (second.recalls, second.kept) == (0, b"")
+
+
+async def test_what_is_no_kept_word_is_said_once_and_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever is in the key."""
+    memory = Memory(b"\xc1 nothing of ours")
+    async with (
+        serve(FakeEngine("a")) as engine,
+        worker(tmp_path, 0, engine, **LIMITED) as one,
+        keeping(one, memory, monkeypatch),
+    ):
+        await one.ask(session="s")
+        await until(lambda: not memory.kept.startswith(b"\xc1") and len(decode_deltas(memory.kept)) == 2)
+    assert caplog.text.count("keeps nothing for a restart (DecodeError)") == 1
+    assert "secret" not in caplog.text
