@@ -25,7 +25,7 @@ from kvproxy.config.addresses import base_of_copied, split_address, url_fault
 from kvproxy.config.load import check_config
 from kvproxy.config.shorthand import parse_endpoint
 from kvproxy.errors import ClientError, ConfigError, Problem
-from kvproxy.kvcache.providers import is_coordinator
+from kvproxy.kvcache.lmcache_services import is_coordinator
 
 _DEFAULT_ENGINE = "http://127.0.0.1:8000"
 _DEFAULT_LISTEN = "127.0.0.1:8888"

@@ -20,14 +20,8 @@ from kvproxy.doctor.engine import EngineFacts
 from kvproxy.doctor.tools import ConnectResult, Tools, try_connect
 from kvproxy.doctor.trial import Trial
 from kvproxy.errors import BadResponse, ClientError, ClientTimeout, ClientUnavailable, NotSupported
-from kvproxy.kvcache.providers import (
-    MEMORY,
-    ControllerProvider,
-    CoordinatorProvider,
-    Prefix,
-    Provider,
-    is_coordinator,
-)
+from kvproxy.kvcache.lmcache_services import MEMORY, ControllerProvider, CoordinatorProvider, is_coordinator
+from kvproxy.kvcache.providers import Prefix, Provider
 from kvproxy.upstream.origin import Origin
 
 

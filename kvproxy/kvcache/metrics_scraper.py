@@ -6,26 +6,21 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from math import lcm
 
 from kvproxy.background_task import BackgroundTask
 from kvproxy.clients.engine_metrics import EngineMetrics
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ClientError
 from kvproxy.kvcache.actions.signals import HostUse, Pressure, Signals
 from kvproxy.kvcache.engines import Engines, RankFinder, SharedReadings
-from kvproxy.kvcache.feedback.trust import LossReason
 from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.overlap.lookup import LookupClient
+from kvproxy.kvcache.reading_intake import ReadingIntake
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
-from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
-from kvproxy.routing.engine_samples import Reading
-from kvproxy.routing.room import EngineState
-from kvproxy.types import Clock, EndpointId, Sleep
+from kvproxy.types import Clock, Sleep
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -61,15 +56,13 @@ class MetricsScraper(BackgroundTask):
         self.readings = SharedReadings(clock=clock, max_age_s=self._interval_s)
         max_age_s = _STALE_INTERVALS * self._interval_s + _STALE_S
         self.signals = Signals(settings.cache_strategy, clock=clock, max_age_s=max_age_s)
+        self._intake = ReadingIntake(state, indexes=indexes, signals=self.signals, clock=clock)
         self._clusters = clusters
         self._indexes = indexes
         self._engines = engines
         self._rank_finder = RankFinder(engines, stated=settings.kv_event_sources)
         self._lookups = lookups
-        self._bytes_per_token = state.bytes_per_token
         self._hotness = state.hotness(settings)
-        self._hit_ratios = state.hit_ratios
-        self._losses = state.losses
         self._sample_host = sample_host
         self._on_round = on_round
         self._clock = clock
@@ -111,7 +104,7 @@ class MetricsScraper(BackgroundTask):
         found = None if there is None else next((one for one in there.engines if str(one.id) == engine), None)
         if there is not None and found is not None:
             self.readings.hear(cluster, engine, metrics)
-            self._take(there, found, metrics)
+            self._intake.take(there, found, metrics)
 
     def pressure(self, instance: str) -> Pressure:
         """What bears on an LMCache instance: the fullest and busiest of the endpoints under its id."""
@@ -161,79 +154,12 @@ class MetricsScraper(BackgroundTask):
                 await self._rank_finder.follow_ranks(cluster, engine, metrics)
         except ClientError as error:
             log.debug("[kvcache] metrics of %s: %s", engine.id, error)
-            self._forget_sleep(cluster, engine)
+            self._intake.forget_sleep(cluster, engine)
             return
         if heard is None:
-            self._take(cluster, engine, metrics)
+            self._intake.take(cluster, engine, metrics)
             if self.readings.tell is not None:
                 self.readings.tell(cluster.name, str(engine.id), metrics)
-
-    def _take(self, cluster: Cluster, engine: Engine, metrics: EngineMetrics) -> None:
-        """What an engine says, into all that learns of it."""
-        engine.adapters.use = metrics.lora
-        restarted = False
-        for endpoint in cluster.of_engine(engine):
-            own = metrics if endpoint.rank is None else metrics.ranks.get(endpoint.rank)
-            if own is not None:
-                restarted |= self._observe(cluster, endpoint, own)
-        if restarted:
-            log.info("[kvcache] %s/%s is a new process: what it held is forgotten", cluster.name, engine.id)
-            cluster.forget_process(engine)
-
-    def _observe(self, cluster: Cluster, endpoint: Endpoint, metrics: EngineMetrics) -> bool:
-        """Take in what an engine, or one rank of it, says; whether it is another process than before."""
-        latest = self.signals.latest_scrape(endpoint)
-        self.signals.note_scrape(endpoint, metrics)
-        if metrics.asleep is not endpoint.asleep:
-            endpoint.asleep = metrics.asleep
-            how = "sleeps: it is left out" if metrics.asleep else "is awake again"
-            log.info("[kvcache] %s/%s %s", cluster.name, endpoint.id, how)
-        if metrics.gave_up_cache and not (latest is not None and latest[1].gave_up_cache):
-            self._gave_up(cluster.name, endpoint)
-        capacity_tokens = None if metrics.cache is None else metrics.cache.capacity_tokens
-        state = EngineState(self._clock(), capacity_tokens, metrics.kv_usage, metrics.running, metrics.waiting)
-        endpoint.load.observe_engine(state)
-        if metrics.prefills is not None and metrics.prefill_s is not None:
-            cluster.observe_engine(endpoint, Reading(metrics.prefills, metrics.prefill_s, metrics.prefill_tokens))
-        restarted = self._restarted(cluster.name, endpoint.id, metrics)
-        if restarted:
-            self._losses.note_loss(cluster.name, endpoint.id, LossReason.RESTARTED)
-        self._size(cluster.name, endpoint, metrics)
-        return restarted
-
-    def _forget_sleep(self, cluster: Cluster, engine: Engine) -> None:
-        """What it said last is too old to keep it out."""
-        for endpoint in cluster.of_engine(engine):
-            latest = self.signals.latest_scrape(endpoint)
-            if latest is None or latest[0] > self.signals.max_age_s:
-                endpoint.asleep = False
-
-    def _gave_up(self, cluster: str, endpoint: Endpoint) -> None:
-        """Its sleep is so deep that it gave its KV memory up."""
-        indexes = self._indexes[cluster]
-        indexes.reset_endpoint(endpoint.id)
-        indexes.precise.remove_endpoint(endpoint.id)
-        self._losses.note_loss(cluster, endpoint.id, LossReason.ASLEEP)
-
-    def _restarted(self, cluster: str, endpoint: EndpointId, metrics: EngineMetrics) -> bool:
-        """Whether this is another process than before; one that does not say when it began tells by its counters."""
-        indexes, restarted = self._indexes[cluster], self._hit_ratios.read_counters((cluster, endpoint), metrics)
-        if metrics.started_at is not None:
-            return indexes.process_started(endpoint, metrics.started_at)
-        if restarted:
-            indexes.reset_endpoint(endpoint)
-        return restarted
-
-    def _size(self, cluster: str, endpoint: Endpoint, metrics: EngineMetrics) -> None:
-        """The index believes an endpoint to hold as much as its engine has room for, in blocks as long as that says, as
-        far as nothing contradicts."""
-        cache = metrics.cache
-        indexes, block_tokens = self._indexes[cluster], None if cache is None else cache.block_tokens
-        indexes.steps.tell_block_size(endpoint.id, lcm(block_tokens or 1, indexes.precise.step_tokens(endpoint.id)))
-        if cache is None or not cache.capacity_tokens:
-            return
-        blocks = int(cache.capacity_tokens * self._bytes_per_token.typical) // TEXT_BLOCK_BYTES
-        indexes.capacities.set_reported(endpoint.id, 0 if cache.prefix_caching is False else blocks)
 
     async def _read_provider(self) -> None:
         try:

@@ -14,18 +14,11 @@ from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
 from kvproxy.config.kvcache_actions_schema import CacheStrategySettings
 from kvproxy.errors import ClientError, NotSupported, UnknownInstance
 from kvproxy.kvcache.breakers import OperationBreakers
+from kvproxy.kvcache.lmcache_services import ControllerProvider, CoordinatorProvider
 from kvproxy.kvcache.overlap.denied import DeniedPlacements
 from kvproxy.kvcache.overlap.lookup import LookupClient
 from kvproxy.kvcache.overlap.lookup_service import Connection
-from kvproxy.kvcache.providers import (
-    ActionKind,
-    ControllerProvider,
-    CoordinatorProvider,
-    Effect,
-    Holder,
-    Prefix,
-    TierMemory,
-)
+from kvproxy.kvcache.providers import ActionKind, Effect, Holder, Prefix, TierMemory
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import FactSource
 from kvproxy.simulator.lmcache_chunks import WorkerSettings

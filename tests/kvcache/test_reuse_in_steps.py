@@ -61,7 +61,7 @@ async def test_an_engine_that_tells_long_blocks_is_believed_at_once() -> None:
     """A prompt under one block is never predicted to hit, and is not taken for one that was lost."""
     async with running(settings(), cluster_of({"a": NOWHERE})) as service:
         told = EngineMetrics(cache=CacheConfig(STEP, 1000, 1000 * STEP, True, 1))
-        service.kv.scraper._size("default", service.cluster.endpoints[0], told)
+        service.kv.scraper.hear("default", str(service.cluster.engines[0].id), told)
         engine = Hybrid(service)
         assert engine.step == STEP
         capacity = service.kv.overlap.indexes["default"].approximate.capacity(A)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from typing import Protocol
 
-from kvproxy.config.kvcache_actions_schema import TransferSettings
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import (
     BreakerOpen,
@@ -209,47 +207,3 @@ class ActionExecutor:
             **({"source": action.source or "shared"} if action.kind is ActionKind.TRANSFER else {}),
         }
         log_fields(audit, "cache", fields)
-
-
-#: How much the speed of a new transfer counts against earlier ones, and how long speeds say something of a link.
-_NEW, SPEED_AGE_S = 0.3, 60.0
-
-
-class Link:
-    """What transfers may take together, and the speed they were seen to have."""
-
-    def __init__(self, settings: TransferSettings, *, clock: Clock) -> None:
-        self._settings = settings
-        self._clock = clock
-        self.running = 0
-        self._speed, self._seen_at = 0.0, -math.inf
-        self._budget = float(settings.tokens_per_second)
-        self._refilled_at = clock()
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of one transfer; 0: none was seen lately."""
-        return self._speed if self._clock() - self._seen_at <= SPEED_AGE_S else 0.0
-
-    def why_refused(self, tokens: int, compute_s: float) -> str:
-        """Why so many tokens, which take so long to compute, are not transferred now (a metric label); "": they may."""
-        now, most = self._clock(), float(self._settings.tokens_per_second)
-        self._budget = min(most, self._budget + most * (now - self._refilled_at))
-        self._refilled_at = now
-        if self.running >= self._settings.at_once:
-            return "busy"
-        if min(tokens, most) > self._budget:
-            return "budget"
-        return "slow" if tokens / (self.tokens_per_s or math.inf) > compute_s else ""
-
-    def begin(self, tokens: int) -> None:
-        """A transfer of so many begins."""
-        self.running += 1
-        self._budget -= tokens
-
-    def end(self, tokens: int, seconds: float) -> None:
-        """It is over, and brought so many."""
-        self.running -= 1
-        if tokens and seconds > 0.0:
-            seen, speed = tokens / seconds, self.tokens_per_s
-            self._speed, self._seen_at = speed + _NEW * (seen - speed) if speed else seen, self._clock()

@@ -20,11 +20,12 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.screening import Refusal
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import BreakerOpen, ClientError
-from kvproxy.kvcache.actions.executor import ActionExecutor, Link
+from kvproxy.kvcache.actions.executor import ActionExecutor
 from kvproxy.kvcache.actions.gaps import SessionPauses
 from kvproxy.kvcache.actions.hotness import KnownPrefix
 from kvproxy.kvcache.actions.job_queue import Job, JobQueue
 from kvproxy.kvcache.actions.strategies import Action, PressureOf, Served
+from kvproxy.kvcache.actions.transfer_link import Link
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.kvcache.overlap.merge import HolderOverlap
 from kvproxy.kvcache.overlap.sources import OverlapSources

@@ -14,13 +14,9 @@ from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
 from kvproxy.config import kvcache_schema as schema
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.errors import ClientError, NotSupported
+from kvproxy.kvcache.lmcache_services import ControllerProvider, CoordinatorProvider, is_coordinator
 from kvproxy.kvcache.overlap.lookup import LookupClient
-from kvproxy.kvcache.providers import (
-    ControllerProvider,
-    CoordinatorProvider,
-    Provider,
-    is_coordinator,
-)
+from kvproxy.kvcache.providers import Provider
 from kvproxy.types import Clock, Sleep
 
 log = logging.getLogger("kvproxy.kvcache")

@@ -14,9 +14,9 @@ import pytest
 
 from kvproxy.config.kvcache_actions_schema import TransferSettings
 from kvproxy.config.load import check_config
-from kvproxy.kvcache.actions.executor import SPEED_AGE_S, Link
 from kvproxy.kvcache.actions.gaps import SessionPauses
 from kvproxy.kvcache.actions.job_queue import Job
+from kvproxy.kvcache.actions.transfer_link import SPEED_AGE_S, Link
 from kvproxy.kvcache.actions.transfers import MAX_PAUSE_S, MIN_PAUSE_S, Transfers, _far_tokens
 from kvproxy.kvcache.overlap.merge import HolderOverlap
 from kvproxy.routing.policy import FactSource

@@ -92,7 +92,7 @@ async def test_adapters_are_found_and_their_caches_are_apart(pair: Pair, saw: Sa
         assert [(predicted, reused) for _, _, predicted, reused in rows[:3]] == [(0, 0)] * 3
         assert all(abs(predicted - reused) <= vllm.BLOCK_TOKENS and reused > 300 for *_, predicted, reused in rows[3:])
         assert {where for model, where, *_ in rows if model == "lora-a"} == {"a"}
-        await kvcache.scraper.round()
+        await kvcache.scraper.scrape_all()
         use = cluster.engines[0].adapters.use
         assert use is not None
         assert (use.slots, use.running <= {"lora-a", "lora-b"}) == (1, True)

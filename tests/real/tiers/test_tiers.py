@@ -15,7 +15,8 @@ from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
 from kvproxy.clients.lmcache.coordinator_wire import CacheScope, Prefetch
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.errors import ClientError, UnknownInstance
-from kvproxy.kvcache.providers import ActionKind, CoordinatorProvider, Effect, Prefix
+from kvproxy.kvcache.lmcache_services import CoordinatorProvider
+from kvproxy.kvcache.providers import ActionKind, Effect, Prefix
 from tests.real.conftest import Saw
 from tests.real.engines.place import MID
 from tests.real.kvcache import ask, chat_tokens, decided, with_kvcache
