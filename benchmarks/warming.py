@@ -39,8 +39,8 @@ from kvproxy.simulator.engine_io import SimRequest
 INSTANCES, SESSIONS, BLOCK = 4, 1600, 64
 AWAY_S, FIRST = 30.0, 50
 LOADS = (0.7,)
-#: Without warming; with as many requests at an engine that is warmed as the default allows; and with a few.
-PLANS: dict[str, int | None] = {"without": None, "warming": WarmingSettings().max_requests, "max_requests 8": 8}
+#: Without warming; of engines without a request alone; and of those with no more than the default allows.
+PLANS: dict[str, int | None] = {"without": None, "max_requests 0": 0, "warming": WarmingSettings().max_requests}
 PROMPTS = 64  # system prompts: most are at one engine alone
 
 
@@ -177,7 +177,8 @@ def as_markdown(rows: list[dict[str, Any]], command: str, seeds: int) -> str:
         f"tokens, one engine lost in the middle of the run and back, empty, {AWAY_S:g} s later; virtual time, means of "
         f"{seeds} draws. `first {FIRST}`: requests that came after its return, at any engine; `there`: the first "
         f"{FIRST} that went to it. `ratio`: TTFT to that without warming, the median of the draws (and its range). "
-        "`max_requests 8`: engines with up to eight requests are warmed too. `there` leaves out draws in which the "
+        "`max_requests 0`: engines without any request alone are warmed; else those with up to eight. "
+        "`there` leaves out draws in which the "
         "router sent it nothing without warming.", "",
         f"| load | warming | first {FIRST}: TTFT (ms) | p90 | hit | ratio | there: TTFT (ms) | p90 "
         "| hit | ratio | prefixes warmed | put off |",

@@ -112,7 +112,7 @@ class WarmingSettings(Model):
 
     enabled: bool = False
     """Do it without being asked. Token ids of hot prefixes are then kept in memory (64 MiB at most), never text."""
-    max_requests: int = Field(default=0, ge=0, le=10_000)
+    max_requests: int = Field(default=8, ge=0, le=10_000)
     """An engine that runs and holds more requests than this is left alone; also for `kvproxy warm`."""
     tokens_per_minute: int = Field(default=200_000, ge=1)
     """Budget of all endpoints together."""

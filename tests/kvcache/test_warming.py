@@ -20,7 +20,7 @@ from tests.support.clock import FakeClock
 
 SYSTEM = long_text("s", 400)
 #: Whether the engine is asked at all, and how busy it says to be.
-IDLE, BUSY = (0, 0), (1, 0)
+IDLE, BUSY = (0, 0), (8, 1)
 
 
 class Engine:
@@ -215,10 +215,12 @@ async def test_requests_of_this_proxy_keep_an_endpoint_from_being_warmed() -> No
     async with warming(a, b, FakeClock()) as service:
         endpoint = next(one for one in service.cluster.endpoints if one.id == EndpointId("b"))
         assert await service.kv.warmer.is_idle(endpoint)
-        b.load = (0, 1)
+        b.load = (7, 1)
+        assert await service.kv.warmer.is_idle(endpoint)
+        b.load = (7, 2)
         assert not await service.kv.warmer.is_idle(endpoint)
         b.load = IDLE
-        endpoint.load.in_flight = 1
+        endpoint.load.in_flight = 9
         assert not await service.kv.warmer.is_idle(endpoint)
 
 
