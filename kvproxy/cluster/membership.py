@@ -18,8 +18,9 @@ log = logging.getLogger(__name__)
 STATIC = "static"
 #: What an operator added while it runs: comes last, and wins over every other source's endpoint of the same id.
 OPERATOR = "operator"
-#: An operator's additions held at once in one cluster.
-MAX_ADDED = 1024
+#: What engines and endpoints read of their cluster's settings: of thousands nothing is done where none of that changed.
+CONFIGURED_BY = "health", "breaker", "data_parallel", "max_in_flight", "engine_priority", "engine_priority_order"
+MAX_ADDED = 1024  # by an operator, at once in one cluster
 
 
 class Owner(Protocol):
@@ -123,7 +124,7 @@ class Membership:
 
     def _apply(self, sources: dict[str, tuple[EndpointSettings, ...]], removed: frozenset[EndpointId]) -> None:
         named, settings, before, last = _merge(sources), self._owner.settings, self._named, self._settings
-        afresh = last is None or settings.model_copy(update={"endpoints": last.endpoints}) != last  # for all of them
+        afresh = last is None or any(getattr(settings, one) != getattr(last, one) for one in CONFIGURED_BY)
         changed = {one: c for one, c in named.items() if before.get(one) is not c or one not in self._engines}
         origins = {one: origin_of(config) for one, config in changed.items()}  # before anything changes
         engines = {one: self._engines[one] for one in named if one not in changed}
@@ -138,8 +139,7 @@ class Membership:
         stays = {i: e for i, e in self._present.items() if i in wanted and e.engine is wanted[i].engine}
         for one in [one for one in self._present if one not in stays]:
             self._leave(self._present[one], replaced=one in wanted)
-        present: dict[EndpointId, Endpoint] = {}
-        ids: dict[Engine, list[EndpointId]] = {}
+        present, ids = dict[EndpointId, Endpoint](), dict[Engine, list[EndpointId]]()
         self._configs = {endpoint_id: member.config for endpoint_id, member in wanted.items()}
         for endpoint_id, member in wanted.items():
             endpoint = stays.get(endpoint_id) or self._returning(endpoint_id, member.engine) or self._new(member)

@@ -11,6 +11,7 @@ import pytest
 
 from kvproxy.cluster.discovery import Source
 from kvproxy.cluster.endpoint import Condition, Endpoint
+from kvproxy.cluster.membership import CONFIGURED_BY
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.config.cluster_schema import (
     BreakerSettings,
@@ -329,3 +330,25 @@ async def test_very_many_static_endpoints_come_and_leave_over_some_turns(make_cl
         assert not cluster.endpoints
         await asyncio.sleep(0)
         assert not cluster.endpoints
+
+
+class Noted(ClusterSettings):
+    """Notes what is read of it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ClusterSettings.model_fields:
+            READ.add(name)
+        return super().__getattribute__(name)
+
+
+READ: set[str] = set()
+
+
+def test_what_engines_and_endpoints_read_is_what_configures_them_again(make_cluster: MakeCluster) -> None:
+    """Of a change to anything else they are not told."""
+    endpoint, [config] = make_cluster("a").endpoint("a"), configs("a")
+    settings = Noted()
+    READ.clear()
+    endpoint.engine.configure(config, settings)
+    endpoint.configure(config, settings)
+    assert set(CONFIGURED_BY) == READ

@@ -11,6 +11,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import SecretStr
@@ -19,13 +20,16 @@ from kvproxy.sync import snapshot
 from kvproxy.sync.peers import SyncStatus
 from kvproxy.sync.stores import RedisLink
 from kvproxy.sync.wire import Origin, decode_deltas
+from tests.kvcache.support import controller, long_text
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve
 from tests.support.until import until, until_says
 from tests.sync.support import Deciding, deciding, until_synced
+from tests.test_leases import Engine
 
 SERVERS = {"redis": "redis-server", "nats": "nats-server"}
 PASSWORD = "s3cret-of-the-store"
+LONG = long_text("long", 1200)
 
 pytestmark = pytest.mark.services
 
@@ -350,6 +354,43 @@ async def test_sessions_and_limits_outlive_all_replicas(store: Store, monkeypatc
         async with replica(store, "three", engine) as three:
             await until(lambda: three.sessions() == 10)
             assert 8.0 < three.spent() <= 10.0
+
+
+async def test_a_replica_that_dies_in_the_middle_of_an_action(store: Store) -> None:
+    """It had a prefix to pin, for all of them: another does so once its claim is over, and not before."""
+    began = asyncio.Event()
+
+    async def pin(asked: dict[str, Any]) -> dict[str, Any]:
+        if not began.is_set():
+            began.set()
+            await asyncio.Event().wait()
+        return {"event_id": "x", "num_tokens": len(asked["tokens"])}
+
+    lmcache = controller(lambda _: {}, pin=pin)
+    async with serve(Engine().app) as engine, serve(lmcache) as at, Wire(store) as wire:
+        hot = {"enable_pinning": True, "hot_content_threshold": 1}
+        cache = {"lmcache_endpoint": at, "cache_strategy": hot, "background": {"job_timeout": "2s"}}
+        config: dict[str, Any] = {"filters": ["inference_request", {"kvcache": cache}, "router"]}
+
+        def acting(name: str, port: int | None = None) -> contextlib.AbstractAsyncContextManager[Deciding]:
+            sync = {store.kind: store.url(port), "replica": name, "heartbeat": "100ms"}
+            return deciding(engine, sync=sync, **config)
+
+        async with acting("two") as two:
+            async with acting("one", wire.port) as one:
+                await until_synced(one, two)
+                await one.ask(LONG)
+                await asyncio.wait_for(began.wait(), 10)
+                await two.ask(LONG)
+                await until(lambda: two.metric("kvproxy_kvcache_actions_total", action="pin", result="elsewhere") > 0)
+                assert lmcache.calls["/pin"] == 1
+                wire.cut = True
+                wire.break_off()
+            async with asyncio.timeout(20):
+                while lmcache.calls["/pin"] < 2:
+                    await two.ask(LONG)  # which needs it pinned still
+                    await asyncio.sleep(0.1)
+            assert two.metric("kvproxy_kvcache_actions_total", action="pin", result="done") == 1
 
 
 async def test_a_way_back_that_is_gone_is_noticed(store: Store) -> None:
