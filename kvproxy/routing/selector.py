@@ -60,7 +60,8 @@ def decide(
     `why_skipped` says why a preferred endpoint is not among them. Changes nothing (see Policy.choose).
     """
     if request.excluded:
-        candidates = tuple([candidate for candidate in candidates if candidate.id not in request.excluded])
+        # A list: a policy remembers what it worked out of the pool's own tuple, which most requests come with.
+        candidates = [candidate for candidate in candidates if candidate.id not in request.excluded]
     if not candidates:
         return None
     preference = None
