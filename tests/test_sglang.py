@@ -206,7 +206,7 @@ async def test_probes_of_a_health_path_that_generates(path: str, timeout: float,
     engine = replace(QUICK, health_step_s=0.5 if not well else 0.3)
     async with fleet(engine, count=1, health=health) as place:
         [endpoint] = place.proxy.proxy.clusters["default"].endpoints
-        await until(lambda: endpoint.metrics.last_probe)
+        await until(lambda: endpoint.metrics.last_probe not in ("", "stalled"))  # on a busy machine
         assert (endpoint.condition(asyncio.get_running_loop().time()) is not Condition.UNHEALTHY) is well
 
 
