@@ -107,13 +107,14 @@ class WorkerProcess:
 
     async def close(self) -> None:
         """Kill it if it still runs, and forget it."""
-        if self._listening is not None:
-            await cancel_tasks([self._listening])
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
-        if self._line is not None:
-            self._line.close()
+        async with contextlib.AsyncExitStack() as stack:
+            if self._line is not None:
+                stack.callback(self._line.close)
+            if self._listening is not None:
+                stack.push_async_callback(cancel_tasks, [self._listening])
+            if self._process is not None and self._process.returncode is None:
+                self._process.kill()
+                await self._process.wait()
 
     async def _listen(self) -> None:
         assert self._line is not None

@@ -169,10 +169,12 @@ class Supervisor:
             return False
         finally:
             slot.process = None
-            await cancel_tasks(watching)
-            await process.close()
-            for call in self.on_ended:
-                call(slot.index)
+            try:
+                await cancel_tasks(watching)
+            finally:  # it may be cancelled there
+                await process.close()
+                for call in self.on_ended:
+                    call(slot.index)
         if not self.ending.is_set() and process.told == self.served.number:
             log.error("worker %d (pid %d) ended: %s", slot.index, process.pid, describe_exit(status))
         return served

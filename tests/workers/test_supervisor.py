@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -129,6 +129,34 @@ async def test_workers_that_always_hang_before_they_serve_end_the_start(
     monkeypatch.setattr(module, "GIVE_UP_AFTER", 2)
     with pytest.raises(WorkersFailed, match="no worker can be started"):
         await asyncio.wait_for(late.run(), 60)
+
+
+async def test_a_worker_whose_end_is_cut_short_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended by itself, and all are ended while it is being cleared away."""
+    clearing, over = asyncio.Event(), []
+
+    async def never_done(_: Iterable[asyncio.Task[None]]) -> None:
+        clearing.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(module, "cancel_tasks", never_done)
+    command = (sys.executable, "-S", "-E", str(STAND_IN), "serve")
+    public = await bind_sockets("127.0.0.1", 0)
+    supervisor = Supervisor(Served(CONFIG), count=1, public=public, folder=tmp_path, command=command)
+    supervisor.on_ended.append(over.append)
+    [slot] = supervisor.slots
+    process = process_module.WorkerProcess(supervisor._assignment(slot), command)
+    life = asyncio.create_task(supervisor._one_life(slot, process))
+    await until(lambda: process.ready)
+    process.kill()
+    await clearing.wait()
+    life.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await life
+    supervisor._close()
+    assert process._line is not None
+    assert process._line.fileno() == -1
+    assert over == [0]
 
 
 async def test_a_drain_ends_a_worker_that_hangs_before_it_serves(
