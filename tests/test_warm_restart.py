@@ -62,16 +62,16 @@ async def test_a_chats_next_turn_goes_to_the_same_endpoint(tmp_path: Path) -> No
     async with simulated(names=("a", "b", "c")) as place:
         async with life(place, tmp_path / "kept") as before:
             homes = {}
-            for number in range(6):
+            for number in range(12):
                 homes[number], _, _ = await ask(before.client, f"{number} {SAID}")
-        assert len(set(homes.values())) > 1
+        assert len(set(homes.values())) > 1  # ties are drawn: one for all is one case of 177,147
         async with life(place, tmp_path / "kept") as after:
             for number, home in homes.items():
                 endpoint, usage, decision = await ask(after.client, f"{number} {SAID}", "yes", MORE)
                 assert endpoint == home
                 assert "reason=overlap" in decision
                 assert usage["prompt_tokens_details"]["cached_tokens"] > 500
-            assert counted(after, "kvproxy_kvcache_predictions_total", source="approximate", result="hit") == 6
+            assert counted(after, "kvproxy_kvcache_predictions_total", source="approximate", result="hit") == 12
 
 
 async def test_without_a_snapshot_nothing_is_known(tmp_path: Path) -> None:
