@@ -7,7 +7,6 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Self
 
 import msgspec
@@ -219,9 +218,8 @@ class Cluster:
         in_steps = in_steps and self._tasks.running
         steps = steps_towards(endpoints, self._members.named_by(STATIC) or ()) if in_steps else iter([endpoints])
         self._update(STATIC, next(steps))
-        if (second := next(steps, None)) is not None:
-            later = self._poller.update_in_steps(STATIC, chain([second], steps))
-            self._applying = self._tasks.start(later, name="endpoints")
+        if in_steps:
+            self._applying = self._tasks.start(self._poller.update_in_steps(STATIC, steps), name="endpoints")
 
     def drain_endpoint(self, name: EndpointId, *, draining: bool = True) -> bool:
         """Stop (with False, resume) giving a member, or all of an engine, new requests; whether there is such a one."""
