@@ -29,7 +29,7 @@ from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing import selector
 from kvproxy.routing.engine_samples import Reading
-from kvproxy.routing.policy import Candidate, PickRequest, Policy
+from kvproxy.routing.policy import PickRequest, Policy
 from kvproxy.routing.selector import PANIC, Decision
 from kvproxy.routing.speeds import SpeedModel
 from kvproxy.types import Clock, EndpointId
@@ -325,6 +325,10 @@ class Cluster:
         if self.queue is not None:
             self.queue.on_load_decrease()
 
+    def candidates(self, model: str, now: float) -> Sequence[Endpoint]:
+        """Endpoints that could take a request for `model` now; where all are out, those that serve it."""
+        return self._screening.find_pool(model, now).usable
+
     def may_serve(self, model: str, now: float) -> bool:
         """Whether an endpoint that is not out could take a request for `model` now."""
         pool = self._screening.find_pool(model, now)
@@ -412,9 +416,6 @@ class Cluster:
         endpoint.load.on_sample = None
         self.policies.forget_endpoint(endpoint.id)
 
-    def _candidates(self, model: str, now: float) -> Sequence[Candidate]:
-        return self._screening.find_pool(model, now).usable
-
     def _why_skipped(self, request: PickRequest, now: float) -> str:
         assert request.preferred is not None
         return skip_reason(self._members.find_endpoint(request.preferred), request, now)
@@ -437,7 +438,7 @@ class Cluster:
         else:
             name, metrics, clock = self.name, self._metrics, self._clock
             self.queue = RouterQueue(
-                settings, speeds, cluster=name, candidates=self._candidates, awaits=awaits, metrics=metrics, clock=clock
+                settings, speeds, cluster=name, candidates=self.candidates, awaits=awaits, metrics=metrics, clock=clock
             )
             if self._shown:
                 self.queue.show()

@@ -94,6 +94,10 @@ class Pick(msgspec.Struct, eq=False):
     def __repr__(self) -> str:
         return f"<Pick {self.endpoint.id} {self.reason}>"
 
+    def begin(self, now: float) -> None:
+        """It goes to the engine only now, having waited for something else than the engine."""
+        self.endpoint.load.begin(self.reservation, now)
+
     def first_token(self, now: float) -> None:
         """The engine sent the first body byte."""
         self.endpoint.waiting.pop(self, None)

@@ -130,7 +130,11 @@ class TransferSettings(Model):
     ahead: bool = False
     """Before a session's next turn is due, by the time that its turns have taken to come."""
     on_demand: bool = False
-    """While the router queue holds a request, to where it would then go. Needs a cluster with `queue`."""
+    """To where a request goes: while the router queue holds it or, with `max_wait`, as part of the decision. Needs a
+    cluster with `queue`."""
+    max_wait: Duration = Field(default=0.0, ge=0, le=60)
+    """On demand: a request whose turn has come waits for its copy, so long at most and never longer than the copy is to
+    save; 0: none waits."""
     at_once: int = Field(default=2, ge=1, le=64)
     """Transfers under way at once, over all instances; further ones are not made."""
     tokens_per_second: int = Field(default=50_000, ge=1)

@@ -20,6 +20,7 @@ from kvproxy.filters.chain import FilterContext
 from kvproxy.filters.router import RouterFilter
 from kvproxy.filters.step import Step
 from kvproxy.forward.body_guard import tenant_salt
+from kvproxy.kvcache.actions.copy_watch import follow_copy
 from kvproxy.kvcache.overlap.facts import RequestFacts, Result
 from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, follow_events
 from kvproxy.kvcache.service import KvCache
@@ -132,8 +133,10 @@ class KvCacheFilter(Step):
             exchange.preferred = facts.preferred
         learning = KvCacheLearning(self._service, facts, prefers)
         exchange.facts_source = learning.refresh
-        for watch in self._service.watches:
-            exchange.attach(watch(facts))
+        if self._service.leasing is not None:
+            exchange.attach(self._service.leasing.watch(facts))
+        if self._service.on_demand is not None:
+            follow_copy(self._service.on_demand, exchange, facts)
         exchange.observers += (learning,)
         exchange.hooks |= KvCacheLearning.hooks
 

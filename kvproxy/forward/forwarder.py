@@ -26,7 +26,7 @@ from kvproxy.errors import (
 from kvproxy.forward.answer import Attempts, names_no_model, read_short, verdict_on
 from kvproxy.forward.asking import Asking
 from kvproxy.forward.cached_count import CachedCounts
-from kvproxy.forward.headers import RequestHead, response_headers
+from kvproxy.forward.headers import RequestHead, describe_decision, response_headers
 from kvproxy.forward.relay import Relay
 from kvproxy.forward.request_body import RequestBody
 from kvproxy.metrics.catalog import Metrics
@@ -34,15 +34,13 @@ from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import CLIENT_CLOSED_REQUEST, MAX_REMEMBERED, Exchange
 from kvproxy.request.observer import RequestObserver, notify
 from kvproxy.resilience.retry import RetryBudget
-from kvproxy.routing.policy import NO_FACTS, FactSource, OverlapFacts, PickRequest
+from kvproxy.routing.policy import NO_FACTS, FactSource, PickRequest
 from kvproxy.routing.selector import Decision
 from kvproxy.types import Clock, EndpointId, Headers
 from kvproxy.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 
 _IDEMPOTENT = frozenset({b"GET", b"HEAD", b"OPTIONS", b"PUT", b"DELETE"})
 _NOT_FOUND = 404
-#: A header line stays readable and small whatever the size of the cluster.
-_MAX_DESCRIBED = 8
 _NONE_EXCLUDED: frozenset[EndpointId] = frozenset()
 
 
@@ -136,7 +134,7 @@ class Forwarding(msgspec.Struct, eq=False):
         try:
             while True:
                 queue = self._cluster.queue
-                verdict = self._cluster.decide(self._pick_request(), now)
+                verdict = self._decide(now)
                 if verdict is Refusal.NO_ENDPOINTS and queue is not None and queue.awaits:
                     verdict = await queue.wait_for_endpoint(self._decide_refreshed, self._exchange.facts or NO_FACTS)
                     queue, now = self._cluster.queue, shared.clock()
@@ -189,7 +187,13 @@ class Forwarding(msgspec.Struct, eq=False):
         """After a wait, in which others with the same prompt may have gone somewhere."""
         if self._exchange.facts_source is not None:
             self._exchange.facts_source(self._exchange)
-        return self._cluster.decide(self._pick_request(), now)
+        return self._decide(now)
+
+    def _decide(self, now: float) -> Decision[Endpoint] | Refusal:
+        asked, copier = self._pick_request(), self._exchange.copier
+        if copier is not None and self._earlier is None:
+            asked = copier.offer(asked, now)
+        return self._cluster.decide(asked, now)
 
     def _count_failed(self, endpoint: Endpoint) -> float | None:
         if self._earlier is None:
@@ -225,6 +229,8 @@ class Forwarding(msgspec.Struct, eq=False):
         try:
             if "attempt_began" in self._exchange.hooks:
                 notify(RequestObserver.attempt_began, self._exchange, pick)
+            if self._exchange.copier is not None and await self._exchange.copier.wait(self._exchange):
+                pick.begin(self._shared.clock())
             response, status, first = await self._asking.ask_engine(pick)
             if status >= 500:
                 first, whole = await read_short(response, first)
@@ -427,18 +433,3 @@ def local_status(why: UpstreamError | Refusal) -> int:
     if isinstance(why, FirstByteTimeout | IdleTimeout | EndpointUnhealthy):
         return 504
     return 503 if isinstance(why, PoolFull) else 502
-
-
-def describe_decision(pick: Pick, policy: str, facts: OverlapFacts | None) -> str:
-    """`policy=...; reason=...; matched=a:512/precise,b:16/approximate; costs=0.120,0.4`, the largest matches first."""
-    parts = [f"policy={policy}", f"reason={pick.reason}"]
-    if pick.preference is not None:
-        parts.append(f"preference={pick.preference}")
-    if facts is not None:
-        parts.append(f"prompt_tokens={facts.prompt_tokens}")
-        held = sorted(facts.by_endpoint.items(), key=lambda item: (-item[1].tokens, item[0]))[:_MAX_DESCRIBED]
-        matched = ",".join(f"{endpoint}:{overlap.tokens}/{overlap.source.value}" for endpoint, overlap in held)
-        parts.append(f"matched={matched or 'none'}")
-    if pick.costs:
-        parts.append("costs=" + ",".join(f"{cost:.4g}" for cost in pick.costs[:_MAX_DESCRIBED]))
-    return "; ".join(parts)

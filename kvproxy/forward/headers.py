@@ -9,8 +9,10 @@ from operator import itemgetter
 import msgspec
 from starlette.types import Scope
 
+from kvproxy.cluster.pick import Pick
 from kvproxy.request.error_reply import LocalReply
 from kvproxy.request.exchange import RandomHex
+from kvproxy.routing.policy import OverlapFacts
 from kvproxy.types import Headers
 from kvproxy.upstream.origin import Origin, public_location
 from kvproxy.upstream.request import RepeatedFields
@@ -19,6 +21,8 @@ HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade".split()
 )
+#: A header line stays readable and small whatever the size of the cluster.
+_MAX_DESCRIBED = 8
 _NAME = itemgetter(0)
 _TRACE_PARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
@@ -229,3 +233,18 @@ def response_headers(received: Headers, *, endpoint: bytes, origin: Origin | Non
         headers = _without_named_by_connection(headers, connection)
     headers.append((b"x-kvproxy-endpoint", endpoint))
     return headers
+
+
+def describe_decision(pick: Pick, policy: str, facts: OverlapFacts | None) -> str:
+    """`policy=...; reason=...; matched=a:512/precise,b:16/approximate; costs=0.120,0.4`, the largest matches first."""
+    parts = [f"policy={policy}", f"reason={pick.reason}"]
+    if pick.preference is not None:
+        parts.append(f"preference={pick.preference}")
+    if facts is not None:
+        parts.append(f"prompt_tokens={facts.prompt_tokens}")
+        held = sorted(facts.by_endpoint.items(), key=lambda item: (-item[1].tokens, item[0]))[:_MAX_DESCRIBED]
+        matched = ",".join(f"{endpoint}:{overlap.tokens}/{overlap.source.value}" for endpoint, overlap in held)
+        parts.append(f"matched={matched or 'none'}")
+    if pick.costs:
+        parts.append("costs=" + ",".join(f"{cost:.4g}" for cost in pick.costs[:_MAX_DESCRIBED]))
+    return "; ".join(parts)

@@ -104,7 +104,6 @@ class KvCache:
             settings.snapshot, self.state, clusters=clusters, metrics=metrics, clock=clock, wall_clock=wall_clock
         )
         self.leasing = self.actions.leasing = self._make_leasing(clock) if settings.leases.enabled else None
-        self.watches = [one.watch for one in (self.leasing, self.on_demand) if one is not None]
         self._running = AsyncExitStack()
 
     def _make_preparations(self, clock: Clock, rng: random.Random) -> tuple[Warmer, Warming | None]:

@@ -226,9 +226,13 @@ class TransferMetrics:
             "kvproxy_kvcache_transfers_refused", "Transfers that were not begun", ["reason"], registry=r
         )  # busy, budget, slow, held
         self.on_demand = Counter(
-            "kvproxy_kvcache_transfers_on_demand", "Requests for which KV was copied while the router queue held them",
+            "kvproxy_kvcache_transfers_on_demand", "Requests for which KV was copied before they went to their engine",
             ["result"], registry=r,
         )  # fmt: skip  # done, late, left, no_effect, timeout, ...
+        self.waits = Histogram(
+            "kvproxy_kvcache_transfer_wait_seconds", "Waits of requests for copies alone (`transfers.max_wait`)",
+            buckets=FAST_BUCKETS_S, registry=r,
+        )  # fmt: skip
         self.expected = Gauge(
             "kvproxy_kvcache_expected_turns", "Turns of sessions that transfers prepare when they are due", registry=r
         )

@@ -19,6 +19,7 @@ from kvproxy.filters.kvcache import KvCacheLearning, needs_facts
 from kvproxy.forward.asking import priority_of
 from kvproxy.forward.body_guard import with_model
 from kvproxy.forward.metrics import RouteMetrics
+from kvproxy.kvcache.actions.copy_watch import follow_copy
 from kvproxy.kvcache.overlap.facts import RequestFacts
 from kvproxy.picker.placing import (
     PickerTarget,
@@ -159,7 +160,7 @@ class CarriedRequest:
         exchange.observers = (learning, *exchange.observers)  # the others are told what it found out
         exchange.hooks |= learning.hooks
         if service.on_demand is not None:
-            exchange.attach(service.on_demand.watch(facts))
+            follow_copy(service.on_demand, exchange, facts)
         if "facts_known" in exchange.hooks:
             notify(RequestObserver.facts_known, exchange)
 
@@ -169,7 +170,7 @@ class CarriedRequest:
             raise shed_reply(429, "too_many_requests")
         self.asked = self._ask(target, outside)
         now, queue = placer.clock(), cluster.queue
-        verdict = cluster.decide(self.asked, now)
+        verdict = cluster.decide(self._offered(now), now)
         if queue is None or isinstance(verdict, Refusal) or queue.admits(verdict, now):
             pick = self.take(verdict, now)
         else:
@@ -182,6 +183,8 @@ class CarriedRequest:
                 raise shed_reply(429, "queue_full", math.ceil(full.retry_after_s)) from None
         if pick is None:
             raise refusal_reply(self._refusal, outside)
+        if self.exchange.copier is not None and await self.exchange.copier.wait(self.exchange):
+            pick.begin(placer.clock())
         self.exchange.body = None
         self.listed = list_endpoints(cluster, self.asked, pick.endpoint, placer.clock(), most=placer.fallbacks)
 
@@ -194,7 +197,12 @@ class CarriedRequest:
         if self.exchange.facts_source is not None:
             self.exchange.facts_source(self.exchange)
         self.asked = self._ask(self._target, self.asked.excluded)
-        return self._target.cluster.decide(self.asked, now)
+        return self._target.cluster.decide(self._offered(now), now)
+
+    def _offered(self, now: float) -> PickRequest:
+        """What is asked, with what could be copied for it."""
+        copier = self.exchange.copier
+        return self.asked if copier is None else copier.offer(self.asked, now)
 
     def take(self, verdict: Decision[Endpoint] | Refusal, now: float) -> Pick | None:
         """Make it true: no await since the decision, so that nothing comes between a choice and its load."""

@@ -165,8 +165,9 @@ def _outcome(receipt: Receipt) -> Iterator[str]:
         yield f"  its conversation's last prompt was under a lease ({lease.why}, by {lease.lever}): {lease.result},"
         yield f"  {lease.reused} of {lease.tokens} tokens reused{saved}"
     if (transfer := receipt.transfer) is not None:
-        yield f"  while it waited, {transfer.tokens} tokens were to come to {transfer.endpoint} from {transfer.source}:"
-        yield f"  {transfer.result}, {transfer.moved} tokens moved"
+        yield f"  before it went, {transfer.tokens} tokens were to come to {transfer.endpoint} from {transfer.source}:"
+        waited = f"; it waited {_seconds(transfer.waited_s)} for them" if transfer.waited_s else ""
+        yield f"  {transfer.result}, {transfer.moved} tokens moved{waited}"
     if receipt.prefix_break is not None:
         yield from _broken(receipt.prefix_break)
 

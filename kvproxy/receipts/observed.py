@@ -68,6 +68,8 @@ class AttemptLog(RequestObserver):
 
     def finished(self, exchange: Exchange, now: float) -> None:
         """The receipt can be written."""
+        if exchange.copier is not None:  # the decision was made with what could have been copied elsewhere, too
+            self.facts = exchange.facts or NO_FACTS
         if self._on_finished is not None:
             self._on_finished(exchange, self, now)
 

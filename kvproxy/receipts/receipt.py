@@ -99,7 +99,7 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     cache_loss: str = ""  # how the endpoint had lost its cache less than a minute before: restarted, cleared, ...
     prefix_break: PrefixBreak | None = None  # what was computed again of its session's last prompt, and why
     lease: LeaseResult | None = None  # what became of the lease on the prompt it goes on from
-    transfer: TransferResult | None = None  # of KV, while the router queue held it
+    transfer: TransferResult | None = None  # of KV, before it went there
 
 
 _encoder = msgspec.json.Encoder()

@@ -12,7 +12,7 @@ import msgspec
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.json_scan import Members
 from kvproxy.prefix.hygiene.causes import PrefixBreak
-from kvproxy.routing.policy import OverlapFacts
+from kvproxy.routing.policy import OverlapFacts, PickRequest
 from kvproxy.types import EndpointId, InferenceRequest
 
 SCOPE_KEY = "kvproxy"
@@ -72,7 +72,7 @@ UNDER_WAY = "under_way"
 
 
 class TransferResult(msgspec.Struct, omit_defaults=True):
-    """KV was to be copied to an endpoint while the router queue held the request."""
+    """KV was to be copied to an endpoint for the request, before it went there."""
 
     endpoint: EndpointId
     source: str  # an endpoint, or `shared`
@@ -80,6 +80,19 @@ class TransferResult(msgspec.Struct, omit_defaults=True):
     #: done, late (the request went first), left (its client did), no_effect, timeout, ... as actions have it
     result: str = UNDER_WAY
     moved: int = 0
+    waited_s: float = 0.0  # by the request for the copy alone
+
+
+class Copier(Protocol):
+    """What copies KV to where a request goes, and lets the request wait for that; None of its methods raises."""
+
+    def offer(self, asked: PickRequest, now: float) -> PickRequest:
+        """What is to be decided, with what could be copied."""
+        ...
+
+    async def wait(self, exchange: Exchange) -> bool:
+        """For the copy that the request was placed with, within a bound; whether there was one."""
+        ...
 
 
 class Outcome(msgspec.Struct, eq=False):
@@ -105,7 +118,7 @@ class Outcome(msgspec.Struct, eq=False):
     cache_loss: str = ""  # how the endpoint that answered had lost its cache shortly before
     prefix_break: PrefixBreak | None = None  # what it lost of its session's last prompt, and why
     lease: LeaseResult | None = None  # what became of the lease on the prompt it goes on from
-    transfer: TransferResult | None = None  # of KV, while it waited
+    transfer: TransferResult | None = None  # of KV, before it went there
 
     def client_left(self) -> None:
         """The client closed its connection before the response was complete."""
@@ -135,6 +148,7 @@ class Exchange(msgspec.Struct, eq=False, kw_only=True):
     facts: OverlapFacts | None = None
     #: Brings facts and preference up to date from what is known here; must not raise, block or wait.
     facts_source: Callable[[Exchange], None] | None = None
+    copier: Copier | None = None  # None: the request waits for no copy
     debug: bool = False  # the client asked for x-kvproxy-decision
     trace_id: str = ""  # W3C, 32 hex digits; "" without `tracing`
     trace_parent: bytes = b""  # W3C `traceparent` of the present attempt; b"": the one in the headers

@@ -222,6 +222,12 @@ class EndpointLoad:
             self.watch.load_changed()
         return reservation
 
+    def begin(self, reservation: Reservation, now: float) -> None:
+        """The engine gets this request only now: what it waited for before is no work of the engine."""
+        if len(self._pending) == 1 and reservation in self._pending:
+            self._begun = self._busy_at = now
+            self._sample.begin(now)
+
     def first_token(self, reservation: Reservation, now: float) -> None:
         """The engine finished this request's prefill; of a hidden one only that it did so at some time is known."""
         if self.hidden_requests:

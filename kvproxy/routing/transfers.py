@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvproxy.routing.costs import own_s
+from kvproxy.routing.load import EndpointLoad
 from kvproxy.routing.policy import Ledgered, Overlap, OverlapFacts, PickRequest
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
@@ -27,6 +28,10 @@ SAVES = 2.0
 #: goes on with others, and a link with time to spare costs little, except for copies that no request waits for, which
 #: may come for nothing. Tuned on halves of the traces that no report shows.
 LATE, LINK, LINK_UNAWAITED = 0.5, 0.02, 1.0
+#: A copy takes memory from what others would find there: of the seconds of prefill it saves. Tuned as above.
+DISPLACES = 0.15
+#: Where requests in flight and what is copied are more than this share of an engine's memory, nothing is copied there.
+MOST_IN_FLIGHT = 0.9
 #: Tiers from which nothing has to be transferred.
 NEAR = frozenset({Tier.DEVICE, Tier.PINNED, Tier.HOST})
 #: The source of what an endpoint's own instance reads: a shared store, a disk.
@@ -113,7 +118,7 @@ class TransferPlanner:
         for target in endpoints:
             held = facts.by_endpoint.get(target.id, Overlap(0))
             transfer = self._plan_transfer(sources, target, near_tokens(held), published, stored, now)
-            if transfer is None:
+            if transfer is None or _is_full(target.load, transfer.tokens):
                 continue
             missing = transfer.tokens - near_tokens(held)
             copy_s = self.terms.latency_s + missing / self.terms.tokens_per_s
@@ -127,7 +132,8 @@ class TransferPlanner:
             if late_s and not self.terms.waits:
                 continue
             offered[target.id], found[target.id] = transfer, overlap
-            price_s[target.id] = LATE * late_s + (LINK if self.terms.waits else LINK_UNAWAITED) * copy_s
+            link_s = (LINK if self.terms.waits else LINK_UNAWAITED) * copy_s
+            price_s[target.id] = LATE * late_s + link_s + DISPLACES * saved_s
         if not offered:
             return msgspec.structs.replace(asked, transfer_s=NO_PRICE) if self.terms.waits else asked
         facts = msgspec.structs.replace(facts, by_endpoint=found)
@@ -171,6 +177,15 @@ class TransferPlanner:
             return Overlap(tokens, claimed_tokens=tokens)
         device = min(held.device_tokens, tokens)
         return Overlap(device, ((self.terms.lands, tokens - device),), claimed_tokens=tokens)
+
+
+def _is_full(load: EndpointLoad, tokens: int) -> bool:
+    """Whether so many tokens, beside those of the requests in flight, are too many: all else there would be given up,
+    and soon what was copied."""
+    engine = load.engine
+    if engine is None or not engine.capacity_tokens:
+        return False
+    return load.resident_tokens + tokens > MOST_IN_FLIGHT * engine.capacity_tokens
 
 
 def find_holders(endpoints: Sequence[LedgeredT], held: Mapping[EndpointId, int], step: int) -> Sequence[LedgeredT]:

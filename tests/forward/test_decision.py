@@ -7,7 +7,7 @@ import random
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import Pick
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, HealthCheckSettings, PolicyName
-from kvproxy.forward.forwarder import describe_decision
+from kvproxy.forward.headers import describe_decision
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
 from kvproxy.types import EndpointId, Tier

@@ -17,9 +17,11 @@ from kvproxy.replay.transfers import LinkPlan, SimTransfers
 from kvproxy.replay.view import endpoint_id
 from kvproxy.routing.kv_aware import KvAware
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
+from kvproxy.routing.room import EngineState
 from kvproxy.routing.selector import decide
 from kvproxy.routing.speeds import SpeedModel, SpeedPriors
-from kvproxy.routing.transfers import LATE, LINK, STORE, Links, Transfer
+from kvproxy.routing.transfers import DISPLACES, LATE, LINK, STORE, Links, Transfer
+from kvproxy.routing.work import prefill_s
 from kvproxy.simulator.block_cache import BlockCache
 from kvproxy.simulator.engine import Engine
 from kvproxy.simulator.engine_io import BlockStored, EngineSettings
@@ -57,7 +59,7 @@ def test_the_longest_is_offered_everywhere_at_its_price() -> None:
     assert offered.transfer_s is not None
     assert set(offered.transfer_s) == {B, C}
     copy_s = PLAN.latency_s + 14 * BLOCK / PLAN.tokens_per_s
-    assert offered.transfer_s[B] == pytest.approx((LATE + LINK) * copy_s)
+    assert offered.transfer_s[B] == pytest.approx((LATE + LINK) * copy_s + displaced_s(2, 16))
     assert offered.transfer_s[C] > offered.transfer_s[B]
 
 
@@ -77,13 +79,34 @@ def test_what_is_not_offered(plan: LinkPlan, held: Overlap) -> None:
     assert (offered.facts, offered.transfer_s or None) == (request.facts, None)
 
 
+def displaced_s(held: int, copied: int) -> float:
+    """What the memory that a copy takes is worth: a share of the prefill it saves."""
+    uncached = [10_000 - blocks * BLOCK for blocks in (held, copied)]
+    before, after = (prefill_s(one, 10_000 - one, 0.0, SPEEDS.seconds) for one in uncached)
+    return DISPLACES * (before - after)
+
+
+@pytest.mark.parametrize(("in_flight", "offered"), [(0, True), (50_000, True), (51_000, False)])
+def test_a_target_full_of_hot_blocks_is_refused(in_flight: int, offered: bool) -> None:
+    """With requests in flight and the copy over nine tenths of its memory, all else there would be given up. What is in
+    flight elsewhere does not matter."""
+    there = endpoints()
+    for endpoint in there:
+        endpoint.load.observe_engine(EngineState(0.0, capacity_tokens=65_000))
+    there[2].load.reserve(0, in_flight, 0.0)
+    found = planner().offer(asked(a=published(16)), there, SPEEDS, 0.0).transfer_s
+    assert found is not None
+    assert (B in found, C in found) == (True, offered)
+
+
 def test_a_copy_that_is_over_in_time_costs_the_link_alone() -> None:
     """With a second of work before the request there, a copy of a tenth of that delays nothing."""
     there = endpoints()
     there[2].load.reserve(20_000, 0, 0.0)
     offered = planner().offer(asked(a=published(16)), there, SPEEDS, 0.0)
     assert offered.transfer_s is not None
-    assert offered.transfer_s[C] == pytest.approx(LINK * (PLAN.latency_s + 16 * BLOCK / PLAN.tokens_per_s))
+    link_s = LINK * (PLAN.latency_s + 16 * BLOCK / PLAN.tokens_per_s)
+    assert offered.transfer_s[C] == pytest.approx(link_s + displaced_s(0, 16))
     assert offered.transfer_s[B] > offered.transfer_s[C]
 
 
@@ -108,7 +131,7 @@ def test_both_links_are_reserved() -> None:
     assert second == pytest.approx(2 * first)
     offered = under_test.offer(asked(a=published(16)), endpoints(), SPEEDS, 0.0)
     assert offered.transfer_s is not None
-    assert offered.transfer_s[B] == pytest.approx(LATE * 3 * first + LINK * first)
+    assert offered.transfer_s[B] == pytest.approx(LATE * 3 * first + LINK * first + displaced_s(0, 16))
     assert (under_test.counts.made, under_test.counts.tokens) == (2, 32 * BLOCK)
 
 

@@ -79,7 +79,7 @@ class Transfers:
         self._executor = executor
         self._jobs = jobs
         self.metrics = metrics.transfers
-        self._clock = clock
+        self.clock = clock
         self.rng = rng
         self.link = Link(settings.transfers, clock=clock)
         self._pauses = SessionPauses()
@@ -102,11 +102,9 @@ class Transfers:
         if action.prefix is not None:
             action.prefix.instances.add(action.instance_id)
 
-    # ahead
-
     def expect_turn(self, facts: RequestFacts, prefix: KnownPrefix, tokens: TokenIds) -> None:
         """A turn of a session is over, whose prompt has these tokens: its next one begins with them."""
-        session, now = facts.names.session, self._clock()
+        session, now = facts.names.session, self.clock()
         if not self.settings.ahead or not session:
             return
         pause_s = self._pauses.note_turn(session, facts.started_at, now)
@@ -140,9 +138,7 @@ class Transfers:
 
     async def _prepare(self, facts: RequestFacts, prefix: KnownPrefix) -> bool:
         facts.cursor = facts.indexes.approximate.locate(facts.hashes)
-        if not await self._look_up(facts):
-            return False
-        target = self._find_target(facts)
+        target = self._find_target(facts) if await self._look_up(facts) else None
         if target is None:
             return False
         found = self._find_source(facts, target)
@@ -174,7 +170,7 @@ class Transfers:
         cluster = facts.cluster
         preferred = None if cluster.policy.uses_overlap else facts.preferred
         asked = PickRequest(facts.model, facts.request.session_key, facts.overlaps, preferred)
-        verdict = cluster.decide(asked, self._clock())
+        verdict = cluster.decide(asked, self.clock())
         return None if isinstance(verdict, Refusal) else verdict.endpoint
 
     def _find_source(self, facts: RequestFacts, target: Endpoint) -> tuple[str, int] | None:

@@ -49,7 +49,7 @@ class RequestFacts(msgspec.Struct):
     lookup_overlaps: Sequence[HolderOverlap] = ()  # by a lookup that answered in time
     holders_found: int | None = None  # by a lookup that answered in time
     entry: SpeculativeEntry | None = None  # what routing told the approximate index
-    transfer: TransferResult | None = None  # of KV, while the router queue holds it
+    transfer: TransferResult | None = None  # of KV, before it goes there
 
     @property
     def hashes(self) -> array[int]:

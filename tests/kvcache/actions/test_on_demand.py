@@ -35,6 +35,7 @@ class Stage:
     service: Fake
     on_demand: OnDemand
     go_on: asyncio.Event
+    engine: Fake  # `b`
     asked: list[asyncio.Task[httpx.Response]] = field(default_factory=list)
 
     @property
@@ -47,10 +48,20 @@ class Stage:
     async def ask(self, text: str) -> asyncio.Task[httpx.Response]:
         """A request that waits."""
         before = self.queue
-        task = asyncio.create_task(self.proxy.client.post("/v1/chat/completions", json=body(text)))
-        self.asked.append(task)
+        task = self.send(text)
         await until(lambda: self.queue == before + 1)
         return task
+
+    def send(self, text: str) -> asyncio.Task[httpx.Response]:
+        """A request."""
+        task = asyncio.create_task(self.proxy.client.post("/v1/chat/completions", json=body(text)))
+        self.asked.append(task)
+        return task
+
+    @property
+    def answers(self) -> int:
+        """Requests that `b` was sent."""
+        return self.engine.calls["/v1/chat/completions"]
 
     async def finish(self) -> list[httpx.Response]:
         """The engine goes on, and all is answered."""
@@ -77,8 +88,10 @@ def moved(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def stage(service: Fake, receipts: Path | None = None, **transfers: Any) -> AsyncIterator[Stage]:
-    """The proxy with both engines, one of them at work on a long prompt."""
+async def stage(
+    service: Fake, receipts: Path | None = None, *, busy: bool = True, **transfers: Any
+) -> AsyncIterator[Stage]:
+    """The proxy with both engines, one of them `busy` with a long prompt."""
     go_on = asyncio.Event()
 
     async def answer(_: dict[str, Any]) -> dict[str, Any]:
@@ -105,9 +118,10 @@ async def stage(service: Fake, receipts: Path | None = None, **transfers: Any) -
             assert kv.on_demand is not None
             await until(lambda: kv.overlap.lookups.possible)
             cluster.drain_endpoint(A)
-            staged = Stage(proxy, service, kv.on_demand, go_on)
-            staged.asked.append(asyncio.create_task(proxy.client.post("/v1/chat/completions", json=body(FILLER))))
-            await until(lambda: engines[1].calls["/v1/chat/completions"] == 1)
+            staged = Stage(proxy, service, kv.on_demand, go_on, engines[1])
+            if busy:
+                staged.send(FILLER)
+                await until(lambda: staged.answers == 1)
             yield staged
             go_on.set()
 
@@ -188,7 +202,7 @@ async def test_a_request_goes_when_its_turn_comes() -> None:
         answers = await staged.finish()
         assert [answer.status_code for answer in answers] == [200, 200]
         assert staged.result("late") == 1
-        assert list(staged.on_demand._waiting.values()) == [[]]
+        assert [copy.requests for copy in staged.on_demand._waiting.values()] == [[]]
         slow.end.set()
         await until(lambda: staged.on_demand._waiting == {})
         assert staged.on_demand._transfers.link.running == 0
@@ -215,7 +229,7 @@ async def test_a_client_that_leaves_leaves_nothing_behind() -> None:
         staged.asked.remove(leaving)
         leaving.cancel()
         await until(lambda: staged.queue == 0 and staged.result("left") == 1)
-        assert list(staged.on_demand._waiting.values()) == [[]]
+        assert [copy.requests for copy in staged.on_demand._waiting.values()] == [[]]
         slow.end.set()
         await until(lambda: staged.on_demand._waiting == {})
         assert staged.on_demand._transfers.link.running == 0
@@ -229,7 +243,7 @@ async def test_requests_with_the_same_beginning_share_a_copy() -> None:
         for tail in ("one", "another"):
             await staged.ask(f"{TEXT} {tail}")
             await until(lambda: service.calls["/move"] == 1)
-        assert [len(waiting) for waiting in staged.on_demand._waiting.values()] == [2]
+        assert [len(copy.requests) for copy in staged.on_demand._waiting.values()] == [2]
         slow.end.set()
         await until(lambda: staged.on_demand._waiting == {})
         await staged.finish()
@@ -281,3 +295,156 @@ def test_it_needs_a_queue_and_a_service(queue: dict[str, Any] | None, lmcache: s
     config, problems = check_config(raw if queue is None else {**raw, "queue": queue})
     assert config is None
     assert any(said in problem.message for problem in problems)
+
+
+LONG, OTHER = long_text("l", 60_000), long_text("o", 60_000)
+LONG_HELD = 59_904
+
+
+def long_held_by_a(tokens: list[int]) -> dict[str, Any]:
+    """A prompt that takes many seconds to compute: no test's machine is so slow that its copy is not worth a wait."""
+    return {"a": ["LocalCPUBackend", LONG_HELD]} if len(tokens) > LONG_HELD else {}
+
+
+WAITS: dict[str, Any] = {"busy": False, "max_wait": "60s", "timeout": "60s", "tokens_per_second": 100_000}
+
+
+async def test_a_request_waits_for_its_copy(tmp_path: Path) -> None:
+    """It has its place, and goes when the copy is there; what was brought counts among what was predicted."""
+    slow, path = Slow(), tmp_path / "receipts.jsonl"
+    service = controller(long_held_by_a, move=slow)
+    async with stage(service, path, **WAITS) as staged:
+        cluster = staged.proxy.proxy.clusters["default"]
+        staged.go_on.set()
+        staged.send(LONG)
+        await until(lambda: service.calls["/move"] == 1)
+        target = cluster.find_endpoint(B)
+        assert target is not None
+        assert (staged.answers, staged.queue, target.load.in_flight) == (0, 0, 1)
+        slow.end.set()
+        (answer,) = await staged.finish()
+        assert answer.status_code == 200
+        assert (staged.answers, staged.result("done")) == (1, 1)
+        assert staged.proxy.metric("kvproxy_kvcache_transfer_wait_seconds_count") == 1
+        assert staged.on_demand._waiting == {}
+        assert target.load.in_flight == 0
+    (receipt,) = receipts_of(path).values()
+    assert (receipt.facts[B].lower_tokens, receipt.facts[B].source) == (LONG_HELD, "lmcache_controller")
+    assert receipt.transfer is not None
+    assert (receipt.transfer.result, receipt.transfer.moved) == ("done", LONG_HELD)
+    assert receipt.transfer.waited_s > 0.0
+    assert "; it waited " in explain_receipt(receipt)
+
+
+async def test_no_request_waits_longer_than_it_may() -> None:
+    """The copy does not end: the engine computes after `max_wait`."""
+    slow = Slow()
+    service = controller(long_held_by_a, move=slow)
+    async with stage(service, **{**WAITS, "max_wait": "1ms"}) as staged:
+        staged.go_on.set()
+        staged.send(LONG)
+        (answer,) = await staged.finish()
+        assert answer.status_code == 200
+        assert (staged.answers, staged.result("late")) == (1, 1)
+        slow.end.set()
+        await until(lambda: staged.on_demand._waiting == {})
+
+
+async def test_nor_longer_than_the_copy_is_to_save() -> None:
+    """A short prompt, and an hour that it might wait."""
+    slow = Slow()
+    service = controller(held_by_a, move=slow)
+    async with stage(service, **WAITS) as staged:
+        staged.go_on.set()
+        staged.send(TEXT)
+        (answer,) = await staged.finish()
+        assert answer.status_code == 200
+        assert staged.result("late") == 1
+        slow.end.set()
+
+
+@pytest.mark.parametrize(
+    ("move", "result"),
+    [((500, {"error": "no such worker"}), ""), ({"event_id": "x", "num_tokens": 0}, "no_effect")],
+    ids=["fails", "brings nothing"],
+)
+async def test_a_copy_that_comes_to_nothing_is_not_waited_for(move: Any, result: str) -> None:
+    """The request goes as soon as that is known, and nothing of it is believed."""
+    service = controller(long_held_by_a, move=lambda _: move)
+    async with stage(service, **WAITS) as staged:
+        staged.go_on.set()
+        staged.send(LONG)
+        (answer,) = await staged.finish()
+        assert answer.status_code == 200
+        assert staged.result("done") == staged.result("late") == 0
+        if result:
+            assert staged.result(result) == 1
+        assert staged.on_demand._waiting == {}
+
+
+async def test_a_client_that_leaves_while_its_copy_is_made_gives_its_place_back() -> None:
+    slow = Slow()
+    service = controller(long_held_by_a, move=slow)
+    async with stage(service, **WAITS) as staged:
+        target = staged.proxy.proxy.clusters["default"].find_endpoint(B)
+        assert target is not None
+        leaving = staged.send(LONG)
+        await until(lambda: service.calls["/move"] == 1)
+        staged.asked.remove(leaving)
+        leaving.cancel()
+        await until(lambda: staged.result("left") == 1 and target.load.in_flight == 0)
+        assert [copy.requests for copy in staged.on_demand._waiting.values()] == [[]]
+        slow.end.set()
+        await until(lambda: staged.on_demand._waiting == {})
+        assert staged.answers == 0
+
+
+async def test_with_no_room_on_the_link_a_request_is_decided_without() -> None:
+    """`at_once` are under way: told once a request, however often it is asked where it would go."""
+    slow = Slow()
+    service = controller(long_held_by_a, move=slow)
+    async with stage(service, **WAITS, at_once=1) as staged:
+        staged.go_on.set()
+        staged.send(LONG)
+        await until(lambda: service.calls["/move"] == 1)
+        staged.send(OTHER)
+        await until(lambda: staged.proxy.metric("kvproxy_kvcache_transfers_refused_total", reason="busy") == 1)
+        slow.end.set()
+        answers = await staged.finish()
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert service.calls["/move"] == 1
+        assert staged.proxy.metric("kvproxy_kvcache_transfers_refused_total", reason="busy") == 1
+
+
+async def test_a_request_with_the_same_beginning_waits_for_the_same_copy() -> None:
+    """It is sent where the first one will have left its prompt: without a wait the engine would compute it all."""
+    slow = Slow()
+    service = controller(long_held_by_a, move=slow)
+    async with stage(service, **WAITS) as staged:
+        staged.go_on.set()
+        staged.send(LONG)
+        await until(lambda: service.calls["/move"] == 1)
+        staged.send(f"{LONG} more")
+        await until(lambda: [len(copy.requests) for copy in staged.on_demand._waiting.values()] == [2])
+        staged.send(TEXT)
+        await until(lambda: staged.answers == 1)
+        slow.end.set()
+        answers = await staged.finish()
+        assert [answer.status_code for answer in answers] == [200, 200, 200]
+        assert staged.result("done") == 2
+        assert service.calls["/move"] == 1
+
+
+async def test_a_fault_in_the_plan_fails_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = controller(long_held_by_a, move=moved)
+    async with stage(service, **WAITS) as staged:
+        staged.go_on.set()
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("a fault")
+
+        monkeypatch.setattr(staged.on_demand, "offer", broken)
+        staged.send(TEXT)
+        (answer,) = await staged.finish()
+        assert answer.status_code == 200
+        assert service.calls["/move"] == 0

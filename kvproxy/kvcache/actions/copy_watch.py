@@ -1,0 +1,91 @@
+"""Follows one request to its place: begins the copy of KV that goes there, and lets the request wait for it."""
+
+from __future__ import annotations
+
+import logging
+
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.kvcache.actions.on_demand import OnDemand, Wait
+from kvproxy.kvcache.overlap.facts import RequestFacts
+from kvproxy.request.exchange import Exchange
+from kvproxy.request.observer import RequestObserver
+from kvproxy.routing.policy import PickRequest
+from kvproxy.routing.selector import Decision
+
+log = logging.getLogger("kvproxy.kvcache")
+
+
+def follow_copy(on_demand: OnDemand, exchange: Exchange, facts: RequestFacts) -> None:
+    """From now on, for the request with these facts."""
+    if on_demand.waits:
+        exchange.copier = watch = AwaitedCopy(on_demand, facts)
+        exchange.attach(watch)
+    else:
+        exchange.attach(QueuedCopy(on_demand, facts))
+
+
+class _CopyWatch(RequestObserver):
+    """Of one request. (It must not hold the exchange, which would be a cycle.)"""
+
+    __slots__ = ("_facts", "_on_demand")
+
+    def __init__(self, on_demand: OnDemand, facts: RequestFacts) -> None:
+        self._on_demand = on_demand
+        self._facts = facts
+
+    def finished(self, exchange: Exchange, now: float) -> None:
+        self._settle(exchange, "left")
+
+    def _settle(self, exchange: Exchange, unfinished: str) -> None:
+        """It waits no longer. Once: what is placed is not queued again."""
+        if self._facts.transfer is not None and exchange.outcome.transfer is None:
+            exchange.outcome.transfer = self._on_demand.settle(self._facts, unfinished)
+
+
+class QueuedCopy(_CopyWatch):
+    """The copy is made while the router queue holds the request, which waits for nothing else."""
+
+    __slots__ = ()
+
+    def queued(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
+        self._on_demand.plan(self._facts, decision, now)
+
+    def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
+        self._settle(exchange, "late")
+
+
+class AwaitedCopy(_CopyWatch):
+    """The copy is part of the decision, and the request waits for it: a Copier."""
+
+    __slots__ = ("_refused", "_wait")
+
+    def __init__(self, on_demand: OnDemand, facts: RequestFacts) -> None:
+        super().__init__(on_demand, facts)
+        self._refused = ""
+        self._wait: Wait | None = None
+
+    def offer(self, asked: PickRequest, now: float) -> PickRequest:
+        """As of Copier."""
+        try:
+            offered, refused = self._on_demand.offer(self._facts, asked, now)
+        except Exception:
+            log.exception("[kvcache] this request is placed without copies")
+            return asked
+        if refused and not self._refused:  # once a request, however often it is decided on
+            self._refused = refused
+            self._on_demand.count_refused(refused)
+        return offered
+
+    def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
+        if self._facts.transfer is None:
+            self._wait = self._on_demand.begin(self._facts, decision, now)
+
+    async def wait(self, exchange: Exchange) -> bool:
+        """As of Copier."""
+        wait, self._wait = self._wait, None
+        if wait is None:
+            return False
+        await self._on_demand.wait(self._facts, wait)
+        self._settle(exchange, "late")
+        exchange.facts = self._facts.overlaps
+        return True
