@@ -129,6 +129,8 @@ def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Fi
     if settings.transfers.on_demand and not any(one.queue.enabled for one in config.clusters.values()):
         why = "no cluster has a queue: KV is copied while that holds a request"
         yield error_at((*at, "transfers", "on_demand"), why, "add `queue: {}` to a cluster")
+    if settings.transfers.max_wait and not settings.transfers.on_demand:
+        yield warning_at((*at, "transfers", "max_wait"), "does nothing without on_demand")
     if settings.warming.enabled and not settings.kv_events:
         hint = "or warm by hand: kvproxy warm"
         yield error_at((*at, "warming", "enabled"), "needs kv_events: by them routing learns what was warmed", hint)

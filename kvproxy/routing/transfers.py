@@ -125,7 +125,8 @@ class TransferPlanner:
             overlap = self._landed(held, transfer.tokens)
             with_copy = OverlapFacts(facts.prompt_tokens, {target.id: overlap})
             saved_s = own_s(facts, target.id, speeds) - own_s(with_copy, target.id, speeds)
-            if saved_s < (SAVES * copy_s if transfer.source != STORE else 0.0):
+            free = transfer.source == STORE and not self.terms.waits  # no other engine's link, no request's time
+            if saved_s < (0.0 if free else SAVES * copy_s):
                 continue
             wait_s = target.load.wait_s(speeds.seconds, speeds.slowness(target.id, now), now)
             late_s = max(0.0, transfer.over_at - now - wait_s)

@@ -60,6 +60,22 @@ def test_first_tokens_of_one_step_are_one_sample(load: EndpointLoad, samples: Sa
     assert [(work[0], round(busy_s, 3)) for work, busy_s, _ in samples] == [(2.0, 0.201), (1.0, 0.099)]
 
 
+def test_what_a_request_waits_for_before_the_engine_gets_it_is_not_busy(load: EndpointLoad, samples: Samples) -> None:
+    """A copy of KV, say. While the engine has others to do, these are what it was busy with."""
+    waits = load.reserve(300, 100, 1.0)
+    load.begin(waits, 5.0)
+    assert load.wait_s(SECONDS, 1.0, 5.0) == pytest.approx(0.31)
+    load.first_token(waits, 5.5)
+    assert samples == [(features_of(300, 100), 0.5, 5.5)]
+    other, waits = load.reserve(300, 0, 10.0), load.reserve(300, 0, 10.0)
+    load.begin(waits, 10.4)
+    load.first_token(other, 10.5)
+    load.first_token(waits, 11.0)
+    assert [round(busy_s, 3) for _, busy_s, _ in samples[1:]] == [0.5, 0.5]
+    load.begin(waits, 12.0)
+    assert len(samples) == 3
+
+
 def test_an_idle_gap_is_not_busy(load: EndpointLoad, samples: Samples) -> None:
     """A sample begins with the work, not with the end of the one before."""
     load.first_token(load.reserve(100, 0, 0.0), 0.2)

@@ -170,16 +170,22 @@ async def test_a_stale_placement_costs_once(tiers: Tiers, directory: LMCacheCoor
     assert [name for name in "ab" if f"{name}:" in matched] == [wrong.endpoint]  # which has computed it since
 
 
-async def test_kv_is_copied_while_a_request_waits(tiers: Tiers, directory: LMCacheCoordinatorClient, saw: Saw) -> None:
-    """From the disk into the memory of b's server, while b is at work on another prompt: the request is placed by that,
-    and its engine reuses what was predicted."""
-    body = chat(MID.name, text(600, seed="queued"))
+async def left_on_disk(tiers: Tiers, directory: LMCacheCoordinatorClient, body: dict[str, Any]) -> list[int]:
+    """The tokens of a prompt that a computed and that nothing but the shared disk holds."""
     tokens = await chat_tokens(tiers.pair.a.url, body)
     async with httpx.AsyncClient(timeout=120) as http:
         await http.post(f"{tiers.pair.a.url}/v1/chat/completions", json=body)
     await until_placed(tiers, tokens, {("mp-a", "l1"), ("mp-a", "l2")})
     await drop_memory(tiers, directory, tokens, "mp-a")
     await until_placed(tiers, tokens, {("mp-a", "l2")})
+    return tokens
+
+
+async def test_kv_is_copied_while_a_request_waits(tiers: Tiers, directory: LMCacheCoordinatorClient, saw: Saw) -> None:
+    """From the disk into the memory of b's server, while b is at work on another prompt: the request is placed by that,
+    and its engine reuses what was predicted."""
+    body = chat(MID.name, text(600, seed="queued"))
+    tokens = await left_on_disk(tiers, directory, body)
     settings = with_kvcache(**tiers.kvcache, transfers={"on_demand": True, "min_tokens": 512, "timeout": "10s"})
     queue = {"admit_below": "1ms"}
     async with running_proxy(tiers.endpoints[1:], filters=settings, policy="kv_aware", queue=queue) as proxy:
@@ -194,6 +200,31 @@ async def test_kv_is_copied_while_a_request_waits(tiers: Tiers, directory: LMCac
     saw(f"predicted {answer.predicted} ({answer.source}), {reused}; then {held[0]}")
     assert done == 1
     assert all(("mp-b", "l1") in one for one in held)
+    assert answer.cached_tokens >= whole_chunks(tokens) - 1
+    assert answer.predicted <= answer.cached_tokens + 32
+
+
+async def test_a_request_waits_for_its_copy(tiers: Tiers, directory: LMCacheCoordinatorClient, saw: Saw) -> None:
+    """No engine is busy: the request has its place, and goes when the copy is in the memory of b's server. Unless
+    a store is said to be dear, nothing is copied: b's engine reads it as cheaply as it reads memory."""
+    long, cheap = (chat(MID.name, text(2500, seed=seed)) for seed in ("awaited", "not awaited"))
+    tokens = await left_on_disk(tiers, directory, long)
+    await left_on_disk(tiers, directory, cheap)
+    transfers = {"on_demand": True, "max_wait": "10s", "min_tokens": 512, "timeout": "10s"}
+    settings = with_kvcache(**tiers.kvcache, transfers=transfers)
+    counts = []
+    for weights, body in (({}, cheap), ({"host": 1.0, "shared": 0.0}, long)):
+        async with running_proxy(
+            tiers.endpoints[1:], filters=settings, policy="kv_aware", queue={}, tier_weights=weights
+        ) as proxy:
+            await ask(proxy.client, chat(MID.name, text(600, seed="another prompt, from which speeds are learned")))
+            answer = await ask(proxy.client, body)
+            counts.append(proxy.metric("kvproxy_kvcache_transfers_on_demand_total", result="done"))
+            waited_s = proxy.metric("kvproxy_kvcache_transfer_wait_seconds_sum")
+    reused = f"reused {answer.cached_tokens} of {len(tokens)}"
+    saw(f"waited {waited_s * 1000:.0f} ms, predicted {answer.predicted} ({answer.source}), {reused}")
+    assert counts == [0, 1]
+    await until_placed(tiers, tokens, {("mp-a", "l2"), ("mp-b", "l1")})
     assert answer.cached_tokens >= whole_chunks(tokens) - 1
     assert answer.predicted <= answer.cached_tokens + 32
 
