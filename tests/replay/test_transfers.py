@@ -178,7 +178,7 @@ def test_more_is_reused_where_it_can_be_copied() -> None:
 
 
 def test_a_copy_that_no_request_waits_for() -> None:
-    """It is made while the router queue holds the request, as the proxy does it: without a queue there is none."""
+    """It is made while the router queue holds the request: without a queue there is none."""
     fleet = ReplayFleet(instances=3, link=LinkPlan(12.5, waits=False))
     without, moved = (figures(fleet, text) for text in ("kv_aware+queue", "kv_aware+queue+move"))
     assert moved.hit_rate > without.hit_rate

@@ -12,7 +12,7 @@ from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.clients.tokens import TokenIds
 from kvproxy.kvcache.feedback.reuse_step import ReuseSteps
 from kvproxy.kvcache.feedback.trust import MissedReuses, Trust
-from kvproxy.kvcache.overlap.denied import EVERY_ENDPOINT, DeniedPlacements
+from kvproxy.kvcache.overlap.denied import EVERY_ENDPOINT, Denials, DeniedPlacements, believed_tokens
 from kvproxy.kvcache.overlap.last_served import LastServed, RequestNames
 from kvproxy.kvcache.overlap.merge import NOTHING, HolderOverlap, is_contradicted, merge_overlaps
 from kvproxy.prefix.approximate.capacity import Capacities
@@ -190,9 +190,9 @@ class LocalIndexes:
             blocks = self._blocks_of(tokens, hashed, model, cache_salt)
             announced = self.precise.match_prompt(blocks)
             stored = self.precise.match_store(blocks)
-            if self.denied:
-                announced = {one: self._undenied(one, match, cursor) for one, match in announced.items()}
-                stored = self.denied.believed_tokens(EVERY_ENDPOINT, ((Tier.SHARED, stored),), cursor.hashes)
+            if self.denied and (denials := self.denied.find_denials(cursor.hashes)):
+                announced = {one: _undenied(one, match, denials) for one, match in announced.items()}
+                stored = believed_tokens(EVERY_ENDPOINT, ((Tier.SHARED, stored),), denials)
             if stored:
                 looked_up = [*looked_up, *self._in_store(stored)]
             if self.missed.doubted:
@@ -211,14 +211,6 @@ class LocalIndexes:
             steps=self.steps.known,
             prompt_tokens=prompt_tokens,
         )
-
-    def _undenied(self, endpoint: EndpointId, match: PreciseMatch, cursor: PrefixCursor[Run]) -> PreciseMatch:
-        """What an event placed farther than in memory is a hint, as a lookup's is: nothing tells what is gone there."""
-        if self.denied is None or not match.lower:
-            return match
-        held = ((Tier.DEVICE, match.device_tokens), *match.lower)
-        beyond = self.denied.believed_tokens(endpoint, held, cursor.hashes) - match.device_tokens
-        return PreciseMatch(match.device_tokens, cut_lower(match.lower, beyond), match.dp_rank)
 
     def _in_store(self, tokens: int) -> list[HolderOverlap]:
         """What lies in a shared store counts for every endpoint that reads it, whichever engine reported it."""
@@ -362,3 +354,12 @@ def _test(
         trust.observe_claim(endpoint, overlap.claimed_tokens, overlap.backed_tokens, cached_tokens)
     else:
         trust.observe_claim(endpoint, 0, 0, cached_tokens)
+
+
+def _undenied(endpoint: EndpointId, match: PreciseMatch, denials: Denials) -> PreciseMatch:
+    """What an event placed farther than in memory is a hint, as a lookup's is: nothing tells what is gone there."""
+    if not match.lower:
+        return match
+    held = ((Tier.DEVICE, match.device_tokens), *match.lower)
+    beyond = believed_tokens(endpoint, held, denials) - match.device_tokens
+    return PreciseMatch(match.device_tokens, cut_lower(match.lower, beyond), match.dp_rank)

@@ -14,7 +14,7 @@ from kvproxy.clients.tokens import TokenIds
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.errors import BreakerOpen, ClientError
 from kvproxy.kvcache.breakers import OperationBreakers
-from kvproxy.kvcache.overlap.denied import DISTRUST_S, DISTRUSTED, DeniedPlacements
+from kvproxy.kvcache.overlap.denied import DISTRUST_S, DISTRUSTED, DeniedPlacements, believed_tokens
 from kvproxy.kvcache.overlap.merge import HolderOverlap
 from kvproxy.kvcache.providers import (
     EVERY_INSTANCE,
@@ -108,7 +108,7 @@ class LookupClient:
         by_instance: dict[str, list[Endpoint]] = {}
         for endpoint in endpoints:
             by_instance.setdefault(endpoint.instance_id, []).append(endpoint)
-        found = []
+        found, denials = [], self._denied.find_denials(hashes) if self._denied else ()
         for holder in holders:
             if holder.instance_id == EVERY_INSTANCE:
                 mounting = [endpoint for endpoint in endpoints if endpoint.reads_shared_kv]
@@ -125,8 +125,8 @@ class LookupClient:
                 if lower and not endpoint.reads_shared_kv:
                     lower = tuple([each for each in lower if each[0] is not Tier.SHARED])
                     tokens = count_lower(lower)
-                if self._denied and lower:
-                    tokens = min(tokens, self._denied.believed_tokens(endpoint.id, lower, hashes))
+                if denials and lower:
+                    tokens = min(tokens, believed_tokens(endpoint.id, lower, denials))
                 found.append(HolderOverlap(endpoint.id, tokens, holder.contiguous, self.provider.source, lower))
         return found
 
