@@ -20,7 +20,8 @@ pytestmark = pytest.mark.real
 
 @contextlib.asynccontextmanager
 async def full(server: Vllm) -> AsyncIterator[None]:
-    """Inside the block the engine runs and queues all it will; afterwards it is idle again."""
+    """Inside the block the engine runs and queues all it will; afterwards it is idle again. Not at every moment: what
+    outgrows its memory waits again, and what ends makes room for one more."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as http:
         tasks: list[asyncio.Task[httpx.Response]] = []
@@ -48,7 +49,8 @@ async def _refused(tasks: list[asyncio.Task[httpx.Response]]) -> bool:
 
 
 async def test_a_full_engine_is_passed_over(pair: Pair, saw: Saw) -> None:
-    """vLLM's 503 `busy` leads to the other engine; the full one is not ejected for it."""
+    """vLLM's 503 `busy` leads to the other engine, which answers all that was refused; the full one is not ejected for
+    it."""
     async with running_proxy(pair.urls) as proxy, full(pair.a):
         answers = [
             await proxy.client.post("/v1/chat/completions", json=chat(pair.model.name, f"question {n}"))
@@ -57,16 +59,19 @@ async def test_a_full_engine_is_passed_over(pair: Pair, saw: Saw) -> None:
         retries = proxy.metric("kvproxy_retries_total", reason="busy")
         failures = proxy.proxy.clusters["default"].endpoints[0].health.failures
     assert [answer.status_code for answer in answers] == [200] * 6
-    assert {answer.headers["x-kvproxy-endpoint"] for answer in answers} == {"b"}
-    assert retries > 0
+    by_b = sum(answer.headers["x-kvproxy-endpoint"] == "b" for answer in answers)
+    assert by_b >= retries > 0
     assert failures == 0
-    saw(f"engine a full: six of six answered by b, {retries:.0f} after a's 503; a is not blamed")
+    saw(f"engine a full: {by_b} of six answered by b, {retries:.0f} of them after a's 503; a is not blamed")
 
 
 async def test_when_all_are_full_the_client_hears_it(pair: Pair, saw: Saw) -> None:
     """The engine's own 503 is the answer then."""
     async with running_proxy({"a": pair.a.url}) as proxy, full(pair.a):
-        answer = await proxy.client.post("/v1/chat/completions", json=chat(pair.model.name, "anyone?"))
+        for number in range(20):
+            answer = await proxy.client.post("/v1/chat/completions", json=chat(pair.model.name, f"anyone? {number}"))
+            if answer.status_code != 200:
+                break
     assert answer.status_code == 503
     assert "busy" in answer.json()["error"]["message"]
     saw(f"all full: 503 {answer.json()['error']['message'][:60]!r}")
