@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvproxy.routing.costs import own_s
+from kvproxy.routing.costs import held_s, own_s
 from kvproxy.routing.load import EndpointLoad
 from kvproxy.routing.policy import Ledgered, Overlap, OverlapFacts, PickRequest
 from kvproxy.routing.selector import Decision
@@ -37,6 +37,7 @@ NEAR = frozenset({Tier.DEVICE, Tier.PINNED, Tier.HOST})
 #: The source of what an endpoint's own instance reads: a shared store, a disk.
 STORE = EndpointId("")
 NOTHING: Mapping[EndpointId, int] = {}
+NOT_HELD = Overlap(0)
 NO_PRICE: Mapping[EndpointId, float] = {}
 
 LedgeredT = TypeVar("LedgeredT", bound=Ledgered)
@@ -111,32 +112,37 @@ class TransferPlanner:
         """The request with what could be copied to each endpoint, and the seconds that costs. `published`: leading
         tokens that each of the `sources` could give; `stored`: those that an endpoint's own instance could bring
         nearer."""
-        facts, self._offered = asked.facts, None
-        if self.terms.tokens_per_s < LEAST_TOKENS_PER_S:
+        facts, self._offered, terms = asked.facts, None, self.terms
+        if terms.tokens_per_s < LEAST_TOKENS_PER_S:
             return asked
-        found, offered, price_s = dict(facts.by_endpoint), {}, {}
-        for target in endpoints:
-            held = facts.by_endpoint.get(target.id, Overlap(0))
-            transfer = self._plan_transfer(sources, target, near_tokens(held), published, stored, now)
+        giving = {one.id: one for one in sources if published.get(one.id)}
+        anywhere = self._draw_source(list(giving.values()), published, now)
+        link = LINK if terms.waits else LINK_UNAWAITED
+        found, offered, price_s, landed = dict(facts.by_endpoint), {}, {}, dict[tuple[int, int], Overlap]()
+        for target in endpoints if giving or stored else ():
+            here = target.id
+            held, source = found.get(here, NOT_HELD), anywhere
+            if here in giving:
+                source = self._draw_source([one for one in giving.values() if one.id != here], published, now)
+            transfer = self._plan_transfer(here, near_tokens(held), source, published, stored.get(here, 0), now)
             if transfer is None or _is_full(target.load, transfer.tokens):
                 continue
-            missing = transfer.tokens - near_tokens(held)
-            copy_s = self.terms.latency_s + missing / self.terms.tokens_per_s
-            overlap = self._landed(held, transfer.tokens)
-            with_copy = OverlapFacts(facts.prompt_tokens, {target.id: overlap})
-            saved_s = own_s(facts, target.id, speeds) - own_s(with_copy, target.id, speeds)
-            free = transfer.source == STORE and not self.terms.waits  # no other engine's link, no request's time
+            copy_s = terms.latency_s + (transfer.tokens - near_tokens(held)) / terms.tokens_per_s
+            overlap = landed.get((id(held), transfer.tokens))
+            if overlap is None:  # those that come to hold as much share one, which policies look at once
+                overlap = landed[id(held), transfer.tokens] = self._landed(held, transfer.tokens)
+            saved_s = own_s(facts, here, speeds) - held_s(overlap, facts.prompt_tokens, here, speeds)
+            free = transfer.source == STORE and not terms.waits  # no other engine's link, no request's time
             if saved_s < (0.0 if free else SAVES * copy_s):
                 continue
-            wait_s = target.load.wait_s(speeds.seconds, speeds.slowness(target.id, now), now)
+            wait_s = target.load.wait_s(speeds.seconds, speeds.slowness(here, now), now)
             late_s = max(0.0, transfer.over_at - now - wait_s)
-            if late_s and not self.terms.waits:
+            if late_s and not terms.waits:
                 continue
-            offered[target.id], found[target.id] = transfer, overlap
-            link_s = (LINK if self.terms.waits else LINK_UNAWAITED) * copy_s
-            price_s[target.id] = LATE * late_s + link_s + DISPLACES * saved_s
+            offered[here], found[here] = transfer, overlap
+            price_s[here] = LATE * late_s + link * copy_s + DISPLACES * saved_s
         if not offered:
-            return msgspec.structs.replace(asked, transfer_s=NO_PRICE) if self.terms.waits else asked
+            return msgspec.structs.replace(asked, transfer_s=NO_PRICE) if terms.waits else asked
         facts = msgspec.structs.replace(facts, by_endpoint=found)
         self._offered = facts, offered
         return msgspec.structs.replace(asked, facts=facts, transfer_s=price_s)
@@ -147,29 +153,38 @@ class TransferPlanner:
             return None
         return self._offered[1].get(decision.endpoint.id)
 
+    def _draw_source(
+        self, sources: Sequence[Ledgered], published: Mapping[EndpointId, int], now: float
+    ) -> tuple[EndpointId, int]:
+        """The holder whose link is free first, and among equals the fewer requests wait there, the likelier; and the
+        most that any has."""
+        able = find_holders(sources, published, self.terms.step_tokens)
+        if not able:
+            return STORE, 0
+        out = self.links.out
+        earliest = min([max(now, out.get(one.id, 0.0)) for one in able])
+        source = draw_source([one for one in able if out.get(one.id, 0.0) <= earliest], self._rng)
+        return source.id, max([published[one.id] for one in able])
+
     def _plan_transfer(
         self,
-        sources: Sequence[Ledgered],
-        target: Ledgered,
+        target: EndpointId,
         near: int,
+        drawn: tuple[EndpointId, int],
         published: Mapping[EndpointId, int],
-        stored: Mapping[EndpointId, int],
+        stored: int,
         now: float,
     ) -> Transfer | None:
-        """From its own store where that holds as much; else from the holder whose link is free first, and among equals
-        the fewer requests wait there, the likelier."""
-        step, source, tokens = self.terms.step_tokens, STORE, stored.get(target.id, 0)
-        able = find_holders([one for one in sources if one.id != target.id], published, step)
-        if able and tokens <= max([published[one.id] for one in able]) - step:
-            out = self.links.out
-            earliest = min([max(now, out.get(one.id, 0.0)) for one in able])
-            source = draw_source([one for one in able if out.get(one.id, 0.0) <= earliest], self._rng).id
-            tokens = published[source]
+        """From its own store where that holds as much, else from the one that was drawn."""
+        source, longest = drawn
+        if stored > longest - self.terms.step_tokens:
+            source = STORE
+        tokens = stored if source == STORE else published[source]
         if tokens - near < self.terms.min_tokens:
             return None
-        began = self.links.free_at(source, target.id, now)
+        began = self.links.free_at(source, target, now)
         return Transfer(
-            source, target.id, tokens, began + self.terms.latency_s + (tokens - near) / self.terms.tokens_per_s
+            source, target, tokens, began + self.terms.latency_s + (tokens - near) / self.terms.tokens_per_s
         )
 
     def _landed(self, held: Overlap, tokens: int) -> Overlap:
