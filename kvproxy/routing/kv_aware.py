@@ -118,8 +118,6 @@ class KvAware(Policy):
             delayed = congestion * arrivals_per_s / idle * sum(waits) / len(waits)
             if delayed > MAX_KAPPA:
                 delayed = MAX_KAPPA
-        if request.transfer_s is not None:
-            foresight = 0.0  # KV is copied: a session can leave again, and take what it finds with it
         columns = zip(waits, owns, slowness, pool.loads, arrivals, pool.weights, strict=True)
         for wait, own, slow, load, past, weight in columns:
             bound_s = crowding * past.bound_per_s * (wait + 0.5 * slow * own)

@@ -86,7 +86,7 @@ class PickRequest(msgspec.Struct, frozen=True):
     policy: str = ""
     #: Seconds that the adapter it asks for adds, by endpoint; None: it asks for none.
     adapter_s: Mapping[EndpointId, float] | None = None
-    #: Seconds that it costs to copy KV to an endpoint for it; empty: nothing for this one; None: nothing is copied.
+    #: Seconds that it costs to copy KV to an endpoint for it; None: nothing is copied.
     transfer_s: Mapping[EndpointId, float] | None = None
 
 

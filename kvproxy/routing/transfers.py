@@ -38,7 +38,6 @@ NEAR = frozenset({Tier.DEVICE, Tier.PINNED, Tier.HOST})
 STORE = EndpointId("")
 NOTHING: Mapping[EndpointId, int] = {}
 NOT_HELD = Overlap(0)
-NO_PRICE: Mapping[EndpointId, float] = {}
 
 LedgeredT = TypeVar("LedgeredT", bound=Ledgered)
 
@@ -142,7 +141,7 @@ class TransferPlanner:
             offered[here], found[here] = transfer, overlap
             price_s[here] = LATE * late_s + link * copy_s + DISPLACES * saved_s
         if not offered:
-            return msgspec.structs.replace(asked, transfer_s=NO_PRICE) if terms.waits else asked
+            return asked
         facts = msgspec.structs.replace(facts, by_endpoint=found)
         self._offered = facts, offered
         return msgspec.structs.replace(asked, facts=facts, transfer_s=price_s)

@@ -409,10 +409,10 @@ async def test_with_no_room_on_the_link_a_request_is_decided_without() -> None:
         await until(lambda: service.calls["/move"] == 1)
         staged.send(OTHER)
         await until(lambda: staged.proxy.metric("kvproxy_kvcache_transfers_refused_total", reason="busy") == 1)
+        assert service.calls["/move"] == 1
         slow.end.set()
         answers = await staged.finish()
         assert [answer.status_code for answer in answers] == [200, 200]
-        assert service.calls["/move"] == 1
         assert staged.proxy.metric("kvproxy_kvcache_transfers_refused_total", reason="busy") == 1
 
 
