@@ -50,6 +50,9 @@ def ratio_row(what: str, ratios: Sequence[float], target: float | None = None) -
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     verdict = "-"
     if target is not None:
-        reached = "reached" if mean <= target else f"**missed by {100 * (mean / target - 1):.0f} %**"
+        percent = 100 * (mean / target - 1)
+        reached = (
+            "reached" if mean <= target else f"**missed by {'less than 1' if percent < 0.5 else f'{percent:.0f}'} %**"
+        )
         verdict = f"{target:.2f}: {reached}"
     return [what, *(f"{value:.2f}" for value in ratios), f"**{mean:.2f}**", verdict]
