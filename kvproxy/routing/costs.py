@@ -39,10 +39,12 @@ def least_loaded(candidates: Sequence[Candidate], rng: Random) -> int:
 def own_s(facts: OverlapFacts, endpoint: EndpointId, speeds: SpeedModel) -> float:
     """Pooled prefill seconds of a request on one endpoint once it begins, lower tiers brought up included."""
     overlap, prompt = facts.by_endpoint.get(endpoint), facts.prompt_tokens
-    return prefill_s(prompt, 0, 0.0, speeds.seconds) if overlap is None else held_s(overlap, prompt, endpoint, speeds)
+    return (
+        prefill_s(prompt, 0, 0.0, speeds.seconds) if overlap is None else own_s_with(overlap, prompt, endpoint, speeds)
+    )
 
 
-def held_s(overlap: Overlap, prompt: int, endpoint: EndpointId, speeds: SpeedModel) -> float:
+def own_s_with(overlap: Overlap, prompt: int, endpoint: EndpointId, speeds: SpeedModel) -> float:
     """The same, of a prompt of which this is held there."""
     matched = min(overlap.tokens, prompt)
     onboarding_s = onboarding_s_of(overlap, prompt, endpoint, speeds) if overlap.lower else 0.0

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvproxy.routing.costs import held_s, own_s
+from kvproxy.routing.costs import own_s, own_s_with
 from kvproxy.routing.load import EndpointLoad
 from kvproxy.routing.policy import Ledgered, Overlap, OverlapFacts, PickRequest
 from kvproxy.routing.selector import Decision
@@ -130,7 +130,7 @@ class TransferPlanner:
             overlap = landed.get((id(held), transfer.tokens))
             if overlap is None:  # those that come to hold as much share one, which policies look at once
                 overlap = landed[id(held), transfer.tokens] = self._landed(held, transfer.tokens)
-            saved_s = own_s(facts, here, speeds) - held_s(overlap, facts.prompt_tokens, here, speeds)
+            saved_s = own_s(facts, here, speeds) - own_s_with(overlap, facts.prompt_tokens, here, speeds)
             free = transfer.source == STORE and not terms.waits  # no other engine's link, no request's time
             if saved_s < (0.0 if free else SAVES * copy_s):
                 continue

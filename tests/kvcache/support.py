@@ -102,6 +102,19 @@ def controller(layout: Callable[[list[int]], dict[str, Any]], **routes: Route) -
     )
 
 
+def copying(url: str, **transfers: Any) -> dict[str, Any]:
+    """The filter's configuration with transfers on demand by this controller, and no deadline that a slow machine
+    misses."""
+    return {
+        "lmcache_endpoint": url,
+        "provider": "controller",
+        "engine_metrics_interval": 0,
+        "lookup_routing_timeout": "60s",
+        "request_timeout": "60s",
+        "transfers": {"on_demand": True, **transfers},
+    }
+
+
 def settings(**changes: Any) -> KvCacheSettings:
     """Settings with the round of readings off."""
     return KvCacheSettings.model_validate(

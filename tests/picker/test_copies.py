@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from kvproxy.types import EndpointId
-from tests.kvcache.support import Fake, controller, long_text, tokenize
+from tests.kvcache.support import Fake, controller, copying, long_text, tokenize
 from tests.picker.support import chat, destination, running_picker
 from tests.support.loopback import serve
 from tests.support.until import until
@@ -25,14 +25,7 @@ async def test_the_endpoint_is_named_when_the_copy_is_there() -> None:
     service = controller(lambda tokens: {"a": ["LocalCPUBackend", HELD]} if len(tokens) > HELD else {}, move=move)
     engines = [Fake({"/tokenize": tokenize}) for _ in "ab"]
     async with serve(service) as url, serve(engines[0]) as a, serve(engines[1]) as b:
-        kvcache = {
-            "lmcache_endpoint": url,
-            "provider": "controller",
-            "engine_metrics_interval": 0,
-            "lookup_routing_timeout": "60s",
-            "request_timeout": "60s",
-            "transfers": {"on_demand": True, "max_wait": "60s", "timeout": "60s", "tokens_per_second": 100_000},
-        }
+        kvcache = copying(url, max_wait="60s", timeout="60s", tokens_per_second=100_000)
         filters: Any = ["inference_request", {"kvcache": kvcache}, "router"]
         async with running_picker(endpoints={"a": a, "b": b}, queue={}, filters=filters) as picker:
             cluster, kv = picker.proxy.clusters["default"], picker.proxy.kvcache

@@ -17,7 +17,7 @@ from kvproxy.config.load import check_config
 from kvproxy.kvcache.actions.on_demand import OnDemand
 from kvproxy.receipts.explain import explain_receipt
 from kvproxy.receipts.receipt import Receipt, decode_receipt
-from tests.kvcache.support import A, B, Fake, controller, long_text, tokenize
+from tests.kvcache.support import A, B, Fake, controller, copying, long_text, tokenize
 from tests.support.loopback import serve
 from tests.support.proxy import RunningProxy, running_proxy
 from tests.support.until import until
@@ -101,15 +101,7 @@ async def stage(
 
     engines = [Fake({"/tokenize": tokenize, "/v1/chat/completions": answer}) for _ in "ab"]
     async with serve(service) as url, serve(engines[0]) as a, serve(engines[1]) as b:
-        kvcache = {
-            "lmcache_endpoint": url,
-            "provider": "controller",
-            "engine_metrics_interval": 0,
-            "lookup_routing_timeout": "60s",
-            "request_timeout": "60s",
-            "transfers": {"on_demand": True, **transfers},
-            "retry": {"base_backoff": 0, "max_backoff": 0},
-        }
+        kvcache = {**copying(url, **transfers), "retry": {"base_backoff": 0, "max_backoff": 0}}
         more: dict[str, Any] = {} if receipts is None else {"receipts": {"path": str(receipts)}}
         filters = ["inference_request", {"kvcache": kvcache}, "router"]
         async with running_proxy({"a": a, "b": b}, policy="kv_aware", queue={}, filters=filters, **more) as proxy:
