@@ -77,7 +77,8 @@ class TransferResult(msgspec.Struct, omit_defaults=True):
     endpoint: EndpointId
     source: str  # an endpoint, or `shared`
     tokens: int  # that were to be there then
-    #: done, late (the request went first), left (its client did, or its endpoint became unhealthy), no_effect, timeout, ... as actions have it
+    #: done, late (the request went first), left (its client did, or its endpoint became unhealthy), no_effect, timeout,
+    #: ... as actions have it
     result: str = UNDER_WAY
     moved: int = 0
     waited_s: float = 0.0  # by the request for the copy alone
