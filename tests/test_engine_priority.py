@@ -331,7 +331,7 @@ async def test_an_engine_that_obeys_is_found_out_on_live_traffic() -> None:
 @pytest.mark.parametrize("scheduling", list(Scheduling))
 async def test_the_simulated_server_schedules_by_it(scheduling: Scheduling) -> None:
     """As real vLLM started for it; under fcfs the field is taken and has no effect."""
-    timing = EngineTiming(prefill_tokens_per_s=200.0, decode_step_s=0.0005)
+    timing = EngineTiming(decode_step_s=1.0)
     engine = EngineSettings(4096, 16, max_sequences=1, timing=timing, token_outputs=True, scheduling=scheduling)
     body = {"model": "tiny", "prompt": "word " * 20, "max_tokens": 1}
     ended: list[int] = []
@@ -346,12 +346,16 @@ async def test_the_simulated_server_schedules_by_it(scheduling: Scheduling) -> N
         serve(app) as url,
         httpx.AsyncClient(base_url=url, timeout=60) as client,
     ):
+        simulated = app.state.runner.engine
+        running = asyncio.create_task(client.post("/v1/completions", json=body | {"max_tokens": 900}))
+        await until(lambda: simulated.load.running == 1)
         asking = []
-        for waiting, number in enumerate((9, 3, 1, 2)):
+        for waiting, number in enumerate((3, 1, 2), start=1):
             asking.append(asyncio.create_task(ask(client, number)))
-            await until(lambda most=waiting: app.state.runner.engine.load.waiting == most)
+            await until(lambda most=waiting: simulated.load.waiting == most)
+        running.cancel()
         await asyncio.gather(*asking)
-    assert ended == ([9, 1, 2, 3] if scheduling is Scheduling.PRIORITY else [9, 3, 1, 2])
+    assert ended == ([1, 2, 3] if scheduling is Scheduling.PRIORITY else [3, 1, 2])
 
 
 @pytest.mark.parametrize("priority", [1.5, None, "high"])

@@ -179,22 +179,23 @@ async def test_metrics_have_sglangs_names() -> None:
 @pytest.mark.parametrize(("low_first", "first"), [(False, "urgent"), (True, "idle")])
 async def test_the_largest_priority_goes_first(low_first: bool, first: str) -> None:
     """Unless told otherwise, and only with the flag."""
-    one = replace(FAST, max_sequences=1, timing=EngineTiming(time_scale=2.0))
+    one = replace(FAST, max_sequences=1, timing=EngineTiming(decode_step_s=1.0))
     order = {"enable_priority_scheduling": True, "schedule_low_priority_values_first": low_first}
     async with sglang(engine=one, **order) as engine:
         ended: list[str] = []
 
-        async def ask(name: str, priority: int | None) -> None:
-            await engine.ask(messages=[{"role": "user", "content": name}], priority=priority, max_tokens=10)
+        async def ask(name: str, priority: int) -> None:
+            await engine.ask(messages=[{"role": "user", "content": name}], priority=priority, max_tokens=1)
             ended.append(name)
 
-        running = asyncio.create_task(ask("running", None))
+        running = asyncio.create_task(engine.ask(max_tokens=900))
         await until(lambda: engine.app.load.running == 1)
         waiting = [asyncio.create_task(ask("idle", 1)), asyncio.create_task(ask("urgent", 9))]
         await until(lambda: engine.app.load.waiting == 2)
-        await asyncio.gather(running, *waiting)
+        running.cancel()
+        await asyncio.gather(*waiting)
         assert (await engine.ask(priority=True)).status_code == 400
-    assert ended[1] == first
+    assert ended[0] == first
 
 
 async def test_faults_strike_as_in_the_other_engine() -> None:
@@ -214,9 +215,9 @@ async def test_faults_strike_as_in_the_other_engine() -> None:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate"])
 async def test_a_scheduler_that_dies_ends_a_stream_with_an_error(path: str) -> None:
     """Status 200 went out long before."""
-    slow = replace(FAST, timing=EngineTiming(time_scale=10.0))
+    slow = replace(FAST, timing=EngineTiming(decode_step_s=0.1))
     async with sglang(engine=slow) as engine:
-        body = {**CHAT, "text": "hello", "stream": True, "max_tokens": 100}
+        body = {**CHAT, "text": "hello", "stream": True, "max_tokens": 900}
         async with engine.client.stream("POST", path, json=body) as answer:
             lines = answer.aiter_lines()
             assert "data" in await anext(lines)
@@ -278,9 +279,9 @@ async def test_events_come_one_a_page(form: EventForm, algorithm: str | None) ->
 
 async def test_a_running_request_keeps_the_cache() -> None:
     """400, and nothing is dropped; removed pages are announced, too."""
-    slow = replace(FAST, timing=EngineTiming(time_scale=5.0))
+    slow = replace(FAST, timing=EngineTiming(decode_step_s=1.0))
     async with sglang(engine=slow, kv_events=EventSettings()) as engine:
-        asked = asyncio.create_task(engine.ask(max_tokens=30))
+        asked = asyncio.create_task(engine.ask(max_tokens=900))
         await until(lambda: engine.app.load.running == 1)
         assert (await engine.client.get("/flush_cache")).status_code == 400
         asked.cancel()
