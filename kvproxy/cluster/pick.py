@@ -14,10 +14,11 @@ from kvproxy.cluster.engine import Engine
 from kvproxy.resilience.breaker import BreakerState, Permit
 from kvproxy.routing.costs import best_of
 from kvproxy.routing.load import Reservation
-from kvproxy.routing.policy import NO_FACTS, Ledgered, PickRequest
+from kvproxy.routing.policy import Ledgered, Overlap, OverlapFacts, PickRequest
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
-from kvproxy.types import count_lower, cut_lower
+from kvproxy.routing.work import PromptSplit
+from kvproxy.types import EndpointId, count_lower, cut_lower
 
 
 class AttemptOutcome(StrEnum):
@@ -94,9 +95,11 @@ class Pick(msgspec.Struct, eq=False):
     def __repr__(self) -> str:
         return f"<Pick {self.endpoint.id} {self.reason}>"
 
-    def begin(self, now: float) -> None:
-        """It goes to the engine only now, having waited for something else than the engine."""
-        self.endpoint.load.begin(self.reservation, now)
+    def begin(self, facts: OverlapFacts, speeds: SpeedModel | None, now: float) -> None:
+        """It goes to the engine only now, having waited for something else than the engine: these are the facts now."""
+        here = self.endpoint.id
+        split = split_prompt(facts.prompt_tokens, facts.by_endpoint.get(here), here, speeds)
+        self.endpoint.load.begin(self.reservation, split, now)
 
     def first_token(self, now: float) -> None:
         """The engine sent the first body byte."""
@@ -167,21 +170,24 @@ class Pick(msgspec.Struct, eq=False):
 def reserve(endpoint: Ledgered, request: PickRequest, speeds: SpeedModel | None, now: float) -> Reservation:
     """Count the request in where it goes, by what is known to be cached there."""
     facts, hidden = request.facts, not request.streams
-    if facts is NO_FACTS:
-        return endpoint.load.reserve(0, 0, now, hidden=hidden)
     overlap = facts.by_endpoint.get(endpoint.id)
+    uncached, cached, lower, onboarding_s = split_prompt(facts.prompt_tokens, overlap, endpoint.id, speeds)
+    return endpoint.load.reserve(
+        uncached, cached, now, onboarding_s=onboarding_s, lower=lower, hidden=hidden, blocks=facts.blocks
+    )
+
+
+def split_prompt(tokens: int, overlap: Overlap | None, endpoint: EndpointId, speeds: SpeedModel | None) -> PromptSplit:
+    """What of a prompt of so many tokens is there, where this is known of `endpoint`."""
     if overlap is None:
-        return endpoint.load.reserve(facts.prompt_tokens, 0, now, hidden=hidden, blocks=facts.blocks)
+        return PromptSplit(tokens, 0)
     cached, lower, onboarding_s = overlap.device_tokens, overlap.lower, 0.0
     if lower:
-        lower = cut_lower(lower, facts.prompt_tokens - cached)
+        lower = cut_lower(lower, tokens - cached)
         cached += count_lower(lower)
-        onboarding_s = 0.0 if speeds is None else speeds.onboarding_s(endpoint.id, lower)
-    cached = min(cached, facts.prompt_tokens)
-    uncached, blocks = facts.prompt_tokens - cached, facts.blocks
-    return endpoint.load.reserve(
-        uncached, cached, now, onboarding_s=onboarding_s, lower=lower, hidden=hidden, blocks=blocks
-    )
+        onboarding_s = 0.0 if speeds is None else speeds.onboarding_s(endpoint, lower)
+    cached = min(cached, tokens)
+    return PromptSplit(tokens - cached, cached, lower, onboarding_s)
 
 
 def expected_first_token_at(decision: Decision[Endpoint], speeds: SpeedModel | None, now: float) -> float | None:

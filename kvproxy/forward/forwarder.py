@@ -230,7 +230,7 @@ class Forwarding(msgspec.Struct, eq=False):
             if "attempt_began" in self._exchange.hooks:
                 notify(RequestObserver.attempt_began, self._exchange, pick)
             if self._exchange.copier is not None and await self._exchange.copier.wait(self._exchange):
-                pick.begin(self._shared.clock())
+                pick.begin(self._exchange.facts or NO_FACTS, self._cluster.speeds, self._shared.clock())
             response, status, first = await self._asking.ask_engine(pick)
             if status >= 500:
                 first, whole = await read_short(response, first)

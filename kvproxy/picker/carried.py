@@ -36,7 +36,7 @@ from kvproxy.request.exchange import MAX_REMEMBERED, Exchange
 from kvproxy.request.observer import RequestObserver, notify
 from kvproxy.request.parse import decode_body, scan_body
 from kvproxy.request.session import SessionHeaders
-from kvproxy.routing.policy import PickRequest
+from kvproxy.routing.policy import NO_FACTS, PickRequest
 from kvproxy.routing.selector import Decision
 from kvproxy.types import EndpointId, Headers
 
@@ -184,7 +184,7 @@ class CarriedRequest:
         if pick is None:
             raise refusal_reply(self._refusal, outside)
         if self.exchange.copier is not None and await self.exchange.copier.wait(self.exchange):
-            pick.begin(placer.clock())
+            pick.begin(self.exchange.facts or NO_FACTS, cluster.speeds, placer.clock())
         self.exchange.body = None
         self.listed = list_endpoints(cluster, self.asked, pick.endpoint, placer.clock(), most=placer.fallbacks)
 

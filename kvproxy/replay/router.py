@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvproxy.cluster.engine_priority import ClusterPriority
-from kvproxy.cluster.pick import reserve
+from kvproxy.cluster.pick import reserve, split_prompt
 from kvproxy.replay.results import ReplayOutcome
 from kvproxy.replay.trace import Turn
 from kvproxy.replay.transfers import SimTransfers
@@ -20,10 +20,10 @@ from kvproxy.routing.load import EndpointLoad, Reservation
 from kvproxy.routing.policy import OverlapFacts, PickRequest, Policy
 from kvproxy.routing.room import EngineState
 from kvproxy.routing.selector import Decision
-from kvproxy.routing.transfers import Transfer
+from kvproxy.routing.transfers import Transfer, landed
 from kvproxy.routing.waiting_lines import AGEING, EPOCH_S, engine_priority
 from kvproxy.simulator.engine import Engine
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, Tier
 
 
 @dataclass(slots=True, eq=False)
@@ -149,6 +149,21 @@ class VirtualRouter:
     def next_release_at(self, now: float) -> float | None:
         """When `release` may have something although no load changes."""
         return self._queue.next_poll_at(self._waits(now), now) if len(self._queue) else None
+
+    def copied(self, placement: Placement, blocks: int, now: float) -> None:
+        """The copy that the request waited for is over, and brought so many leading blocks."""
+        transfer, request, endpoint, transfers = (
+            placement.transfer,
+            placement.request,
+            placement.endpoint,
+            self._transfers,
+        )
+        assert transfer is not None
+        assert transfers is not None
+        prompt, overlap = request.turn.prompt_tokens, landed(transfer.held, blocks * transfers.block_size, Tier.DEVICE)
+        request.outcome.predicted_tokens = min(overlap.tokens, prompt)
+        split = split_prompt(prompt, overlap, endpoint.id, self._policy.speeds)
+        endpoint.load.begin(placement.reservation, split, now)
 
     def first_token(self, placement: Placement, now: float) -> None:
         """The response began."""

@@ -54,7 +54,7 @@ class SimTransfers:
 
     def __init__(self, plan: LinkPlan, *, block_size: int, rng: Random) -> None:
         self._plan = plan
-        self._block_size = block_size
+        self.block_size = block_size
         terms = LinkTerms(plan.tokens_per_s, plan.latency_s, plan.min_tokens, block_size, waits=plan.waits)
         self._planner = TransferPlanner(terms, rng=rng)
         self._under_way: list[tuple[float, int, Engine, Sequence[int]]] = []  # that no request waits for
@@ -100,17 +100,17 @@ class SimTransfers:
         self, transfer: Transfer, source: Engine, target: Engine, blocks: Sequence[int], now: float
     ) -> tuple[float, Sequence[int]]:
         """Reserves both links; when it is over, and the blocks that are there then: what the source truly has."""
-        wanted = blocks[: transfer.tokens // self._block_size]
+        wanted = blocks[: transfer.tokens // self.block_size]
         held = source.match_prefix(wanted)
         missing = max(0, held - target.match_prefix(wanted))
         self.counts.made += 1
-        self.counts.tokens += missing * self._block_size
+        self.counts.tokens += missing * self.block_size
         self.counts.empty += not missing
         if not missing:
             return now + self._plan.latency_s, ()
         links = self._planner.links
         began = links.free_at(transfer.source, transfer.target, now)
-        over_at = began + self._plan.latency_s + missing * self._block_size / self._plan.tokens_per_s
+        over_at = began + self._plan.latency_s + missing * self.block_size / self._plan.tokens_per_s
         links.reserve(transfer, over_at)
         return over_at, wanted[:held]
 

@@ -136,7 +136,7 @@ class VirtualTime:
         if self._placed.get(placement.request.name) is not placement:
             return
         placement.endpoint.engine.receive(blocks, now)
-        placement.endpoint.load.begin(placement.reservation, now)
+        self._router.copied(placement, len(blocks), now)
         self._give(placement, now)
 
     def _give(self, placement: Placement, now: float) -> None:

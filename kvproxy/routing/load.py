@@ -29,7 +29,9 @@ from kvproxy.routing.work import (
     OVERDUE_S,
     Backlog,
     Features,
+    PromptSplit,
     difference,
+    features_of,
     head_of,
     seconds_of,
     sum_of,
@@ -196,7 +198,7 @@ class EndpointLoad:
         blocks: Sequence[int] = (),
     ) -> Reservation:
         """Count a request in, in the same step as the pick. `hidden`: its first token will not be seen."""
-        work = (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), onboarding_s)
+        work = features_of(uncached_tokens, cached_tokens, onboarding_s)
         reservation = Reservation(uncached_tokens, cached_tokens, now, work, lower, hidden)
         if self._live is not None:
             self._live.add(blocks)
@@ -222,11 +224,23 @@ class EndpointLoad:
             self.watch.load_changed()
         return reservation
 
-    def begin(self, reservation: Reservation, now: float) -> None:
-        """The engine gets this request only now: what it waited for before is no work of the engine."""
-        if len(self._pending) == 1 and reservation in self._pending:
-            self._begun = self._busy_at = now
+    def begin(self, reservation: Reservation, split: PromptSplit, now: float) -> None:
+        """The engine gets this request only now, with so much of its prompt there: what it waited for before is no work
+        of the engine, and what did not come for it is."""
+        before = self._pending.get(reservation)
+        if before is None:
+            return
+        work = features_of(split.uncached_tokens, split.cached_tokens, split.onboarding_s)
+        self.pending_tokens += split.uncached_tokens - reservation.uncached_tokens
+        reservation.uncached_tokens, reservation.cached_tokens, reservation.lower, _ = split
+        self._pending[reservation] = reservation.features = work
+        self._work = sum_of(difference(self._work, before), work)
+        self._head = self._priced_at = None
+        if len(self._pending) == 1:
+            self._work, self._begun, self._busy_at = work, now, now
             self._sample.begin(now)
+        if self.watch is not None:
+            self.watch.load_changed()
 
     def first_token(self, reservation: Reservation, now: float) -> None:
         """The engine finished this request's prefill; of a hidden one only that it did so at some time is known."""

@@ -56,12 +56,18 @@ class LinkTerms:
 
 @dataclass(slots=True)
 class Transfer:
-    """From one endpoint, or a STORE, to another: so many leading tokens, by then."""
+    """From one endpoint, or a STORE, to another, which held so much before: so many leading tokens, by then."""
 
     source: EndpointId
     target: EndpointId
+    held: Overlap
     tokens: int
     over_at: float
+
+    @property
+    def missing(self) -> int:
+        """Tokens that are copied."""
+        return self.tokens - near_tokens(self.held)
 
 
 @dataclass(slots=True)
@@ -117,19 +123,19 @@ class TransferPlanner:
         giving = {one.id: one for one in sources if published.get(one.id)}
         anywhere = self._draw_source(list(giving.values()), published, now)
         link = LINK if terms.waits else LINK_UNAWAITED
-        found, offered, price_s, landed = dict(facts.by_endpoint), {}, {}, dict[tuple[int, int], Overlap]()
+        found, offered, price_s, copied = dict(facts.by_endpoint), {}, {}, dict[tuple[int, int], Overlap]()
         for target in endpoints if giving or stored else ():
             here = target.id
             held, source = found.get(here, NOT_HELD), anywhere
             if here in giving:
                 source = self._draw_source([one for one in giving.values() if one.id != here], published, now)
-            transfer = self._plan_transfer(here, near_tokens(held), source, published, stored.get(here, 0), now)
+            transfer = self._plan_transfer(here, held, source, published, stored.get(here, 0), now)
             if transfer is None or _is_full(target.load, transfer.tokens):
                 continue
-            copy_s = terms.latency_s + (transfer.tokens - near_tokens(held)) / terms.tokens_per_s
-            overlap = landed.get((id(held), transfer.tokens))
+            copy_s = terms.latency_s + transfer.missing / terms.tokens_per_s
+            overlap = copied.get((id(held), transfer.tokens))
             if overlap is None:  # those that come to hold as much share one, which policies look at once
-                overlap = landed[id(held), transfer.tokens] = self._landed(held, transfer.tokens)
+                overlap = copied[id(held), transfer.tokens] = landed(held, transfer.tokens, terms.lands)
             saved_s = own_s(facts, here, speeds) - own_s_with(overlap, facts.prompt_tokens, here, speeds)
             free = transfer.source == STORE and not terms.waits  # no other engine's link, no request's time
             if saved_s < (0.0 if free else SAVES * copy_s):
@@ -168,7 +174,7 @@ class TransferPlanner:
     def _plan_transfer(
         self,
         target: EndpointId,
-        near: int,
+        held: Overlap,
         drawn: tuple[EndpointId, int],
         published: Mapping[EndpointId, int],
         stored: int,
@@ -179,19 +185,20 @@ class TransferPlanner:
         if stored > longest - self.terms.step_tokens:
             source = STORE
         tokens = stored if source == STORE else published[source]
-        if tokens - near < self.terms.min_tokens:
+        transfer = Transfer(source, target, held, tokens, self.links.free_at(source, target, now))
+        if transfer.missing < self.terms.min_tokens:
             return None
-        began = self.links.free_at(source, target, now)
-        return Transfer(
-            source, target, tokens, began + self.terms.latency_s + (tokens - near) / self.terms.tokens_per_s
-        )
+        transfer.over_at += self.terms.latency_s + transfer.missing / self.terms.tokens_per_s
+        return transfer
 
-    def _landed(self, held: Overlap, tokens: int) -> Overlap:
-        """What the endpoint holds once the copy is there."""
-        if self.terms.lands is Tier.DEVICE:
-            return Overlap(tokens, claimed_tokens=tokens)
-        device = min(held.device_tokens, tokens)
-        return Overlap(device, ((self.terms.lands, tokens - device),), claimed_tokens=tokens)
+
+def landed(held: Overlap, tokens: int, tier: Tier) -> Overlap:
+    """What an endpoint that held this holds once so many leading tokens were copied to its tier."""
+    if tokens <= near_tokens(held):
+        return held
+    device = tokens if tier is Tier.DEVICE else min(held.device_tokens, tokens)
+    lower = ((tier, tokens - device),) if tokens > device else ()
+    return msgspec.structs.replace(held, device_tokens=device, lower=lower)
 
 
 def _is_full(load: EndpointLoad, tokens: int) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from kvproxy.routing.room import HEAD_TOKENS
+from kvproxy.types import LowerTokens
 
 #: A number that sums stay numbers with, where it comes from another process.
 Finite = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
@@ -27,6 +28,15 @@ MAX_PROGRESS = 0.95
 #: A step that takes longer than so many times its estimate and this many seconds is not the one believed in: the
 #: engine does something else, and nothing of what is pending counts as done.
 OVERDUE, OVERDUE_S = 2.0, 0.05
+
+
+class PromptSplit(NamedTuple):
+    """A prompt's tokens at one endpoint."""
+
+    uncached_tokens: int  # to be computed
+    cached_tokens: int
+    lower: LowerTokens = ()  # of the cached ones, which are on lower tiers
+    onboarding_s: float = 0.0  # to bring these up
 
 
 def features_of(uncached_tokens: float, cached_tokens: float, onboarding_s: float = 0.0) -> Features:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -10,21 +12,22 @@ import pytest
 
 from kvproxy.config.cluster_schema import PolicyName
 from kvproxy.replay.compare import PolicySpec, UnknownPolicy, play_policy
-from kvproxy.replay.results import Summary, summarize_outcomes
-from kvproxy.replay.router import SimEndpoint
+from kvproxy.replay.results import ReplayOutcome, Summary, summarize_outcomes
+from kvproxy.replay.router import LiveRequest, SimEndpoint, VirtualRouter
 from kvproxy.replay.settings import Pace, ReplayFleet
+from kvproxy.replay.trace import Turn
 from kvproxy.replay.transfers import LinkPlan, SimTransfers
-from kvproxy.replay.view import endpoint_id
+from kvproxy.replay.view import Settle, endpoint_id
 from kvproxy.routing.kv_aware import KvAware
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
 from kvproxy.routing.room import EngineState
 from kvproxy.routing.selector import decide
 from kvproxy.routing.speeds import SpeedModel, SpeedPriors
-from kvproxy.routing.transfers import DISPLACES, LATE, LINK, STORE, Links, Transfer
+from kvproxy.routing.transfers import DISPLACES, LATE, LINK, NOT_HELD, STORE, Links, Transfer
 from kvproxy.routing.work import prefill_s
 from kvproxy.simulator.block_cache import BlockCache
 from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import BlockStored, EngineSettings
+from kvproxy.simulator.engine_io import BlockStored, EngineSettings, KvEvent
 from tests.replay.traces import chat_trace, shared_prefix_trace
 
 BLOCK = 512
@@ -124,10 +127,10 @@ def test_both_links_are_reserved() -> None:
     blocks = list(range(1, 17))
     compute(source, blocks)
     under_test = planner()
-    first, there = under_test.begin(Transfer(A, B, 16 * BLOCK, 0.0), source, target, blocks, 0.0)
+    first, there = under_test.begin(Transfer(A, B, NOT_HELD, 16 * BLOCK, 0.0), source, target, blocks, 0.0)
     assert first == pytest.approx(PLAN.latency_s + 16 * BLOCK / PLAN.tokens_per_s)
     assert list(there) == blocks
-    second, _ = under_test.begin(Transfer(A, C, 16 * BLOCK, 0.0), source, other, blocks, 0.0)
+    second, _ = under_test.begin(Transfer(A, C, NOT_HELD, 16 * BLOCK, 0.0), source, other, blocks, 0.0)
     assert second == pytest.approx(2 * first)
     offered = under_test.offer(asked(a=published(16)), endpoints(), SPEEDS, 0.0)
     assert offered.transfer_s is not None
@@ -139,9 +142,42 @@ def test_what_the_source_has_lost_is_not_copied() -> None:
     """It comes to nothing at once, and no link is held for it."""
     source, target, _ = (each.engine for each in endpoints())
     under_test = planner()
-    over_at, there = under_test.begin(Transfer(A, B, 4 * BLOCK, 0.0), source, target, [1, 2, 3, 4], 5.0)
+    over_at, there = under_test.begin(Transfer(A, B, NOT_HELD, 4 * BLOCK, 0.0), source, target, [1, 2, 3, 4], 5.0)
     assert (over_at, list(there)) == (5.0 + PLAN.latency_s, [])
     assert under_test.counts.empty == 1
+
+
+class OneHolds:
+    """A view of caches in which the first engine holds sixteen blocks of every prompt."""
+
+    def facts(self, turn: Turn) -> OverlapFacts:
+        return OverlapFacts(turn.prompt_tokens, {A: published(16)})
+
+    def routed(self, endpoint: int, turn: Turn) -> Settle:
+        return lambda predicted, cached: None
+
+    def observe(self, endpoint: int, events: Sequence[KvEvent]) -> None:
+        """Its facts do not change."""
+
+    def forget(self, endpoint: int) -> None:
+        """As little."""
+
+
+@pytest.mark.parametrize("came", [16, 5, 0])
+def test_a_request_is_counted_by_what_came_for_it(came: int) -> None:
+    """Not by what was to come: that is what its engine computes, and what its prediction is judged by."""
+    there, policy = endpoints(), KvAware(rng=Random(1), speeds=SpeedModel(SpeedPriors()))
+    there[0].load.reserve(200_000, 0, 0.0)
+    router = VirtualRouter(there, policy, OneHolds(), transfers=planner())
+    turn = Turn(0.0, 20 * BLOCK, 10, array("Q", range(20)))
+    placed = router.arrive(LiveRequest(0, 0, turn, ReplayOutcome(0.0, turn.prompt_tokens)), 0.0)
+    assert placed is not None
+    assert placed.transfer is not None
+    assert (placed.endpoint.load.pending_tokens, placed.request.outcome.predicted_tokens) == (4 * BLOCK, 16 * BLOCK)
+    router.copied(placed, came, 0.1)
+    load, outcome = placed.endpoint.load, placed.request.outcome
+    assert (load.pending_tokens, outcome.predicted_tokens) == ((20 - came) * BLOCK, came * BLOCK)
+    assert load.resident_tokens == 20 * BLOCK
 
 
 def test_copies_push_out_none_of_their_own_beginning() -> None:
@@ -215,7 +251,7 @@ def test_what_is_computed_nearly_as_fast_is_not_copied() -> None:
 def test_a_copy_that_ends_leaves_its_links_to_those_that_began_after_it() -> None:
     """The second from the same source still has the link of both; when it is over nothing is remembered."""
     links = Links()
-    first, second = Transfer(A, B, 16, 0.0), Transfer(A, C, 16, 0.0)
+    first, second = Transfer(A, B, NOT_HELD, 16, 0.0), Transfer(A, C, NOT_HELD, 16, 0.0)
     links.reserve(first, 1.0)
     links.reserve(second, 2.0)
     links.release(first)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproxy.routing.load import EndpointLoad
-from kvproxy.routing.work import HEAD_REQUESTS, Features, features_of
+from kvproxy.routing.work import HEAD_REQUESTS, Features, PromptSplit, features_of, seconds_of, sum_of
 from kvproxy.types import LowerTokens, Tier
 
 SECONDS: Features = (0.01, 1e-3, 0.0, 0.0)
@@ -63,17 +63,37 @@ def test_first_tokens_of_one_step_are_one_sample(load: EndpointLoad, samples: Sa
 def test_what_a_request_waits_for_before_the_engine_gets_it_is_not_busy(load: EndpointLoad, samples: Samples) -> None:
     """A copy of KV, say. While the engine has others to do, these are what it was busy with."""
     waits = load.reserve(300, 100, 1.0)
-    load.begin(waits, 5.0)
+    load.begin(waits, PromptSplit(300, 100), 5.0)
     assert load.wait_s(SECONDS, 1.0, 5.0) == pytest.approx(0.31)
     load.first_token(waits, 5.5)
     assert samples == [(features_of(300, 100), 0.5, 5.5)]
     other, waits = load.reserve(300, 0, 10.0), load.reserve(300, 0, 10.0)
-    load.begin(waits, 10.4)
+    load.begin(waits, PromptSplit(300, 0), 10.4)
     load.first_token(other, 10.5)
     load.first_token(waits, 11.0)
     assert [round(busy_s, 3) for _, busy_s, _ in samples[1:]] == [0.5, 0.5]
-    load.begin(waits, 12.0)
+    load.begin(waits, PromptSplit(300, 0), 12.0)
     assert len(samples) == 3
+
+
+def test_what_did_not_come_for_a_request_is_counted_from_its_beginning_on(load: EndpointLoad, samples: Samples) -> None:
+    """It was to be read from the host's memory, and the engine computes it: nothing is learned of how fast that is."""
+    lower = ((Tier.HOST, 600),)
+    waits = load.reserve(100, 600, 0.0, onboarding_s=0.05, lower=lower)
+    other = load.reserve(300, 0, 0.0)
+    load.begin(waits, PromptSplit(700, 0), 0.5)
+    assert (load.pending_tokens, load.resident_tokens) == (1000, 1000)
+    assert load.pending_work == pytest.approx(sum_of(features_of(300, 0), features_of(700, 0)))
+    load.first_token(other, 0.6)
+    assert load.wait_s(SECONDS, 1.0, 0.6) == pytest.approx(seconds_of(features_of(700, 0), SECONDS))
+    load.first_token(waits, 1.6)
+    assert [(work, round(busy_s, 3)) for work, busy_s, _ in samples] == [
+        (features_of(300, 0), 0.6),
+        (features_of(700, 0), 1.0),
+    ]
+    assert waits.lower == ()
+    load.begin(waits, PromptSplit(0, 700), 2.0)  # it has its first token
+    assert (load.pending_tokens, waits.uncached_tokens) == (0, 700)
 
 
 def test_an_idle_gap_is_not_busy(load: EndpointLoad, samples: Samples) -> None:

@@ -57,12 +57,13 @@ class QueuedCopy(_CopyWatch):
 class AwaitedCopy(_CopyWatch):
     """The copy is part of the decision, and the request waits for it: a Copier."""
 
-    __slots__ = ("_refused", "_wait")
+    __slots__ = ("_counted", "_refused", "_wait")
 
     def __init__(self, on_demand: OnDemand, facts: RequestFacts) -> None:
         super().__init__(on_demand, facts)
         self._refused = ""
         self._wait: Wait | None = None
+        self._counted = facts.overlaps  # what its place was reserved by
 
     def offer(self, asked: PickRequest, now: float) -> PickRequest:
         """As of Copier."""
@@ -78,13 +79,13 @@ class AwaitedCopy(_CopyWatch):
 
     def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
         if self._facts.transfer is None:
-            self._wait = self._on_demand.begin(self._facts, decision, now)
+            self._wait, self._counted = self._on_demand.begin(self._facts, decision, now), decision.request.facts
 
     async def wait(self, exchange: Exchange) -> bool:
         """As of Copier."""
         wait, self._wait = self._wait, None
         if wait is None:
-            return False
+            return self._counted is not self._facts.overlaps  # with a copy that a limit refused after all
         await self._on_demand.wait(self._facts, wait)
         self._settle(exchange, "late")
         exchange.facts = self._facts.overlaps

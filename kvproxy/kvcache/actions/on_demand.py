@@ -30,7 +30,7 @@ from kvproxy.routing.costs import own_s
 from kvproxy.routing.policy import Overlap, PickRequest
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
-from kvproxy.routing.transfers import STORE, LinkTerms, Transfer, TransferPlanner, near_tokens
+from kvproxy.routing.transfers import STORE, LinkTerms, Transfer, TransferPlanner, landed, near_tokens
 from kvproxy.routing.work import prefill_s
 from kvproxy.types import EndpointId, Tier
 
@@ -131,10 +131,9 @@ class OnDemand:
                 self._count_moved(facts, result.endpoint, held, min(result.moved, result.tokens))
 
     def _count_moved(self, facts: RequestFacts, endpoint: EndpointId, held: Overlap, tokens: int) -> None:
-        provider, device = self._overlap.lookups.provider, min(held.device_tokens, tokens)
+        provider = self._overlap.lookups.provider
         source = held.source if provider is None else provider.source
-        lower = ((Tier.HOST, tokens - device),)
-        overlap = msgspec.structs.replace(held, device_tokens=device, lower=lower, source=source)
+        overlap = msgspec.structs.replace(landed(held, tokens, Tier.HOST), source=source)
         by_endpoint = {**facts.overlaps.by_endpoint, endpoint: overlap}
         facts.overlaps = msgspec.structs.replace(facts.overlaps, by_endpoint=by_endpoint)
 
@@ -189,10 +188,9 @@ class OnDemand:
         copy = self._waiting.get(key)
         if copy is None:
             prefix = KnownPrefix(digest, facts.model, facts.request.cache_salt or "", deque(), digest, copied)
-            missing = transfer.tokens - near_tokens(facts.overlaps.by_endpoint.get(target.id, Overlap(0)))
             source = "" if transfer.source == STORE else self._instance_of(facts, transfer.source)
             over, why = partial(self._over, key, transfer), "placed" if self.waits else "queued"
-            if not self._transfers.begin(target, prefix, missing, source, why, speeds, over):
+            if not self._transfers.begin(target, prefix, transfer.missing, source, why, speeds, over):
                 return None
             copy = self._waiting[key] = Copy(transfer.tokens, transfer.source or "shared")
             self._planner.links.reserve(transfer, transfer.over_at)

@@ -63,6 +63,13 @@ class Stage:
         """Requests that `b` was sent."""
         return self.engine.calls["/v1/chat/completions"]
 
+    @property
+    def to_compute(self) -> int:
+        """Tokens of prompts that `b` is counted on to compute."""
+        target = self.proxy.proxy.clusters["default"].find_endpoint(B)
+        assert target is not None
+        return target.load.pending_tokens
+
     async def finish(self) -> list[httpx.Response]:
         """The engine goes on, and all is answered."""
         self.go_on.set()
@@ -313,6 +320,7 @@ async def test_a_request_waits_for_its_copy(tmp_path: Path) -> None:
         target = cluster.find_endpoint(B)
         assert target is not None
         assert (staged.answers, staged.queue, target.load.in_flight) == (0, 0, 1)
+        assert 0 < staged.to_compute < 1000
         slow.end.set()
         (answer,) = await staged.finish()
         assert answer.status_code == 200
@@ -361,17 +369,31 @@ async def test_nor_longer_than_the_copy_is_to_save() -> None:
     ids=["fails", "brings nothing"],
 )
 async def test_a_copy_that_comes_to_nothing_is_not_waited_for(move: Any, result: str) -> None:
-    """The request goes as soon as that is known, and nothing of it is believed."""
+    """The request goes as soon as that is known, and nothing of it is believed: the engine is to compute it all."""
     service = controller(long_held_by_a, move=lambda _: move)
     async with stage(service, **WAITS) as staged:
-        staged.go_on.set()
         staged.send(LONG)
+        await until(lambda: staged.answers == 1)
+        assert staged.to_compute > LONG_HELD
         (answer,) = await staged.finish()
         assert answer.status_code == 200
         assert staged.result("done") == staged.result("late") == 0
         if result:
             assert staged.result(result) == 1
         assert staged.on_demand._waiting == {}
+
+
+async def test_a_copy_that_is_refused_after_all_is_not_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request goes at once, and has its place for all that the engine computes."""
+    service = controller(long_held_by_a, move=moved)
+    async with stage(service, **WAITS) as staged:
+        monkeypatch.setattr(staged.on_demand._transfers, "begin", lambda *_: False)
+        staged.send(LONG)
+        await until(lambda: staged.answers == 1)
+        assert staged.to_compute > LONG_HELD
+        (answer,) = await staged.finish()
+        assert answer.status_code == 200
+        assert service.calls["/move"] == 0
 
 
 async def test_a_client_that_leaves_while_its_copy_is_made_gives_its_place_back() -> None:
