@@ -154,7 +154,7 @@ class ManyRouters:
         return min((at for at in times if at is not None), default=None)
 
     def copied(self, placement: Placement, blocks: int, now: float) -> None:
-        """The router that placed the request counts it anew, and tells."""
+        """The router that placed the request counts it by what came, and tells."""
         self._deliver(now)
         replica, own = self._placed[placement.request.name]
         replica.router.copied(own, blocks, now)

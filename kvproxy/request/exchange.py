@@ -92,8 +92,8 @@ class Copier(Protocol):
         ...
 
     async def wait(self, exchange: Exchange) -> bool:
-        """For the copy that the request was placed with, within a bound; whether its place is to be counted anew, by
-        the facts of the exchange, as that of a request which goes to the engine only now."""
+        """For the copy that the request was placed with, within a bound. True: its place is to be counted by the facts
+        that the exchange has now, and from now on."""
         ...
 
 
