@@ -53,7 +53,8 @@ def predicted_at(headers: Mapping[str, str]) -> tuple[int, str]:
 @contextlib.asynccontextmanager
 async def following(url: str, *, events: bool) -> AsyncIterator[tuple[RunningProxy, KvCache]]:
     """A proxy over the engine `a`, which it follows by its events or not; its metrics are read when a test says so."""
-    chain = ["request_id", *with_kvcache(kv_events=events, engine_metrics_interval=0)]
+    settings = {"engine_metrics_interval": 0, "lookup_routing_timeout": "5s"}  # two busy cores do not keep 50 ms
+    chain = ["request_id", *with_kvcache(kv_events=events, **settings)]
     async with running_proxy({"a": url}, policy="kv_aware", filters=chain) as proxy:
         service = proxy.proxy.kvcache
         assert service is not None
