@@ -107,7 +107,7 @@ async def test_a_billing_header_costs_no_prediction(
     server: Vllm, saw: Saw, ask: Callable[[RunningProxy, str, int], Awaitable[Turn]], events: bool
 ) -> None:
     """Later turns are predicted to hit as much as they do, all of the turn before: by text in sum, by events each."""
-    filters = with_kvcache(kv_events=events, lookup_routing_timeout="5s")  # two busy cores do not keep 50 ms
+    filters = with_kvcache(kv_events=events, request_timeout="20s")  # an engine's first /tokenize may take seconds
     async with running_proxy({"a": server.url}, policy="kv_aware", filters=filters) as proxy:
         cache = proxy.proxy.kvcache
         assert cache is not None
