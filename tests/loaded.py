@@ -1,16 +1,26 @@
-"""`make test-loaded`: the suite three times running, on a machine whose cores are kept busy by four other processes."""
+"""`make test-loaded`: the suite three times running, on a machine whose cores are kept busy by four other processes.
+
+Now and then one of its workers stands still for seconds, as all of a machine does that others use, too.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import psutil
 
 BUSY_PROCESSES = 4
 RUNS = 3
+#: Seconds between pauses, and that one takes.
+BETWEEN_S, PAUSE_S = (1.0, 8.0), (0.5, 4.0)
 
 #: Ends by itself when its parent is gone, however that ended.
 _BURN = """
@@ -35,22 +45,42 @@ def busy(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
             process.wait()
 
 
+def pause_child(parent: int, rng: random.Random, wait: Callable[[], object]) -> bool:
+    """One of its children does nothing until `wait` returns; whether there was one."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = psutil.Process(parent).children()
+        if children:
+            paused = rng.choice(children)
+            paused.suspend()
+            try:
+                wait()
+            finally:
+                paused.resume()
+            return True
+    return False
+
+
 def main(arguments: list[str]) -> int:
     """The first exit status that is not 0, or 0."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with busy(BUSY_PROCESSES):
         for run in range(RUNS):
             sys.stderr.write(f"run {run + 1} of {RUNS}, beside {BUSY_PROCESSES} busy processes\n")
-            status = _suite(arguments)
+            status = _suite(arguments, random.Random(run))
             if status:
                 return status
     return 0
 
 
-def _suite(arguments: list[str]) -> int:
-    suite = subprocess.Popen([sys.executable, "-m", "pytest", "-n", "2", *arguments])
+def _suite(arguments: list[str], rng: random.Random) -> int:
+    suite, pauses = subprocess.Popen([sys.executable, "-m", "pytest", "-n", "2", *arguments]), 0
     try:
-        return suite.wait()
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = suite.wait(timeout=rng.uniform(*BETWEEN_S))
+                sys.stderr.write(f"a worker stood still {pauses} times\n")
+                return status
+            pauses += pause_child(suite.pid, rng, partial(time.sleep, rng.uniform(*PAUSE_S)))
     finally:
         if suite.poll() is None:
             suite.terminate()

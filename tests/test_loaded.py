@@ -1,13 +1,15 @@
-"""The load beside which the suite is run leaves nothing behind."""
+"""The load beside which the suite is run leaves nothing behind, and no worker still."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 import subprocess
 import sys
+import threading
 
-from tests.loaded import busy
+from tests.loaded import busy, pause_child
 from tests.support.until import until
 
 
@@ -42,7 +44,43 @@ with busy(1) as (one,):
     await until(lambda: not _runs(pid))
 
 
+async def test_a_worker_that_stood_still_goes_on() -> None:
+    """It is stopped, and then not."""
+    script = "import os\nprint(os.getpid(), flush=True)\ninput()"
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {script!r}])",
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert parent.stdout is not None
+    pid = int(await parent.stdout.readline())
+    seen = threading.Event()
+    pausing = asyncio.create_task(asyncio.to_thread(pause_child, parent.pid, random.Random(1), seen.wait))
+    try:
+        await until(lambda: _state(pid).startswith("T"))
+    finally:
+        seen.set()
+    assert await pausing
+    await until(lambda: not _state(pid).startswith("T"))
+    await parent.communicate(b"\n")
+    await until(lambda: not _runs(pid))
+
+
+def test_a_run_without_workers_is_not_paused() -> None:
+    """None has begun yet, or the run is over."""
+    assert not pause_child(_over(), random.Random(1), threading.Event().wait)
+
+
+def _over() -> int:
+    """A process that has ended."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        return process.pid
+
+
+def _state(pid: int) -> str:
+    return subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+
+
 def _runs(pid: int) -> bool:
     """Whether it is there and no mere entry of the process table."""
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    state = _state(pid)
     return bool(state.strip()) and not state.startswith("Z")
