@@ -586,9 +586,9 @@ async def test_sglang_keeps_what_a_session_refers_to() -> None:
         assert (line["result"], line["reason"]) == ("done", "lease client")
         assert line["session"].startswith("kvproxy-")
         await press(proxy)
+        assert app.calls["POST /close_session"] == 0
         await proxy.ask({"role": "assistant", "content": "so"}, {"role": "user", "content": "on"})
         assert proxy.results() == {"kept": 1}
-        assert app.calls["POST /close_session"] == 0
         await proxy.tick(1)
         assert app.calls["POST /close_session"] == 1
         assert not proxy.kv.state.leases.to_close
