@@ -18,6 +18,7 @@ from kvproxy.app import Proxy
 from kvproxy.config.load import load_config
 from kvproxy.listener.server import Server
 from kvproxy.sync.datagrams import Siblings
+from kvproxy.types import Clock
 
 
 @dataclass
@@ -39,17 +40,18 @@ async def running_proxy(
     *,
     siblings: Siblings | None = None,
     ahead_s: float = 0.0,
+    clock: Clock = time.monotonic,
     **config: Any,
 ) -> AsyncIterator[RunningProxy]:
     """`config` is native configuration besides the endpoints; probes are off unless it says otherwise. With `siblings`
-    it is one of several workers of a machine. Its clocks are `ahead_s` ahead of those here."""
+    it is one of several workers of a machine. Its clocks are `ahead_s` ahead of `clock` and of the wall clock here."""
     raw: dict[str, Any] = {"endpoints": endpoints, "policy": "round_robin", "health": {"active": False}, **config}
     drain_s = 2.0
     async with (
         Proxy(
             load_config(raw),
             siblings=siblings,
-            clock=lambda: time.monotonic() + ahead_s,
+            clock=lambda: clock() + ahead_s,
             wall_clock=lambda: datetime.now(UTC) + timedelta(seconds=ahead_s),
         ) as proxy,
         Server(proxy, drain_s=drain_s) as server,
