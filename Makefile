@@ -18,7 +18,7 @@ demo: $(RUN) ## simulated engines, controller and proxy; real traffic through th
 test: $(DEV) ## the fast test suite
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-test-loaded: $(DEV) ## the same three times running, with the cores kept busy by four other processes and workers that stand still now and then
+test-loaded: $(DEV) ## the same three times running, beside busy processes, its workers paused now and then
 	$(BIN)/python -m tests.loaded $(ARGS)
 
 coverage: $(DEV) ## the same with branch coverage; fails under 95 %

@@ -232,6 +232,8 @@ class EndpointLoad:
             return
         work = features_of(split.uncached_tokens, split.cached_tokens, split.onboarding_s)
         self.pending_tokens += split.uncached_tokens - reservation.uncached_tokens
+        self.resident_tokens -= reservation.uncached_tokens + reservation.cached_tokens
+        self.resident_tokens += split.uncached_tokens + split.cached_tokens
         reservation.uncached_tokens, reservation.cached_tokens, reservation.lower, _ = split
         self._pending[reservation] = reservation.features = work
         self._work = sum_of(difference(self._work, before), work)

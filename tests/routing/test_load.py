@@ -92,8 +92,17 @@ def test_what_did_not_come_for_a_request_is_counted_from_its_beginning_on(load: 
         (features_of(700, 0), 1.0),
     ]
     assert waits.lower == ()
-    load.begin(waits, PromptSplit(0, 700), 2.0)  # it has its first token
+    load.begin(waits, PromptSplit(0, 900), 2.0)  # it has its first token
     assert (load.pending_tokens, waits.uncached_tokens) == (0, 700)
+
+
+def test_a_prompt_of_another_length_than_was_counted_leaves_nothing_over(load: EndpointLoad) -> None:
+    """More is known of it when the engine gets it."""
+    waits = load.reserve(100, 600, 0.0)
+    load.begin(waits, PromptSplit(900, 0), 0.5)
+    assert (load.pending_tokens, load.resident_tokens) == (900, 900)
+    load.release(waits, 1.0)
+    assert (load.pending_tokens, load.resident_tokens, load.in_flight) == (0, 0, 0)
 
 
 def test_an_idle_gap_is_not_busy(load: EndpointLoad, samples: Samples) -> None:

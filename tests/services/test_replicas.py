@@ -386,10 +386,12 @@ async def test_a_replica_that_dies_in_the_middle_of_an_action(store: Store) -> N
                 assert lmcache.calls["/pin"] == 1
                 wire.cut = True
                 wire.break_off()
-            async with asyncio.timeout(20):
-                while lmcache.calls["/pin"] < 2:
-                    await two.ask(LONG)  # which needs it pinned still
-                    await asyncio.sleep(0.1)
+
+            async def pinned_again() -> bool:
+                await two.ask(LONG)  # which needs it pinned still
+                return lmcache.calls["/pin"] >= 2
+
+            await until_says(True, pinned_again, within_s=20, pause_s=0.1)
             assert two.metric("kvproxy_kvcache_actions_total", action="pin", result="done") == 1
 
 

@@ -84,9 +84,9 @@ class AwaitedCopy(_CopyWatch):
     async def wait(self, exchange: Exchange) -> bool:
         """As of Copier."""
         wait, self._wait = self._wait, None
-        if wait is None:
-            return self._counted is not self._facts.overlaps  # with a copy that a limit refused after all
-        await self._on_demand.wait(self._facts, wait)
-        self._settle(exchange, "late")
-        exchange.facts = self._facts.overlaps
-        return True
+        if wait is not None:
+            await self._on_demand.wait(self._facts, wait)
+            self._settle(exchange, "late")
+            exchange.facts = self._facts.overlaps
+        counted, self._counted = self._counted, self._facts.overlaps
+        return wait is not None or counted is not self._counted  # the latter: a limit refused the copy after all

@@ -30,7 +30,7 @@ from kvproxy.routing.costs import own_s
 from kvproxy.routing.policy import Overlap, PickRequest
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.speeds import SpeedModel
-from kvproxy.routing.transfers import STORE, LinkTerms, Transfer, TransferPlanner, landed, near_tokens
+from kvproxy.routing.transfers import NOT_HELD, STORE, LinkTerms, Transfer, TransferPlanner, landed, near_tokens
 from kvproxy.routing.work import prefill_s
 from kvproxy.types import EndpointId, Tier
 
@@ -90,7 +90,7 @@ class OnDemand:
             return asked, ""
         offered = self._offer(facts, asked, cluster.candidates(asked.model, now), speeds, now)
         lacking = [
-            offered.facts.matched_tokens(one) - near_tokens(facts.overlaps.by_endpoint.get(one, Overlap(0)))
+            offered.facts.matched_tokens(one) - near_tokens(facts.overlaps.by_endpoint.get(one, NOT_HELD))
             for one in offered.transfer_s or ()
         ]
         if refused := self._transfers.link.why_refused(max(lacking), math.inf) if lacking else "":
@@ -126,15 +126,16 @@ class OnDemand:
         self._transfers.metrics.waits.observe(waited_s)
         if result is not None:
             result.waited_s = round(waited_s, 6)
-            held = facts.overlaps.by_endpoint.get(result.endpoint, Overlap(0))
-            if result.moved > near_tokens(held):
-                self._count_moved(facts, result.endpoint, held, min(result.moved, result.tokens))
+            self._count_moved(facts, result)
 
-    def _count_moved(self, facts: RequestFacts, endpoint: EndpointId, held: Overlap, tokens: int) -> None:
-        provider = self._overlap.lookups.provider
-        source = held.source if provider is None else provider.source
-        overlap = msgspec.structs.replace(landed(held, tokens, Tier.HOST), source=source)
-        by_endpoint = {**facts.overlaps.by_endpoint, endpoint: overlap}
+    def _count_moved(self, facts: RequestFacts, result: TransferResult) -> None:
+        provider, held = self._overlap.lookups.provider, facts.overlaps.by_endpoint.get(result.endpoint, NOT_HELD)
+        overlap = landed(held, min(result.moved, result.tokens), Tier.HOST)
+        if overlap is held:
+            return
+        if provider is not None:
+            overlap = msgspec.structs.replace(overlap, source=provider.source)
+        by_endpoint = {**facts.overlaps.by_endpoint, result.endpoint: overlap}
         facts.overlaps = msgspec.structs.replace(facts.overlaps, by_endpoint=by_endpoint)
 
     def settle(self, facts: RequestFacts, unfinished: str) -> TransferResult | None:

@@ -341,8 +341,9 @@ async def test_no_request_waits_longer_than_it_may() -> None:
     slow = Slow()
     service = controller(long_held_by_a, move=slow)
     async with stage(service, **{**WAITS, "max_wait": "1ms"}) as staged:
-        staged.go_on.set()
         staged.send(LONG)
+        await until(lambda: staged.answers == 1)
+        assert staged.to_compute > LONG_HELD
         (answer,) = await staged.finish()
         assert answer.status_code == 200
         assert (staged.answers, staged.result("late")) == (1, 1)
