@@ -153,13 +153,6 @@ class ManyRouters:
         times = [replica.router.next_release_at(now) for replica in self._replicas]
         return min((at for at in times if at is not None), default=None)
 
-    def copied(self, placement: Placement, blocks: int, now: float) -> None:
-        """The router that placed the request counts it by what came, and tells."""
-        self._deliver(now)
-        replica, own = self._placed[placement.request.name]
-        replica.router.copied(own, blocks, now)
-        self._tell(replica, now)
-
     def first_token(self, placement: Placement, now: float) -> None:
         """The router that placed the request sees it, and tells."""
         self._deliver(now)
@@ -204,8 +197,7 @@ class ManyRouters:
             return None
         self._placed[own.request.name] = replica, own
         self._tell(replica, now)
-        endpoint = self._engines[own.endpoint.index]
-        return Placement(own.request, endpoint, own.reservation, own.settle, own.priority, own.transfer)
+        return Placement(own.request, self._engines[own.endpoint.index], own.reservation, own.settle, own.priority)
 
     def _tell(self, replica: Replica, now: float) -> None:
         if self._delay_s is None:

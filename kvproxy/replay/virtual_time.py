@@ -135,6 +135,7 @@ class VirtualTime:
         placement, blocks = copied
         if self._placed.get(placement.request.name) is not placement:
             return
+        assert isinstance(self._router, VirtualRouter)  # several do not copy
         placement.endpoint.engine.receive(blocks, now)
         self._router.copied(placement, len(blocks), now)
         self._give(placement, now)
