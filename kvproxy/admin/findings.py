@@ -11,7 +11,7 @@ from enum import IntEnum
 from kvproxy.admin.operated import ConfigFinding
 from kvproxy.clients.kv_events.status import StreamState
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.endpoint import Condition, Endpoint
+from kvproxy.cluster.endpoint import DOWN, Condition, Endpoint
 from kvproxy.cluster.engine_priority import PriorityState
 from kvproxy.config.cluster_schema import EnginePriorityMode
 from kvproxy.kvcache.feedback.trust import WINDOW, CacheLosses, LossReason, MissedReuse
@@ -19,8 +19,6 @@ from kvproxy.kvcache.overlap.kv_event_streams import EventStreams
 from kvproxy.kvcache.service import KvCache
 from kvproxy.sync.service import SyncService
 
-#: Out of the rotation by its own fault. An endpoint that an operator drains is not.
-DOWN = frozenset({Condition.UNHEALTHY, Condition.EJECTED, Condition.BREAKER_OPEN})
 #: Named one by one; of more in a cluster there is one finding.
 NAMED = 3
 

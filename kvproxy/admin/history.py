@@ -6,18 +6,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvproxy.background_task import BackgroundTask
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.metrics.collectors import Counter
-from kvproxy.request.observer import RecentDecisions, Tally
+from kvproxy.request.observer import FailureTally, RecentDecisions, Tally
 from kvproxy.types import Clock, Sleep
 
 log = logging.getLogger(__name__)
+K = TypeVar("K", bound=Hashable)
 INTERVAL_S = 1.0
 KEPT = 300
 #: Samples that become one of the hour, and how many of those are kept.
@@ -64,6 +65,8 @@ class HistorySample:
     cached_tokens: float  # of these, from cache
     predicted_tokens: float  # matched tokens where requests went
     saved_s: float  # of prefill, by learned speeds
+    failures: FailureTally  # requests that were not served, by cause
+    attempt_failures: Mapping[tuple[str, str], int]  # by cluster and endpoint, also of requests that were retried
 
 
 class History(BackgroundTask):
@@ -80,6 +83,7 @@ class History(BackgroundTask):
         self._taken = 0
         self._last_at = self._hour_at = sampled.clock()
         self._last = [0.0, 0.0, 0.0, 0.0]
+        self._attempt_failures: Mapping[tuple[str, str], int] = {}
 
     async def _run(self) -> None:
         while True:
@@ -92,7 +96,7 @@ class History(BackgroundTask):
     def take_sample(self) -> None:
         """One sample, of all since the one before."""
         recent, metrics, now = self._sampled.recent, self._sampled.metrics, self._sampled.clock()
-        p50, p95 = _quantiles(recent.ttfts_since(self._last_at))
+        p50, p95 = list_quantiles(recent.ttfts_since(self._last_at))
         counters = (
             metrics.latency.prompt_tokens,
             metrics.latency.cached_tokens,
@@ -102,22 +106,45 @@ class History(BackgroundTask):
         counts = [count_total(counter) for counter in counters]
         prompt, cached, predicted, saved = (after - before for after, before in zip(counts, self._last, strict=True))
         self._last_at, self._last = now, counts
-        self.samples.append(HistorySample(now, recent.take_tally(), p50, p95, prompt, cached, predicted, saved))
+        failed = (recent.take_failures(), self._take_attempt_failures())
+        self.samples.append(
+            HistorySample(now, recent.take_tally(), p50, p95, prompt, cached, predicted, saved, *failed)
+        )
         self._taken += 1
         if self._taken % COARSE == 0:
             self._take_coarse(now)
         for on_sample in self.on_sample:
             on_sample(now)
 
+    def _take_attempt_failures(self) -> dict[tuple[str, str], int]:
+        """Failed attempts since the last call. A series that began again counts from nothing."""
+        counted: dict[tuple[str, str], int] = {}
+        for metric in self._sampled.metrics.request.attempt_failures.collect():
+            for sample in metric.samples:
+                key = sample.labels["cluster"], sample.labels["endpoint"]
+                counted[key] = counted.get(key, 0) + int(sample.value)
+        before, self._attempt_failures = self._attempt_failures, counted
+        grown = {key: value - min(value, before.get(key, 0)) for key, value in counted.items()}
+        return {key: value for key, value in grown.items() if value}
+
     def _take_coarse(self, now: float) -> None:
         fine = list(islice(reversed(self.samples), COARSE))
-        p50, p95 = _quantiles(self._sampled.recent.ttfts_since(self._hour_at))
+        p50, p95 = list_quantiles(self._sampled.recent.ttfts_since(self._hour_at))
         self._hour_at = now
-        sums = (
-            sum(getattr(one, name) for one in fine)
-            for name in ("prompt_tokens", "cached_tokens", "predicted_tokens", "saved_s")
+        self.hour.append(
+            HistorySample(
+                now,
+                add_tallies(one.tally for one in fine),
+                p50,
+                p95,
+                prompt_tokens=sum(one.prompt_tokens for one in fine),
+                cached_tokens=sum(one.cached_tokens for one in fine),
+                predicted_tokens=sum(one.predicted_tokens for one in fine),
+                saved_s=sum(one.saved_s for one in fine),
+                failures=add_tallies(one.failures for one in fine),
+                attempt_failures=add_tallies(one.attempt_failures for one in fine),
+            )
         )
-        self.hour.append(HistorySample(now, add_tallies(one.tally for one in fine), p50, p95, *sums))
 
     def last_minute(self, now: float) -> list[HistorySample]:
         """The samples of the last 60 s, the newest first."""
@@ -129,20 +156,21 @@ class History(BackgroundTask):
         return found
 
 
-def add_tallies(tallies: Iterable[Tally]) -> Tally:
-    """Requests by cluster, endpoint and result over all of them."""
-    counts: Tally = {}
+def add_tallies(tallies: Iterable[Mapping[K, int]]) -> dict[K, int]:
+    """The sums by key over all of them."""
+    counts: dict[K, int] = {}
     for tally in tallies:
         for key, number in tally.items():
             counts[key] = counts.get(key, 0) + number
     return counts
 
 
+def list_quantiles(values: Iterable[float]) -> tuple[float | None, float | None]:
+    """Median and 95th percentile; None of nothing."""
+    ordered = sorted(values)
+    return find_quantile(ordered, 0.5), find_quantile(ordered, 0.95)
+
+
 def find_quantile(ordered: Sequence[float], share: float) -> float | None:
     """The nearest rank; None of nothing."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
-
-
-def _quantiles(values: Iterable[float]) -> tuple[float | None, float | None]:
-    ordered = sorted(values)
-    return find_quantile(ordered, 0.5), find_quantile(ordered, 0.95)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from importlib.resources import files
+from itertools import islice
 
 import msgspec
 from starlette.requests import Request
@@ -12,21 +14,18 @@ from starlette.routing import Route
 
 from kvproxy import __version__
 from kvproxy.admin.clusters import describe_endpoint, describe_routing
-from kvproxy.admin.findings import DOWN
-from kvproxy.admin.history import History, HistorySample, add_tallies
+from kvproxy.admin.config_file import describe_file
+from kvproxy.admin.event_log import EventLog, describe_events
+from kvproxy.admin.failures import count_by_cluster, count_by_endpoint
+from kvproxy.admin.findings import Trouble
+from kvproxy.admin.history import History, HistorySample, add_tallies, list_quantiles
 from kvproxy.admin.operated import AdminTarget
 from kvproxy.admin.process import check_readiness
 from kvproxy.admin.replies import RequestRefused
-from kvproxy.admin.troubles import (
-    FAILED_LEAST,
-    FAILED_MOST,
-    FAILED_SHARE,
-    Troubles,
-    count_by_cluster,
-    count_by_endpoint,
-)
+from kvproxy.admin.state import describe_state
+from kvproxy.admin.troubles import Troubles
 from kvproxy.admin.views import list_decisions
-from kvproxy.cluster.endpoint import Condition
+from kvproxy.cluster.endpoint import TAKING
 from kvproxy.config.listener_schema import ListenerSettings
 from kvproxy.errors import Problem
 from kvproxy.kvcache.service import KvCache
@@ -42,6 +41,8 @@ FILES = {
 }
 DECISIONS = 15
 HOT, CAUSES = 8, 8
+#: Events of the last hour that the page shows; as coarse samples are taken, the first minute of the hour, and its age.
+EVENTS, _MINUTE, _HOUR_AGO_S = 20, 6, 3300.0
 #: Viewers within this time share one answer, and the search for hot prefixes is repeated no more often than that.
 SHARED_S, HOT_AGAIN_S = 0.5, 5.0
 #: What `?span=` may ask for: five minutes by the second, or an hour by ten.
@@ -75,7 +76,8 @@ class LiveView:
         self._answers: dict[str, tuple[float, bytes]] = {}  # by span
         self._hot: list[dict[str, object]] = []
         self._hot_at = -HOT_AGAIN_S
-        history.on_sample.append(lambda now: self._troubles.update_findings(now, self._minute(now)))
+        self._events = EventLog(operated)
+        history.on_sample += [self._update_findings, self._events.follow]
 
     def list_routes(self) -> list[Route]:
         """Its path."""
@@ -97,17 +99,21 @@ class LiveView:
         operated = self._operated
         ready, why = check_readiness(operated)
         minute = self._minute(now)
-        state, text = self._state(now, minute, ready=ready, why=why)
+        self._events.follow(now)
+        counted = _counted(minute)
+        state = describe_state(operated, now, **counted, down_since=self._events.down_since())
         return {
             "version": __version__,
             "time": operated.wall_clock().isoformat(timespec="seconds"),
             "uptime_s": now - self._started_at,
             "ready": ready,
             "readiness": why,
-            "state": {"kind": state, "text": text},
+            "state": asdict(state),
+            "config_file": describe_file(operated.reloader, now),
             "public_url": operated.public_url or _url_of(operated.config.listen),
-            "endpoints": self._endpoints(minute),
-            "last_minute": {**_counted(minute), "saved_prefill_s": self._saved_s(now)},
+            "endpoints": self._endpoints(now, minute),
+            "last_minute": {**counted, "saved_prefill_s": self._saved_s(now)},
+            "ttft": self._ttft(now),
             "clusters": {name: _counts(*found) for name, found in count_by_cluster(minute).items()},
             "history": _series(self._history.samples if span == SPANS[0] else self._history.hour, now),
             "routing": {name: describe_routing(one, now) for name, one in operated.clusters.items()},
@@ -115,43 +121,50 @@ class LiveView:
             "sync": None if operated.sync is None else operated.sync.describe_state(),
             "decisions": list_decisions(operated, DECISIONS),
             "failed_decisions": list_decisions(operated, DECISIONS, result=FAILED),
+            "events": describe_events(self._events.list_events(), now)[:EVENTS],
             "findings": [
                 {"severity": one.severity, "where": one.where, "what": one.what, "fix": one.fix, "age_s": now - since}
-                for one, since in self._troubles.update_findings(now, minute)
+                for one, since in self._update_findings(now)
             ],
         }
 
     def _minute(self, now: float) -> Tally:
         return add_tallies(one.tally for one in self._history.last_minute(now))
 
-    def _state(self, now: float, minute: Tally, *, ready: bool, why: str) -> tuple[str, str]:
-        """One word for all of it: `good`, `warn` or `down`, and what to say."""
-        if not ready:
-            return ("warn" if self._operated.draining else "down"), why
-        conditions = [one.condition(now) for each in self._operated.clusters.values() for one in each.endpoints]
-        requests, failed = sum(minute.values()), _failed(minute)
-        if failed >= FAILED_LEAST and failed / requests >= FAILED_SHARE:
-            share = f"{failed / requests:.0%} of requests fail"
-            return ("down", share) if failed / requests >= FAILED_MOST else ("warn", f"degraded: {share}")
-        if any(condition in DOWN for condition in conditions):
-            up = sum(condition in (Condition.UP, Condition.SATURATED) for condition in conditions)
-            return "warn", f"degraded: {up} of {len(conditions)} up"
-        return "good", why
+    def _update_findings(self, now: float) -> list[tuple[Trouble, float]]:
+        samples = self._history.last_minute(now)
+        minute, failures = add_tallies(one.tally for one in samples), add_tallies(one.failures for one in samples)
+        return self._troubles.update_findings(now, minute, failures)
+
+    def _ttft(self, now: float) -> dict[str, float | None]:
+        """Seconds to the first byte of streamed answers: of the last minute, and of the same minute an hour ago."""
+        _, p95 = list_quantiles(self._operated.recent.ttfts_since(now - 60.0))
+        hour = self._history.hour
+        then = [one.ttft_p95_s for one in islice(hour, _MINUTE) if now - one.at >= _HOUR_AGO_S and one.ttft_p95_s]
+        return {"p95_s": p95, "p95_hour_ago_s": max(then, default=None)}
 
     def _saved_s(self, now: float) -> float | None:
-        """Engine seconds of prefill the caches saved in the last minute; None while no cluster has learned a speed."""
+        """Engine seconds of prefill the caches saved in the last minute; None while no cluster has learned a speed, and
+        while no engine is up: what was saved before says nothing about now."""
+        members = (one for each in self._operated.clusters.values() for one in each.endpoints)
+        if not any(one.condition(now) in TAKING for one in members):
+            return None
         speeds = [one.speeds for one in self._operated.clusters.values() if one.speeds is not None]
         if not any(one.estimates(now).samples for one in speeds):
             return None
         return sum(sample.saved_s for sample in self._history.last_minute(now))
 
-    def _endpoints(self, minute: Tally) -> list[dict[str, object]]:
+    def _endpoints(self, now: float, minute: Tally) -> list[dict[str, object]]:
         operated, routed = self._operated, count_by_endpoint(minute)
+        errors = add_tallies(one.attempt_failures for one in self._history.last_minute(now))
+        ttfts = operated.recent.ttfts_by_endpoint(now - 60.0)
         return [
             {
                 "cluster": name,
                 **describe_endpoint(operated, name, endpoint),
                 "requests_last_minute": routed.get((name, str(endpoint.id)), 0),
+                "errors_last_minute": errors.get((name, str(endpoint.id)), 0),
+                "ttft_p95_s": list_quantiles(ttfts.get((name, endpoint.id), ()))[1],
             }
             for name, cluster in operated.clusters.items()
             for endpoint in cluster.endpoints

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Protocol
@@ -41,10 +41,46 @@ class ConfigFinding:
     fix: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened at `at`, on the proxy's clock. `kind` is that of its mark: down, warn, good or ""."""
+
+    at: float
+    kind: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedFile:
+    """A configuration file that was read and cannot be used; `changed_at` is its own age, on the proxy's clock."""
+
+    errors: tuple[Problem, ...]
+    changed_at: float
+
+
 class ConfigReloader(Protocol):
     """Reads the configuration file again and applies it."""
 
     async def __call__(self) -> Reloaded: ...
+    @property
+    def file_name(self) -> str:
+        """The file's name without its folder; "" without a file."""
+        ...
+
+    @property
+    def loaded_at(self) -> float:
+        """When the configuration in force was read, on the proxy's clock."""
+        ...
+
+    @property
+    def refusal(self) -> RefusedFile | None:
+        """Why the file as it was read last is not in force; None: it is."""
+        ...
+
+    @property
+    def events(self) -> Iterable[Event]:
+        """The last reloads, applied and refused."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,11 @@ and the rest. Each with its age."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
+from kvproxy.admin.config_file import find_refused_file
+from kvproxy.admin.failures import count_by_endpoint, find_failing
 from kvproxy.admin.findings import (
-    DOWN,
     NAMED,
     Rank,
     Trouble,
@@ -21,13 +22,9 @@ from kvproxy.admin.findings import (
 )
 from kvproxy.admin.operated import AdminTarget, OperatorFinding
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.endpoint import Condition, Endpoint
-from kvproxy.request.exchange import FAILED
-from kvproxy.request.observer import Tally
+from kvproxy.cluster.endpoint import DOWN, TAKING, Condition, Endpoint
+from kvproxy.request.observer import FailureTally, Tally
 
-#: A share of failed requests from here on is a finding (and so many of them), and from there on a problem. The alert
-#: KvproxyErrors has the first of them too.
-FAILED_SHARE, FAILED_LEAST, FAILED_MOST = 0.05, 3, 0.5
 _PROBE = {"unreachable": "it cannot be reached", "timeout": "no answer in time", "failed": "it answers, with an error"}
 _DOCTOR = "read the engine's log, or run `kvproxy doctor`"
 _SEVERITIES = ("problem", "error", "warning", "note", "ok")
@@ -40,10 +37,15 @@ class Troubles:
         self._operated = operated
         self._since: dict[tuple[str, ...], float] = {}
 
-    def update_findings(self, now: float, minute: Tally) -> list[tuple[Trouble, float]]:
+    def update_findings(self, now: float, minute: Tally, failures: FailureTally) -> list[tuple[Trouble, float]]:
         """All there are, each with when it was seen first, the worst first."""
-        present = [*self._endpoints(now, minute), *self._sources(now), *_failing(minute), *self._rest()]
-        self._since = {one.key: self._since.get(one.key, now) for one in present}
+        failing = find_failing(self._operated.clusters, minute, failures)
+        present = [*self._endpoints(now, minute), *self._sources(now), *failing, *self._rest()]
+        refused = dict(find_refused_file(self._operated.reloader, now))
+        self._since = {one.key: self._since.get(one.key, now) for one in present} | {
+            one.key: changed_at for one, changed_at in refused.items()
+        }
+        present += refused
         shown = [(one, self._since[one.key]) for one in present if now - self._since[one.key] >= one.patience_s]
         return sorted(shown, key=lambda pair: (pair[0].rank, _SEVERITIES.index(pair[0].severity)))
 
@@ -53,7 +55,9 @@ class Troubles:
             if not down:
                 continue
             others = _who_took_over(name, cluster, minute, now)
-            if len(down) <= NAMED:
+            if len(down) > 1 and not any(one.condition(now) in TAKING for one in cluster.endpoints):
+                yield _down(("outage", name), name, _outage(down, len(cluster.endpoints), now))
+            elif len(down) <= NAMED:
                 for one in down:
                     yield _down(("down", name, str(one.id)), f"{name}/{one.id}", f"{_why(one, now)}; {others}")
             else:
@@ -110,37 +114,28 @@ def _why(endpoint: Endpoint, now: float) -> str:
     return f"down: its breaker is open{last}"
 
 
+def _outage(down: Sequence[Endpoint], all_of_them: int, now: float) -> str:
+    """All engines of a cluster at once: those that are down for the same reason together."""
+    alike: dict[str, list[Endpoint]] = {}
+    for one in down:
+        alike.setdefault(_cause(one, now), []).append(one)
+    causes = "; ".join(f"{list_names(some)}: {why}" for why, some in alike.items())
+    how_many = f"all {all_of_them}" if len(down) == all_of_them else f"{len(down)} of {all_of_them}"
+    rest = "" if len(down) == all_of_them else ", and no other takes requests"
+    return f"{how_many} engines are down{rest} ({causes}); requests are tried on them all the same"
+
+
+def _cause(endpoint: Endpoint, now: float) -> str:
+    metrics = endpoint.metrics
+    if endpoint.condition(now) is Condition.UNHEALTHY:
+        return _PROBE.get(metrics.last_probe, "its probes fail")
+    return metrics.last_failure.replace("_", " ") or "requests failed in a row"
+
+
 def _who_took_over(name: str, cluster: Cluster, minute: Tally, now: float) -> str:
-    up = [one for one in cluster.endpoints if one.condition(now) in (Condition.UP, Condition.SATURATED)]
+    up = [one for one in cluster.endpoints if one.condition(now) in TAKING]
     if not up:
         return "no endpoint of the cluster is up, so all are tried"
     requests = count_by_endpoint(minute)
     busy = sorted((one for one in up if (name, str(one.id)) in requests), key=lambda e: -requests[name, str(e.id)])
     return f"{list_names(busy)} took over" if busy else f"{list_names(up)} would take its requests"
-
-
-def _failing(minute: Tally) -> Iterator[Trouble]:
-    for name, (requests, failed) in count_by_cluster(minute).items():
-        if failed >= FAILED_LEAST and failed / requests >= FAILED_SHARE:
-            what = f"{failed / requests:.0%} of {requests:,} requests failed in the last minute ({failed:,})"
-            severity = "problem" if failed / requests >= FAILED_MOST else "warning"
-            fix = "look at the failed among the last decisions, and at the log"
-            yield Trouble(("failed", name), Rank.FAILED, severity, name or "no cluster", what, fix)
-
-
-def count_by_cluster(tally: Tally) -> dict[str, tuple[int, int]]:
-    """Requests, and the failed among them, by cluster ("": none was found)."""
-    found: dict[str, tuple[int, int]] = {}
-    for (cluster, _, result), count in tally.items():
-        requests, failed = found.get(cluster, (0, 0))
-        found[cluster] = (requests + count, failed + (count if result == FAILED else 0))
-    return found
-
-
-def count_by_endpoint(tally: Tally) -> Mapping[tuple[str, str], int]:
-    """Requests by cluster and endpoint."""
-    found: dict[tuple[str, str], int] = {}
-    for (cluster, endpoint, _), count in tally.items():
-        if endpoint is not None:
-            found[cluster, str(endpoint)] = found.get((cluster, str(endpoint)), 0) + count
-    return found

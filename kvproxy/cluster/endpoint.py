@@ -31,6 +31,12 @@ class Condition(StrEnum):
     SATURATED = "saturated"
 
 
+#: In the rotation.
+TAKING = frozenset({Condition.UP, Condition.SATURATED})
+#: Out of the rotation by its own fault. An endpoint that an operator drains is not.
+DOWN = frozenset({Condition.UNHEALTHY, Condition.EJECTED, Condition.BREAKER_OPEN})
+
+
 class Endpoint:
     """What the cluster chooses among: an engine, or one of its data-parallel ranks, which share the engine's address,
     health and breaker and have a load of their own.
@@ -213,13 +219,13 @@ class Endpoint:
         if self._shown or self.metrics.closed:
             return
         self._shown = True
-        clock, taking = self._clock, (Condition.UP, Condition.SATURATED)
+        clock = self._clock
         load, breaker = self.load, self.breaker
         for gauge in (metrics.endpoint.in_flight, metrics.endpoint.in_flight_formerly):
             self.metrics.bind_gauge(gauge, lambda: load.own_in_flight)
         self.metrics.bind_gauge(metrics.endpoint.pending_prompt_tokens, lambda: load.own_pending_tokens)
         self.metrics.bind_gauge(metrics.endpoint.adapters, lambda: len(self.engine.adapters.names))
-        self.metrics.bind_gauge(metrics.endpoint.up, lambda: self.condition(clock()) in taking)
+        self.metrics.bind_gauge(metrics.endpoint.up, lambda: self.condition(clock()) in TAKING)
         name = f"{self.metrics.cluster}/{self.id}"
         self.metrics.bind_gauge(metrics.bounds.breaker_state, lambda: breaker.state is not BreakerState.CLOSED, name)
         self.metrics.show_priority(self.priority)

@@ -39,6 +39,7 @@ class Judge(Protocol):
     """What draws the conclusions of attempts."""
 
     def record_outcome(self, engine: Engine, outcome: AttemptOutcome, now: float) -> None: ...
+    def follow_outage(self, now: float) -> None: ...
 
 
 class LoadListener(Protocol):
@@ -156,6 +157,7 @@ class Pick(msgspec.Struct, eq=False):
             health = self.endpoint.health
             if health.failures or health.unserved:
                 health.record_success()
+                self.picker.verdicts.follow_outage(now)
             return
         if self.permit is not None:
             if outcome is AttemptOutcome.CLIENT_ERROR:

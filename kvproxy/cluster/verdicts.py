@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 
-from kvproxy.cluster.endpoint import Condition, Endpoint
+from kvproxy.cluster.endpoint import DOWN, TAKING, Condition, Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.membership import Membership
 from kvproxy.cluster.pick import AttemptOutcome
@@ -46,6 +46,7 @@ class Verdicts:
         self._on_return = on_return
         self.tell_probe: TellProbe | None = None
         self._shared_failures: dict[str, float] = {}  # when a request last failed alike on several engines
+        self._all_down = False
 
     def record_outcome(self, engine: Engine, outcome: AttemptOutcome, now: float) -> None:
         """Draw the conclusions of an attempt that was no success."""
@@ -81,6 +82,7 @@ class Verdicts:
         if engine.breaker.state is BreakerState.OPEN:
             self._count_ejection(engine, Condition.BREAKER_OPEN.value)
         self._screening.invalidate()
+        self.follow_outage(self._clock())
 
     def record_probe(self, engine: Engine, outcome: ProbeOutcome) -> None:
         """A probe ended."""
@@ -96,6 +98,30 @@ class Verdicts:
             else:
                 self._count_ejection(engine, "probes")
                 log.warning("%s/%s is unhealthy: probe %s", self._cluster, engine.id, outcome)
+        self.follow_outage(self._clock())
+
+    def follow_outage(self, now: float, *, log_it: bool = True) -> None:
+        """Log one line when no engine is up any more, and one when the first is up again. Another process of this
+        machine logs what it found itself (`log_it`)."""
+        all_down = self._is_all_down(now)
+        if all_down is self._all_down:
+            return
+        self._all_down = all_down
+        if not log_it:
+            return
+        members = self._members.present
+        if all_down:
+            count = sum(one.condition(now) in DOWN for one in members)
+            log.error("no engine of %s is up (%d down); requests are tried on them all the same", self._cluster, count)
+        else:
+            up = next((str(one.id) for one in members if one.condition(now) in TAKING), "none is left")
+            log.info("%s has an engine again: %s", self._cluster, up)
+
+    def _is_all_down(self, now: float) -> bool:
+        members = self._members.present
+        if any(one.condition(now) in TAKING for one in members):
+            return False
+        return any(one.condition(now) in DOWN for one in members)
 
     def hear_probe(self, name: EndpointId, outcome: ProbeOutcome) -> None:
         """Another process of this machine probed the engine of this name just now."""
@@ -104,6 +130,7 @@ class Verdicts:
             one.health.heard, one.metrics.last_probe = True, outcome.value
         if members:
             self._conclude(members[0].engine, well=outcome is ProbeOutcome.OK)
+            self.follow_outage(self._clock(), log_it=False)
 
     def _conclude(self, engine: Engine, *, well: bool) -> bool:
         """From a probe; whether it changed the verdict."""
@@ -126,6 +153,7 @@ class Verdicts:
         self._count_ejection(engine, "failures")
         self._screening.invalidate()
         log.warning("%s/%s is ejected for %.1f s: requests failed in a row", self._cluster, engine.id, length_s)
+        self.follow_outage(now)
         if not self.settings.active:  # no probe will say more
             self._give_back(lambda endpoint: endpoint.engine is engine)
 

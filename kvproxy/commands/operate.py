@@ -26,6 +26,10 @@ class AdminRefused(KvproxyError):
     """The admin listener did not do or say it; the text says what to do."""
 
 
+class NothingAnswers(AdminRefused):
+    """There is no admin listener at that address."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdminAddress:
     """Where the listener is, and the file with its token."""
@@ -60,7 +64,7 @@ def ask_admin(client: httpx.Client, url: str, path: str, *, method: str = "GET")
         raise AdminRefused(f"{url} is no URL like http://127.0.0.1:8889 (--url)") from None
     except httpx.HTTPError as error:
         why = re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or "no answer in time"
-        raise AdminRefused(f"nothing answers at {url} ({why}): is it the admin listener?") from None
+        raise NothingAnswers(f"nothing answers at {url} ({why}): is it the admin listener?") from None
     except ValueError:
         raise AdminRefused(f"{url} is not an admin listener of kvproxy (--url)") from None
     if answer.status_code == 401:
@@ -130,6 +134,9 @@ def reload_configuration(
     with address.connect(transport=transport) as client:
         try:
             answer = ask_admin(client, address.url, "/reload", method="POST")
+        except NothingAnswers as error:
+            print(f"kvproxy reload: {error}\nnothing was reloaded", file=err)
+            return 1
         except AdminRefused as error:
             print(f"kvproxy reload: not reloaded, the old configuration stays\n{error}", file=err)
             return 1

@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvproxy.admin.operated import ConfigFinding, ConfigReloader, OperatorFinding, Reloaded
+from kvproxy.admin.operated import ConfigFinding, ConfigReloader, Event, OperatorFinding, RefusedFile, Reloaded
+from kvproxy.cluster.engine_priority import utc_seconds
 from kvproxy.commands.configuration import ConfigSource
 from kvproxy.config.paths import summarise_changes
 from kvproxy.config.schema import Config
 from kvproxy.errors import ConfigError, Problem
 from kvproxy.metrics.catalog import Metrics
+from kvproxy.types import Clock
 
 logger = logging.getLogger("kvproxy")
 
 Signature = tuple[int, int, int]
+#: Reloads that are remembered for the live page.
+_KEPT_EVENTS = 20
 
 
 class Reloadable(Protocol):
@@ -41,7 +47,20 @@ class FileReloader:
     While entered it watches the file, every `interval_s` (0: never).
     """
 
-    def __init__(self, proxy: Reloadable, source: ConfigSource, *, interval_s: float) -> None:
+    def __init__(
+        self,
+        proxy: Reloadable,
+        source: ConfigSource,
+        *,
+        interval_s: float,
+        clock: Clock = time.monotonic,
+        wall_clock: Clock = utc_seconds,
+    ) -> None:
+        self.file_name = "" if source.path is None else os.path.basename(source.path)
+        self.loaded_at = clock()
+        self.refusal: RefusedFile | None = None
+        self.events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
+        self._clock, self._wall_clock = clock, wall_clock
         self._proxy = proxy
         self._source = source
         self._interval_s = interval_s
@@ -74,6 +93,7 @@ class FileReloader:
             except Exception as error:  # a part that cannot start: whatever it raises, the old ones still run
                 logger.exception("the new configuration cannot be started")
                 return self._refused([Problem("", f"a part cannot be started: {type(error).__name__}: {error}")])
+            self._note_applied()
             self._proxy.findings = convert_problems(problems)
             self._proxy.metrics.process.reloads.labels("applied").inc()
             later = ", ".join(reloaded.after_restart)
@@ -88,7 +108,18 @@ class FileReloader:
         self._proxy.metrics.process.reloads.labels("refused").inc()
         for error in errors:
             logger.error("configuration not reloaded: %s", error.located())
+        now = self._clock()
+        self.refusal = RefusedFile(tuple(errors), now - self._file_age_s())
+        self.events.append(Event(now, "warn", f"{self.file_name or 'configuration'} refused: {errors[0].message}"))
         return Reloaded(errors=tuple(errors))
+
+    def _note_applied(self) -> None:
+        self.loaded_at, self.refusal = self._clock(), None
+        self.events.append(Event(self.loaded_at, "good", f"{self.file_name or 'configuration'} reloaded"))
+
+    def _file_age_s(self) -> float:
+        """Seconds since the file was written, as far as it was seen last."""
+        return 0.0 if self._seen is None else max(0.0, self._wall_clock() - self._seen[0] / 1e9)
 
     async def _watch(self) -> None:
         while True:

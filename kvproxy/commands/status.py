@@ -23,9 +23,21 @@ _COLOURS = {"good": "32", "warn": "33", "down": "31;1", "quiet": "2"}
 #: Findings that change nothing tonight.
 _FOLDED = frozenset({"note", "ok"})
 _DOWN = frozenset({"unhealthy", "ejected", "breaker_open"})
-_DECISIONS = 8
+_DECISIONS, _EVENTS = 8, 5
 Cell = tuple[str, str]  # text, colour name or ""
-_ENDPOINT_HEADS = ("ENDPOINT", "STATE", "REQ/MIN", "IN FLIGHT", "PENDING", "KV", "QUEUE", "SPEED", "KV EVENTS")
+_ENDPOINT_HEADS = (
+    "ENDPOINT",
+    "STATE",
+    "REQ/MIN",
+    "ERR/MIN",
+    "TTFT P95",
+    "IN FLIGHT",
+    "PENDING",
+    "KV",
+    "QUEUE",
+    "SPEED",
+    "KV EVENTS",
+)
 _QUEUE_HEADS = ("ROUTER QUEUE", "STATE", "WAITING", "OLDEST", "IN TURN", "AT BOUND", "LEFT", "NO ENDPOINT", "REFUSED")
 _PEER_HEADS = ("process", "state", "heard", "lag p50", "p99", "gaps", "lost", "index blocks")
 _RESULTS = {"ok": "good", "failed": "down", "client_error": "warn", "client_left": "quiet"}
@@ -112,6 +124,7 @@ def render_page(live: Mapping[str, Any], *, colour: bool = False) -> str:
     blocks = [
         [_headline(live)],
         _findings(live["findings"]),
+        [_plain(f"{_span(one['ago_s'])} ago: {one['what']}") for one in live["events"][:_EVENTS]],
         _table(_ENDPOINT_HEADS, [_endpoint(live, one) for one in live["endpoints"]], colour=colour),
         [_routing(live, name, one) for name, one in live["routing"].items()],
         _table(_QUEUE_HEADS, _queues(live["routing"]), colour=colour),
@@ -131,13 +144,18 @@ def _headline(live: Mapping[str, Any]) -> str:
     ttft = next((value for value in reversed(history["ttft_p50_s"]) if value is not None), None)
     prompt, cached = sum(history["prompt_tokens"]), sum(history["cached_tokens"])
     predicted = sum(history["predicted_tokens"])
+    state = live["state"]
+    since = "" if state["since_s"] is None else f" for {_span(state['since_s'])}"
     parts = [
-        f"kvproxy {live['version']} {live['state']['text']}, up {_span(live['uptime_s'])}",
+        f"kvproxy {live['version']}: {state['sentence']}{since}",
+        f"running for {_span(live['uptime_s'])}",
         f"last minute {minute['requests']:,} requests, {minute['failed']:,} failed",
-        f"first byte {_seconds(ttft)}",
+        f"first byte {_seconds(ttft)}, p95 {_seconds(live['ttft']['p95_s'])}",
     ]
+    if (file := live["config_file"]) is not None:
+        parts.insert(2, f"{file['name']} loaded {_span(file['loaded_s_ago'])} ago")
     if (workers := live.get("workers")) is not None:
-        parts.insert(1, f"{sum(one['serves'] for one in workers)} of {len(workers)} workers")
+        parts.insert(2, f"{sum(one['serves'] for one in workers)} of {len(workers)} workers")
     if prompt:
         parts.append(f"from cache {_percent(cached / prompt)} (predicted {_percent(predicted / prompt)})")
     if (saved := minute.get("saved_prefill_s")) is not None:
@@ -160,14 +178,16 @@ def _finding(one: Mapping[str, Any]) -> str:
 
 
 def _endpoint(live: Mapping[str, Any], one: Mapping[str, Any]) -> list[Cell]:
-    engine, cache = one.get("engine") or {}, one.get("cache") or {}
+    engine, cache = {} if one["condition"] in _DOWN else one.get("engine") or {}, one.get("cache") or {}
     learned = live["routing"].get(one["cluster"], {}).get("learned", {})
-    slowness = learned.get("slowness", {}).get(one["id"])
-    waiting = engine.get("waiting")
+    slowness = learned.get("slowness", {}).get(one["id"]) if one["condition"] not in _DOWN else None
+    waiting, errors = engine.get("waiting"), one["errors_last_minute"]
     return [
         (one["id"], ""),
         _state(one),
         (str(one["requests_last_minute"]), ""),
+        (str(errors), "down" if errors else ""),
+        (_seconds(one["ttft_p95_s"]), ""),
         (str(one["in_flight"]), ""),
         (str(one["pending_tokens"]), ""),
         ("-" if engine.get("kv_usage") is None else _percent(engine["kv_usage"]), ""),

@@ -13,7 +13,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import Routes, RouteTarget
-from kvproxy.cluster.screening import Refusal
 from kvproxy.config.filter_schema import CachedTokens, RequestIdSettings, RouterSettings
 from kvproxy.config.kvcache_schema import KvCacheSettings
 from kvproxy.config.schema import Config
@@ -22,10 +21,11 @@ from kvproxy.filters.chain import FilterContext
 from kvproxy.forward import models as model_list
 from kvproxy.forward.body_guard import BodyGuard, with_model
 from kvproxy.forward.cached_count import CachedCounts
-from kvproxy.forward.forwarder import Forwarder, Forwarding, GaveUp, HeldReply, local_status
+from kvproxy.forward.forwarder import Forwarder, Forwarding, GaveUp, HeldReply
 from kvproxy.forward.headers import RequestHeaders
 from kvproxy.forward.metrics import RouteMetrics
 from kvproxy.forward.models import ModelList, ServedModels
+from kvproxy.forward.no_answer import reply_of
 from kvproxy.forward.public import PublicPaths, PublicSide
 from kvproxy.forward.relay import DisconnectWatcher, new_arming
 from kvproxy.forward.request_body import RequestBody, Uploads
@@ -33,19 +33,13 @@ from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.body import LONG_BYTES, ClientLeft
 from kvproxy.request.downstream import Downstream
 from kvproxy.request.error_reply import LocalReply, refuse
-from kvproxy.request.exchange import SCOPE_KEY, Exchange
+from kvproxy.request.exchange import QUEUE_FULL, SCOPE_KEY, Exchange
 from kvproxy.request.observer import RequestObserver, notify
 from kvproxy.resilience.retry import RetryBudget
 from kvproxy.types import CONNECTION, Headers
 from kvproxy.upstream.pool import Timeouts
 
 _SHOWN_CHARS = 64  # of a name that a client chose
-_MESSAGES = {
-    404: "No engine serves this model.",
-    502: "The engine failed before it answered.",
-    503: "No engine can take this request now.",
-    504: "The engine did not answer in time.",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,10 +269,7 @@ class RouterFilter:
             why.endpoint.metrics.count_request(why.status)
             await downstream.start(why.status, why.headers, why.body, more=False)
             return
-        status = local_status(why)
-        reason = why.value if isinstance(why, Refusal) else why.reason
-        headers = [(b"retry-after", b"1")] if status == 503 else []
-        await self._refuse(LocalReply(status, reason, _MESSAGES[status], headers=headers), downstream)
+        await self._refuse(reply_of(why, error.cluster, exchange.outcome.endpoint, self._clock()), downstream)
 
     async def _refuse(self, why: LocalReply, downstream: Downstream) -> None:
         metrics = self._parts.metrics.catalog
@@ -291,7 +282,7 @@ async def _nothing() -> None:
 
 def _queue_full(error: QueueFull) -> LocalReply:
     after = (b"retry-after", b"%d" % math.ceil(error.retry_after_s))
-    return LocalReply(429, "queue_full", "Too many requests are waiting; try again later.", headers=[after])
+    return LocalReply(429, QUEUE_FULL, "Too many requests are waiting; try again later.", headers=[after])
 
 
 def chosen_policy(headers: Headers, name: bytes, cluster: Cluster) -> str:

@@ -18,8 +18,6 @@ from kvproxy.config.schema import RetrySettings
 from kvproxy.errors import (
     ConnectError,
     EndpointUnhealthy,
-    FirstByteTimeout,
-    IdleTimeout,
     PoolFull,
     UpstreamError,
 )
@@ -57,9 +55,10 @@ class HeldReply:
 class GaveUp(Exception):
     """No endpoint delivered; nothing was sent downstream. `why`: the last failure, or why none could be tried."""
 
-    def __init__(self, why: UpstreamError | HeldReply | Refusal) -> None:
+    def __init__(self, why: UpstreamError | HeldReply | Refusal, cluster: Cluster) -> None:
         super().__init__("no endpoint delivered")
         self.why = why
+        self.cluster = cluster
 
 
 class _Next(enum.Enum):
@@ -150,14 +149,14 @@ class Forwarding(msgspec.Struct, eq=False):
                 if pick is None:
                     pause_s = self._earlier.next_round() if self._earlier is not None else None
                     if pause_s is None:
-                        raise GaveUp(self._last)
+                        raise GaveUp(self._last, self._cluster)
                 else:
                     next_step = await self._attempt(pick)
                     if next_step is _Next.DELIVERED:
                         return
                     pause_s = self._count_failed(pick.endpoint) if next_step is _Next.RETRY else None
                     if pause_s is None:
-                        raise GaveUp(self._last)
+                        raise GaveUp(self._last, self._cluster)
                 if pause_s:
                     await asyncio.sleep(pause_s)
                 now = shared.clock()
@@ -424,12 +423,3 @@ class Forwarding(msgspec.Struct, eq=False):
         if succeeded and outcome.completion_tokens is not None:
             policies.observe_answer(pick.endpoint.id, pick.reservation, outcome.completion_tokens, now)
         return _Next.DELIVERED
-
-
-def local_status(why: UpstreamError | Refusal) -> int:
-    """The status of the proxy's own answer: 504 for an engine too slow, 502 for a broken one, 503 for none or full."""
-    if isinstance(why, Refusal):
-        return 404 if why is Refusal.MODEL_NOT_SERVED else 503
-    if isinstance(why, FirstByteTimeout | IdleTimeout | EndpointUnhealthy):
-        return 504
-    return 503 if isinstance(why, PoolFull) else 502

@@ -112,6 +112,7 @@ async def local_reply(
     if exchange is not None:
         exchange.outcome.status = status
         exchange.outcome.end = "local_reply"
+        exchange.outcome.local_reason = reason
     metrics.request.local_replies.labels(str(status), reason).inc()
     body = error_body(scope["path"], status, reason=reason, message=message)
     head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *(headers or ())]

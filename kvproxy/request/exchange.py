@@ -29,6 +29,11 @@ FAILED = "failed"
 #: What may become of a request; a metric label.
 RESULTS = ("ok", FAILED, "client_error", "client_left")
 
+#: Causes of failures beside those of local replies: an engine's own error, and an answer without its end.
+ENGINE_5XX, BROKEN_OFF = "engine_5xx", "broken_off"
+#: The local reply for a request that the router queue has no place for.
+QUEUE_FULL = "queue_full"
+
 #: Of random bytes at a time: a system call for each id would cost more than the rest of it.
 _DRAWN_BYTES = 2048
 
@@ -121,6 +126,17 @@ class Outcome(msgspec.Struct, eq=False):
     prefix_break: PrefixBreak | None = None  # what it lost of its session's last prompt, and why
     lease: LeaseResult | None = None  # what became of the lease on the prompt it goes on from
     transfer: TransferResult | None = None  # of KV, before it went there
+    local_reason: str = ""  # of a local reply: the `code` of its error, from a closed set
+
+    def failure_cause(self) -> str:
+        """Why the request was not served, from a closed set; "" if it was, or if that was the client's doing."""
+        if self.local_reason == QUEUE_FULL:
+            return QUEUE_FULL
+        if result_of(self.end, self.status) != FAILED:
+            return ""
+        if self.local_reason:
+            return self.local_reason
+        return BROKEN_OFF if self.end in _FAILED_ENDS else ENGINE_5XX
 
     def client_left(self) -> None:
         """The client closed its connection before the response was complete."""

@@ -44,6 +44,8 @@ HOOKS = (
 _Kept: TypeAlias = tuple[float, float, str, str, str, bool, OverlapFacts, Outcome]
 #: Cluster, endpoint (None: none was reached) and result, with the number of requests.
 Tally = dict[tuple[str, EndpointId | None, str], int]
+#: Cluster, endpoint (None: none was reached) and cause of failure, with the number of requests.
+FailureTally = dict[tuple[str, EndpointId | None, str], int]
 
 
 class RequestObserver:
@@ -156,6 +158,7 @@ class RecentDecisions(RequestObserver):
     def __init__(self, limit: int = 1000) -> None:
         self._kept: deque[_Kept] = deque(maxlen=limit)
         self._tally: Tally = {}
+        self._failures: FailureTally = {}
         self._recorded = 0
 
     def __len__(self) -> int:
@@ -176,6 +179,13 @@ class RecentDecisions(RequestObserver):
         key = (outcome.cluster, endpoint, result_of(outcome.end, outcome.status))
         tally = self._tally
         tally[key] = tally.get(key, 0) + 1
+        if outcome.status >= 400 or outcome.end != "completed":
+            self._count_failure(outcome)
+
+    def _count_failure(self, outcome: Outcome) -> None:
+        if cause := outcome.failure_cause():
+            key = (outcome.cluster, outcome.endpoint, cause)
+            self._failures[key] = self._failures.get(key, 0) + 1
 
     def latest(self) -> Iterator[RecentRequest]:
         """The newest first."""
@@ -191,6 +201,20 @@ class RecentDecisions(RequestObserver):
         is not streamed is its end: another figure."""
         recent = takewhile(lambda kept: kept[0] > moment, reversed(self._kept))
         return [ttft_s for kept in recent if kept[5] and (ttft_s := kept[7].ttft_s) is not None]
+
+    def ttfts_by_endpoint(self, moment: float) -> dict[tuple[str, EndpointId], list[float]]:
+        """The same by cluster and endpoint."""
+        found: dict[tuple[str, EndpointId], list[float]] = {}
+        for kept in takewhile(lambda kept: kept[0] > moment, reversed(self._kept)):
+            outcome = kept[7]
+            if kept[5] and outcome.ttft_s is not None and outcome.endpoint is not None:
+                found.setdefault((outcome.cluster, outcome.endpoint), []).append(outcome.ttft_s)
+        return found
+
+    def take_failures(self) -> FailureTally:
+        """Requests since the last call that were not served, by cause."""
+        failures, self._failures = self._failures, {}
+        return failures
 
     def take_tally(self) -> Tally:
         """Requests since the last call, all of them: more than are kept here, maybe. What records must also take."""

@@ -18,7 +18,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from kvproxy.admin.app import AccessControl, guard_routes, set_root_level
-from kvproxy.admin.live import PageFiles
+from kvproxy.admin.config_file import describe_file, find_refused_file
+from kvproxy.admin.event_log import describe_events
+from kvproxy.admin.live import EVENTS, PageFiles
 from kvproxy.admin.operated import ConfigFinding, OperatorFinding
 from kvproxy.admin.process import AdviceRoutes, SettingsRoutes
 from kvproxy.admin.replies import MAX_BODY_BYTES, Audit, RequestRefused, receive_body, reply_json
@@ -29,7 +31,7 @@ from kvproxy.types import Clock
 from kvproxy.workers.answers import merge_answers
 from kvproxy.workers.assignment import Change
 from kvproxy.workers.control import FROM
-from kvproxy.workers.merge import merge_findings
+from kvproxy.workers.merge import merge_events, merge_findings
 from kvproxy.workers.workers import Workers
 
 _CHANGING = ("POST", "PUT", "PATCH", "DELETE")
@@ -117,7 +119,11 @@ class WorkersAdmin:
         if not all(one.is_success for one in answers):
             return _passed_on(answers)
         live = merge_answers("/live", self._decoded(answers))
+        now, reloader = self._clock(), self._workers.reloader
         live["findings"] = merge_findings([self._own_findings(), live["findings"]])
+        live["config_file"] = describe_file(reloader, now)
+        own_events = () if reloader is None else describe_events(reloader.events, now)
+        live["events"] = merge_events([live["events"], own_events])[:EVENTS]
         live["workers"] = [
             {"number": slot.index, "serves": slot.ready, "pid": slot.process.pid if slot.process else None}
             for slot in self._workers.supervisor.slots
@@ -132,6 +138,8 @@ class WorkersAdmin:
             if not slot.ready:
                 what = f"worker {slot.index} does not serve"
                 found.append((ConfigFinding("problem", "workers", what, "the log says why"), 0.0))
+        now = self._clock()
+        found += [(one, now - since) for one, since in find_refused_file(self._workers.reloader, now)]
         return [
             {"severity": one.severity, "where": one.where, "what": one.what, "fix": one.fix, "age_s": age}
             for one, age in found

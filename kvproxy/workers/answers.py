@@ -18,6 +18,7 @@ from kvproxy.workers.merge import (
     known_of,
     largest,
     mean,
+    merge_events,
     merge_findings,
     merge_histories,
     newest,
@@ -50,7 +51,8 @@ def merge_caches(values: list[Any]) -> Any:
 _ENDPOINT = fields(
     {
         "condition": worst(_CONDITIONS),
-        "requests_last_minute": total,
+        **dict.fromkeys(("requests_last_minute", "errors_last_minute"), total),
+        "ttft_p95_s": largest,
         **dict.fromkeys(_LOADS, largest),
         **dict.fromkeys(("failures_in_a_row", "probes_in_doubt", "ejected_for_s"), largest),
         "breaker": worst(_BREAKERS),
@@ -117,6 +119,8 @@ _LIVE = fields(
         "state": pick(lambda one: _STATES.index(one["kind"])),
         "endpoints": keyed(("cluster", "id"), _ENDPOINT),
         "last_minute": _COUNTS,
+        "ttft": each(mean),
+        "events": at_most(merge_events, 20),
         "clusters": each(_COUNTS),
         "history": merge_histories,
         "routing": _ROUTING,

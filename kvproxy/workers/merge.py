@@ -5,6 +5,7 @@ A rule takes the values that workers have, in the order of the workers and never
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -135,6 +136,21 @@ def _weighted(values: list[Any], weights: list[Any]) -> float | None:
     pairs = [(value, weight or 0) for value, weight in zip(values, weights, strict=True) if value is not None]
     whole = sum(weight for _, weight in pairs)
     return sum(value * weight for value, weight in pairs) / whole if whole else None
+
+
+#: Workers notice one event within this time of each other.
+_ONE_EVENT_S = 10.0
+
+
+def merge_events(values: list[Any]) -> list[Any]:
+    """The newest first; what several workers noticed at about the same time once, when the first of them did."""
+    kept: list[Any] = []
+    latest: dict[str, float] = {}
+    for one in sorted(_flat(values), key=lambda event: -event["ago_s"]):
+        if latest.get(one["what"], math.inf) - one["ago_s"] > _ONE_EVENT_S:
+            latest[one["what"]] = one["ago_s"]
+            kept.append(one)
+    return kept[::-1]
 
 
 def merge_findings(values: list[Any]) -> list[Any]:

@@ -16,7 +16,7 @@ from kvproxy.cluster.prober import ProbeOutcome
 from kvproxy.errors import ClientUnavailable
 from kvproxy.kvcache.feedback.trust import LossReason
 from kvproxy.request.exchange import Exchange, Outcome
-from kvproxy.types import EndpointId
+from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind
 from tests.admin.support import admin_of, proxy_of
 from tests.support.clock import FakeClock
 
@@ -47,6 +47,24 @@ class Place:
             self.proxy.recent.finished(exchange, self.clock())
         self.history.take_sample()
 
+    def fail(self, count: int, reason: str, *, endpoint: str | None = None, status: int = 502) -> None:
+        """Requests that the proxy answered itself."""
+        for _ in range(count):
+            exchange = Exchange(received_at=self.clock())
+            where = None if endpoint is None else EndpointId(endpoint)
+            exchange.outcome = Outcome(where, "default", status=status, end="local_reply", local_reason=reason)
+            self.proxy.recent.finished(exchange, self.clock())
+        self.history.take_sample()
+
+    def stream(self, count: int, *, endpoint: str, ttft_s: float) -> None:
+        """Streamed answers with their first byte after so long."""
+        for _ in range(count):
+            exchange = Exchange(received_at=self.clock())
+            exchange.inference = InferenceRequest(RequestKind.CHAT, "m", Prompt(b"", ()), stream=True)
+            exchange.outcome = Outcome(EndpointId(endpoint), "default", status=200, end="completed", ttft_s=ttft_s)
+            self.proxy.recent.finished(exchange, self.clock())
+        self.history.take_sample()
+
     async def live(self) -> dict[str, Any]:
         async with admin_of(self.proxy) as client:
             answer: dict[str, Any] = (await client.get("/live")).json()
@@ -60,10 +78,13 @@ async def test_every_answer_a_500_is_a_failure(clock: FakeClock) -> None:
     live = await place.live()
     assert live["last_minute"] == {"requests": 20, "failed": 20, "saved_prefill_s": None}
     assert live["history"]["failed"] == [20]
-    assert live["state"] == {"kind": "down", "text": "100% of requests fail"}
+    assert live["state"] == {
+        "kind": "down", "text": "100% of requests fail", "sentence": "100% of requests fail", "since_s": None
+    }  # fmt: skip
     [finding] = live["findings"]
     assert (finding["severity"], finding["where"]) == ("problem", "default")
-    assert finding["what"] == "100% of 20 requests failed in the last minute (20)"
+    assert finding["what"] == "100% of 20 requests failed in the last minute: 20 were answered with 5xx (b)"
+    assert finding["fix"] == "read the log of these engines"
     assert {one["result"] for one in live["failed_decisions"]} == {"failed"}
 
 
@@ -74,7 +95,7 @@ async def test_a_clients_mistakes_are_no_failures(clock: FakeClock) -> None:
     place.answer(20, status=499, end="client_disconnected")
     live = await place.live()
     assert (live["last_minute"]["failed"], live["findings"], live["failed_decisions"]) == (0, [], [])
-    assert live["state"] == {"kind": "good", "text": "ready"}
+    assert live["state"] == {"kind": "good", "text": "ready", "sentence": "All engines up", "since_s": None}
 
 
 async def test_a_dead_engine_comes_first_with_its_age(clock: FakeClock) -> None:
@@ -95,7 +116,9 @@ async def test_a_dead_engine_comes_first_with_its_age(clock: FakeClock) -> None:
     assert live["state"]["text"] == "degraded: 30% of requests fail"
     clock.advance(60.0)
     place.answer(1)
-    assert (await place.live())["state"] == {"kind": "warn", "text": "degraded: 2 of 3 up"}
+    assert (await place.live())["state"] == {
+        "kind": "warn", "text": "degraded: 2 of 3 up", "sentence": "1 of 3 engines down", "since_s": 90.0
+    }  # fmt: skip
 
 
 async def test_an_engine_that_sleeps_is_named(clock: FakeClock) -> None:
@@ -139,15 +162,91 @@ async def test_events_that_are_not_believed_are_named(clock: FakeClock) -> None:
 
 
 async def test_when_none_is_up(clock: FakeClock) -> None:
-    """Not ready, and said so; what was an engine's own finding goes with it."""
+    """Not ready, and said so in one finding; the engines with the same cause together."""
     place = Place(clock)
     for name in "abc":
         place.probe_fails(name)
+    clock.advance(5.0)
     live = await place.live()
-    assert live["state"] == {"kind": "down", "text": "no endpoint in default"}
-    assert [one["what"].rpartition("; ")[2] for one in live["findings"]] == [
-        "no endpoint of the cluster is up, so all are tried"
-    ] * 3
+    assert live["state"] == {
+        "kind": "down", "text": "down: 0 of 3 engines up", "sentence": "No engine up", "since_s": 0.0
+    }  # fmt: skip
+    [finding] = live["findings"]
+    assert (finding["severity"], finding["where"]) == ("problem", "default")
+    assert finding["what"] == (
+        "all 3 engines are down (a, b, c: it cannot be reached); requests are tried on them all the same"
+    )
+
+
+async def test_nothing_was_saved_by_engines_that_are_gone(clock: FakeClock) -> None:
+    """The figure of the minute before an outage is no good news."""
+    place = Place(clock, policy="kv_aware")
+    speeds = place.proxy.clusters["default"].speeds
+    assert speeds is not None
+    speeds.observe(EndpointId("a"), (1.0, 1000.0, 0.0, 0.0), 0.2, clock())
+    assert (await place.live())["last_minute"]["saved_prefill_s"] == 0.0
+    for name in "abc":
+        place.probe_fails(name)
+    clock.advance(1.0)
+    assert (await place.live())["last_minute"]["saved_prefill_s"] is None
+
+
+async def test_causes_are_named_with_their_fix(clock: FakeClock) -> None:
+    """A full router queue, no endpoint, an engine's 5xx: the most frequent first, each with how many and where."""
+    place = Place(clock, policy="kv_aware", queue={"limit": 4})
+    place.answer(80)
+    place.fail(20, "queue_full", status=429)
+    place.fail(12, "connect_error", endpoint="a")
+    place.fail(5, "connect_error", endpoint="c")
+    place.fail(3, "no_endpoints", status=503)
+    [finding] = (await place.live())["findings"]
+    assert finding["what"] == (
+        "33% of 120 requests failed in the last minute: 20 refused, as the router queue is full (limit 4), "
+        "17 got no connection (a 12, c 5), 3 found no endpoint"
+    )
+    assert finding["fix"].startswith("add engines, or raise `queue.limit`; are these engines up")
+
+
+async def test_few_refusals_are_no_finding(clock: FakeClock) -> None:
+    """Below a share of all requests."""
+    place = Place(clock, policy="kv_aware", queue={"limit": 4})
+    place.answer(100)
+    place.fail(4, "queue_full", status=429)
+    assert not (await place.live())["findings"]
+
+
+async def test_what_happened_is_kept_for_an_hour(clock: FakeClock) -> None:
+    """Down and up again, drained, all at once in one line; the newest first."""
+    place = Place(clock)
+    place.history.take_sample()
+    clock.advance(60.0)
+    for name in "ab":
+        place.probe_fails(name)
+    place.history.take_sample()
+    clock.advance(60.0)
+    place.proxy.clusters["default"].endpoints[2].draining = True
+    events = (await place.live())["events"]
+    assert [(one["ago_s"], one["kind"], one["what"]) for one in events] == [
+        (0.0, "", "c drained"),
+        (60.0, "down", "a, b down"),
+    ]
+    clock.advance(3545.0)
+    assert [one["what"] for one in (await place.live())["events"]] == ["c drained"]
+
+
+async def test_errors_and_first_byte_of_each_endpoint(clock: FakeClock) -> None:
+    """Attempts that another endpoint made good count against the one that failed."""
+    place = Place(clock)
+    place.proxy.clusters["default"].endpoints[0].metrics.attempt_failure("status_5xx")
+    place.stream(10, endpoint="b", ttft_s=0.2)
+    place.stream(1, endpoint="b", ttft_s=3.0)
+    shown = {one["id"]: one for one in (await place.live())["endpoints"]}
+    assert [shown[name]["errors_last_minute"] for name in "abc"] == [1, 0, 0]
+    assert [shown[name]["ttft_p95_s"] for name in "abc"] == [None, 3.0, None]
+    clock.advance(61.0)
+    place.history.take_sample()
+    shown = {one["id"]: one for one in (await place.live())["endpoints"]}
+    assert (shown["a"]["errors_last_minute"], shown["b"]["ttft_p95_s"]) == (0, None)
 
 
 async def test_many_dead_engines_are_one_finding(clock: FakeClock) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
+import pytest
+
 from kvproxy.cluster.endpoint import Condition
 from kvproxy.cluster.pick import AttemptOutcome
+from kvproxy.cluster.prober import ProbeOutcome
 from kvproxy.config.cluster_schema import HealthCheckSettings
 from kvproxy.types import EndpointId
 from tests.cluster.conftest import Bench, MakeCluster, configs
@@ -94,3 +99,29 @@ def test_a_probe_that_is_well_again_forgets_the_failures_before(make_cluster: Ma
     health.record_probe(False, bench.clock())
     health.record_probe(True, bench.clock())
     assert health.unserved_in_a_row(bench.clock()) == 0
+
+
+def test_the_end_of_all_engines_is_logged_once(make_cluster: MakeCluster, caplog: pytest.LogCaptureFixture) -> None:
+    """One ERROR when the last one goes, one INFO when the first is back, nothing for what lies between."""
+    bench = make_cluster("a", "b")
+    verdicts = bench.cluster.verdicts
+
+    def probe(name: str, outcome: ProbeOutcome) -> None:
+        for _ in range(5):
+            verdicts.record_probe(bench.endpoint(name).engine, outcome)
+
+    def logged(level: int) -> list[str]:
+        return [one.getMessage() for one in caplog.records if one.levelno == level and "engine " in one.getMessage()]
+
+    with caplog.at_level(logging.INFO, logger="kvproxy.cluster.verdicts"):
+        probe("a", ProbeOutcome.UNREACHABLE)
+        assert not logged(logging.ERROR)
+        probe("b", ProbeOutcome.UNREACHABLE)
+        [gone] = logged(logging.ERROR)
+        assert "(2 down)" in gone
+        probe("a", ProbeOutcome.UNREACHABLE)
+        probe("b", ProbeOutcome.OK)
+        probe("a", ProbeOutcome.OK)
+        assert len(logged(logging.ERROR)) == 1
+        assert next(one for one in logged(logging.INFO) if "again" in one).endswith("has an engine again: b")
+        assert len([one for one in logged(logging.INFO) if "has an engine" in one]) == 1

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from kvproxy.admin.app import build_admin_app
+from kvproxy.admin.history import History
 from kvproxy.app import Proxy
 from kvproxy.cli import main
 from kvproxy.commands.configuration import ConfigSource
@@ -19,8 +23,10 @@ from kvproxy.commands.explain import run as explain
 from kvproxy.commands.operate import AdminAddress, drain_endpoint
 from kvproxy.commands.operate import reload_configuration as reload_config
 from kvproxy.commands.reload import FileReloader
+from kvproxy.commands.status import render_page
 from kvproxy.listener.server import Server
 from kvproxy.receipts.receipt import Receipt, encode_receipt
+from tests.admin.support import admin_of
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve
 
@@ -99,11 +105,45 @@ async def test_reloading(running: tuple[Proxy, str, Path], capsys: pytest.Captur
     assert f"{file}:6:1: polcy: unknown key (did you mean 'policy'?)" in said
 
 
+async def test_a_refused_file_is_shown_until_one_loads(running: tuple[Proxy, str, Path]) -> None:
+    """On the page, in `status` and among the events: since when the file is not in force, and the first problem."""
+    proxy, url, file = running
+    good = file.read_text()
+    headers = {"authorization": "Bearer s3cret", "content-type": "application/json"}
+    async with httpx.AsyncClient(base_url=url, headers=headers) as client:
+
+        async def live(text: str) -> dict[str, Any]:
+            file.write_text(text)
+            written = file.stat().st_mtime - 2400
+            os.utime(file, (written, written))
+            await client.post("/reload")
+            proxy.admin = build_admin_app(proxy, History(proxy))
+            async with admin_of(proxy, **headers) as fresh:
+                shown: dict[str, Any] = (await fresh.get("/live")).json()
+            return shown
+
+        refused = await live(good + "polcy: random\nplicy: x\n")
+        [finding] = [one for one in refused["findings"] if one["where"] == "configuration"]
+        assert finding["what"] == (
+            "config.yaml changed 40 min ago and is not in force: "
+            "5:1 polcy: unknown key (did you mean 'policy'?), and 1 more"
+        )
+        assert (finding["severity"], round(finding["age_s"], -1)) == ("problem", 2400.0)
+        assert refused["config_file"]["refused"]
+        assert refused["events"][0]["what"] == "config.yaml refused: unknown key"
+        assert "problem: configuration: config.yaml changed 40 min ago" in render_page(refused)
+        loaded = await live(good)
+        assert not [one for one in loaded["findings"] if one["where"] == "configuration"]
+        assert (loaded["config_file"]["name"], loaded["config_file"]["refused"]) == ("config.yaml", False)
+        assert loaded["events"][0]["what"] == "config.yaml reloaded"
+
+
 def test_nothing_answers(capsys: pytest.CaptureFixture[str]) -> None:
     """Exit 1 and what to look at."""
     assert main(["reload", "--url", "http://127.0.0.1:1"]) == 1
     said = capsys.readouterr().err
-    assert "nothing answers at http://127.0.0.1:1" in said
+    assert said.startswith("kvproxy reload: nothing answers at http://127.0.0.1:1")
+    assert "the old configuration stays" not in said
     assert "Errno" not in said
     out, err = io.StringIO(), io.StringIO()
     refusing = httpx.MockTransport(lambda request: httpx.Response(401, json={"error": "no"}))

@@ -49,9 +49,9 @@ async def test_what_is_shown() -> None:
     assert "default: kv_aware, learning: no sample yet" in text
     assert "rho" not in text
     lines = text.splitlines()
-    heads = "ENDPOINT STATE REQ/MIN IN FLIGHT PENDING KV QUEUE SPEED KV EVENTS"
+    heads = "ENDPOINT STATE REQ/MIN ERR/MIN TTFT P95 IN FLIGHT PENDING KV QUEUE SPEED KV EVENTS"
     assert " ".join(lines[2].split()) == heads
-    assert " ".join(lines[3].split()) == "a up 1 0 0 - - - not followed"
+    assert " ".join(lines[3].split()) == "a up 1 0 - 0 0 - - - not followed"
     assert " ".join(lines[-1].split()) == "0s ago - evil?[2J a overlap 100 0 60 250ms 502 upstream died +2"
     assert "\x1b" not in text
 
@@ -99,7 +99,7 @@ async def test_engine_cache_and_findings() -> None:
     assert "cache work: pin ab running" in text
     assert "breakers: lookup open\n" in text
     assert "warning: w: what (do)\n1 note more: on the live page, or `kvproxy check`\n" in text
-    assert "up 3d" in text
+    assert "running for 3d" in text
     assert "12.3s of prefill saved" in text
     assert "default: kv_aware, 8,000 tokens/s prefill after 1,200 samples, rho 0.50" in text
     live |= {"cache": None, "endpoints": [], "decisions": []}
@@ -114,11 +114,11 @@ async def test_findings_are_those_of_the_page() -> None:
         {"severity": "note", "where": "x", "what": "y", "fix": "", "age_s": 1.0},
         {"severity": "warning", "where": "kvcache", "what": "LMCache does not answer", "fix": "", "age_s": 5.0},
     ]
-    live["state"] = {"kind": "warn", "text": "degraded: 2 of 3 up"}
+    live["state"] = {"kind": "warn", "text": "degraded: 2 of 3 up", "sentence": "1 of 3 engines down", "since_s": 200.0}
     live["decisions"][0] |= {"end": "completed", "status": 500, "result": "failed", "retries": 0}
     text = render_page(live)
     assert text.startswith("kvproxy ")
-    assert "degraded: 2 of 3 up" in text.splitlines()[0]
+    assert "1 of 3 engines down for 3m" in text.splitlines()[0]
     assert "problem: default/a: down [3m]\nwarning: kvcache: LMCache does not answer [5s]\n1 note more" in text
     assert "\x1b[31;1m500" in render_page(live, colour=True)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvproxy.workers.answers import RULES, merge_answers
-from kvproxy.workers.merge import merge_findings, merge_histories
+from kvproxy.workers.merge import merge_events, merge_findings, merge_histories
 
 
 def endpoint(name: str, **more: Any) -> dict[str, Any]:
@@ -109,3 +109,15 @@ def test_a_path_without_a_rule_has_one_answer() -> None:
     """As `/log`: it is the same in all."""
     assert "/log" not in RULES
     assert merge_answers("/log", [{"level": "info"}, {"level": "info"}]) == {"level": "info"}
+
+
+def test_an_event_that_all_workers_noticed_is_one() -> None:
+    """As early as the first noticed it; the same again later is another."""
+
+    def event(what: str, ago_s: float) -> dict[str, Any]:
+        return {"what": what, "kind": "down", "ago_s": ago_s}
+
+    one, other = [event("a down", 5.0), event("a down", 905.0)], [event("b down", 1.0), event("a down", 904.0)]
+    assert [(each["what"], each["ago_s"]) for each in merge_events([one, other])] == [
+        ("b down", 1.0), ("a down", 5.0), ("a down", 905.0)
+    ]  # fmt: skip
