@@ -62,6 +62,7 @@ ROWS: tuple[dict[str, str], ...] = (
         "bounded": "the one mapping with a bound",
         "json_scan": "members of a JSON object, found in steps",
         "log_lines": "what a line of the log looks like",
+        "socket_writes": "several buffers written to a transport at once",
     },
 )
 ROW_OF = {room: index for index, rooms in enumerate(ROWS) for room in rooms}

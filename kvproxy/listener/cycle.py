@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvproxy.request.error_reply import error_body
+from kvproxy.socket_writes import write_pieces
 from kvproxy.types import Headers
 
 logger = logging.getLogger(__name__)
@@ -190,7 +191,7 @@ class RequestCycle(msgspec.Struct, eq=False):
                 head = b"%b%x\r\n" % (head, len(piece))
                 end = b"\r\n" + end
         if len(piece) > _JOINED_BYTES and (head or end):
-            self._connection.transport.writelines((head, piece, end))
+            write_pieces(self._connection.transport, (head, piece, end))
         elif end:
             self._connection.transport.write(b"%b%b%b" % (head, piece, end))
         elif head or piece:

@@ -16,6 +16,7 @@ from typing import cast
 from kvproxy.picker import http2_frames as wire
 from kvproxy.picker.http2_frames import Code, ConnectionFault, Fields, FrameReader, encode_frame, unpad_frame
 from kvproxy.picker.http2_stream import Stream, StreamHandler
+from kvproxy.socket_writes import write_pieces
 
 log = logging.getLogger("kvproxy.picker")
 
@@ -139,7 +140,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._flushing = False
         if self._out:
             out, self._out = self._out, []
-            self._transport.writelines(out)
+            write_pieces(self._transport, out)
 
     def _unblock(self) -> None:
         blocked, self._blocked = self._blocked, {}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from kvproxy.errors import FirstByteTimeout, IdleTimeout, UpstreamDisconnected, UpstreamError, UpstreamProtocolError
+from kvproxy.socket_writes import write_pieces
 from kvproxy.upstream.request import WireRequest, send_body
 from kvproxy.upstream.response import ResponseParser, UpstreamResponse
 
@@ -133,7 +134,7 @@ class Connection(asyncio.Protocol):
         if len(buffers) == 1:
             self._transport.write(buffers[0])
         else:
-            self._transport.writelines(buffers)
+            write_pieces(self._transport, buffers)
         body = request.upload() if request.body is not None else None
         if body is None:
             self._timer.start(timeouts.first_byte_s)
