@@ -17,7 +17,7 @@ from kvproxy.kvcache.overlap.indexes import LocalIndexes
 from kvproxy.kvcache.state import CacheState
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.routing.engine_samples import Reading
-from kvproxy.routing.room import EngineState
+from kvproxy.routing.engine_state import EngineState
 from kvproxy.types import Clock, EndpointId
 
 log = logging.getLogger("kvproxy.kvcache")
@@ -59,8 +59,8 @@ class ReadingIntake:
         if metrics.gave_up_cache and not (latest is not None and latest[1].gave_up_cache):
             self._gave_up(cluster.name, endpoint)
         capacity_tokens = None if metrics.cache is None else metrics.cache.capacity_tokens
-        state = EngineState(self._clock(), capacity_tokens, metrics.kv_usage, metrics.running, metrics.waiting)
-        endpoint.load.observe_engine(state)
+        now = self._clock()
+        endpoint.load.engine = EngineState(now, capacity_tokens, metrics.kv_usage, metrics.running, metrics.waiting)
         if metrics.prefills is not None and metrics.prefill_s is not None:
             cluster.observe_engine(endpoint, Reading(metrics.prefills, metrics.prefill_s, metrics.prefill_tokens))
         restarted = self._restarted(cluster.name, endpoint.id, metrics)

@@ -126,7 +126,6 @@ def _candidate(
         held_s=load.held_s,
         live_blocks=load.live_blocks,
         shared_blocks=load.leading_live_blocks(request.facts.blocks),
-        room_s=backlog.room_s,
         onboarding_s=onboarding_s,
         adapter_s=None if adapter_s is None else adapter_s.get(endpoint.id),
     )

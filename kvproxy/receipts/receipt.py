@@ -45,7 +45,6 @@ class ReceiptCandidate(msgspec.Struct, omit_defaults=True):
     held_s: float = 0.0  # pooled prefill seconds of what the router queue held for it
     live_blocks: int | None = None  # distinct prompt blocks of what is in flight, where they are counted
     shared_blocks: int = 0  # leading blocks of this prompt among them
-    room_s: float = 0.0  # of `wait_s`: until there is KV memory, or a slot, for one more request
     onboarding_s: float = 0.0  # to bring up what lower tiers there hold of this prompt
     adapter_s: float | None = None  # until its adapter is loaded there; None: it asked for none
 
@@ -140,7 +139,7 @@ def wait_s(candidate: ReceiptCandidate, seconds: Features, slowness: float) -> f
     """Until it would begin."""
     if not candidate.pending_requests:
         return 0.0
-    return Backlog(candidate.work, candidate.head, candidate.elapsed_s, candidate.room_s).wait_s(seconds, slowness)
+    return Backlog(candidate.work, candidate.head, candidate.elapsed_s).wait_s(seconds, slowness)
 
 
 def prefill_s(receipt: Receipt, candidate: ReceiptCandidate, seconds: Features, slowness: float) -> float:

@@ -144,7 +144,7 @@ def _feedback_sample(receipt: Receipt, attempt: Attempt, chosen: ReceiptCandidat
 
 
 def _candidate(one: ReceiptCandidate) -> RecordedCandidate:
-    backlog = Backlog(one.work, one.head, one.elapsed_s, one.room_s)
+    backlog = Backlog(one.work, one.head, one.elapsed_s)
     load = RecordedLoad(
         one.in_flight,
         one.pending_requests,

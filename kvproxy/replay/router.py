@@ -15,10 +15,10 @@ from kvproxy.replay.view import CacheView, Settle
 from kvproxy.routing import selector
 from kvproxy.routing.costs import Best, best_of, engine_wait_s, least_own_s
 from kvproxy.routing.engine_samples import NOTHING_READ, EndedWork, Reading
+from kvproxy.routing.engine_state import EngineState
 from kvproxy.routing.fair_queue import FairQueue, QueueSettings
 from kvproxy.routing.load import EndpointLoad, Reservation
 from kvproxy.routing.policy import OverlapFacts, PickRequest, Policy
-from kvproxy.routing.room import EngineState
 from kvproxy.routing.selector import Decision
 from kvproxy.routing.transfers import Transfer, landed
 from kvproxy.routing.waiting_lines import AGEING, EPOCH_S, engine_priority
@@ -54,8 +54,7 @@ class SimEndpoint:
         self.ended.read_counters(self.prefills, now)
         settings, load = self.engine.settings, self.engine.load
         capacity_tokens = settings.capacity_blocks * settings.block_size
-        state = EngineState(now, capacity_tokens, load.kv_usage, load.running, load.waiting)
-        self.load.observe_engine(state)
+        self.load.engine = EngineState(now, capacity_tokens, load.kv_usage, load.running, load.waiting)
         for one in self.seen_as:
             one.prefills = self.prefills
             one.scrape_engine(now)
@@ -199,7 +198,7 @@ class VirtualRouter:
         self.endpoints.remove(endpoint)
         for placement in lost:
             endpoint.load.release(placement.reservation, now)
-        endpoint.load.engine = endpoint.load.room = None
+        endpoint.load.engine = None
         self._view.forget(endpoint.index)
         self._policy.forget(endpoint.id)
 

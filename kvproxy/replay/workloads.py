@@ -53,15 +53,23 @@ class Draw:
         moved = (replace(session, start_s=session.start_s - first) for session in ordered)
         return Trace(name, self.block_size, tuple(moved))
 
-    def chat(self, start_s: float, system: list[int], tenant: str = "") -> TraceSession:
-        """Turns of a median of 60 tokens (spread 1.1), answers of 200 (0.8), one to many turns (mean 3.5), a mean of
+    def chat(
+        self,
+        start_s: float,
+        system: list[int],
+        tenant: str = "",
+        *,
+        answer_tokens: float = 200,
+        turns_mean: float = 3.5,
+    ) -> TraceSession:
+        """Turns of a median of 60 tokens (spread 1.1), answers of `answer_tokens` (0.8), one to many turns, a mean of
         12 s between an answer and what the user writes next."""
         turns, history, rest, delay_s = [], system, 0, 0.0
         while True:
-            asked, answered = self.around(60, 1.1, 2000), self.around(200, 0.8, 1000)
+            asked, answered = self.around(60, 1.1, 2000), self.around(answer_tokens, 0.8, 1000)
             turn = self.turn(history, rest + asked, answered, delay_s=delay_s)
             turns.append(turn)
-            if self.rng.random() < 1 / 3.5:
+            if self.rng.random() < 1 / turns_mean:
                 return TraceSession(start_s, tuple(turns), tenant)
             said = turn.prompt_tokens + answered
             history = [*turn.blocks, *self.blocks(said - len(turn.blocks) * self.block_size)]
@@ -111,6 +119,43 @@ def draw_chats(rng: Random) -> Trace:
     draw = Draw(rng, 16)
     system = draw.blocks(32)
     return draw.trace("chats", (draw.chat(rng.uniform(0.0, _SPAN_S), system) for _ in range(2200)))
+
+
+def draw_short_chats(rng: Random) -> Trace:
+    """3,000 chats of two turns on average that decode long: about 760 tokens in and 310 out."""
+    draw = Draw(rng, 16)
+    system = draw.blocks(32)
+    starts = (rng.uniform(0.0, _SPAN_S) for _ in range(3000))
+    return draw.trace("short_chats", (draw.chat(at, system, answer_tokens=250, turns_mean=2.3) for at in starts))
+
+
+def draw_giants(rng: Random) -> Trace:
+    """1,000 chats, and 100 prompts of 200,000 tokens that share nothing."""
+    draw = Draw(rng, 64)
+    system = draw.blocks(1024)
+    sessions = [draw.chat(rng.uniform(0.0, _SPAN_S), system) for _ in range(1000)]
+    giants = (draw.turn([], 200_000, draw.exponential(200, 1000)) for _ in range(100))
+    return draw.trace("giants", [*sessions, *(single(rng.uniform(0.0, _SPAN_S), turn) for turn in giants)])
+
+
+def draw_essays(rng: Random) -> Trace:
+    """1,500 prompts of a median of 500 tokens (spread 0.8) that share nothing, answers of 6,000 to 20,000."""
+    draw = Draw(rng, 64)
+    turns = (draw.turn([], draw.around(500, 0.8, 4000), rng.randint(6000, 20_000)) for _ in range(1500))
+    return draw.trace("essays", (single(rng.uniform(0.0, _SPAN_S), turn) for turn in turns))
+
+
+def draw_flash_crowd(rng: Random) -> Trace:
+    """2,000 prompts of a median of 2,000 tokens (spread 1) that share nothing; from a third of the run on, for a tenth
+    of it, 600 questions on one document of 61,440 tokens."""
+    draw = Draw(rng, 512)
+    document, begin = draw.blocks(61_440), _SPAN_S / 3
+    turns = (draw.turn([], draw.around(2000, 1.0, 60_000), draw.exponential(200, 1500)) for _ in range(2000))
+    sessions = [single(rng.uniform(0.0, _SPAN_S), turn) for turn in turns]
+    for _ in range(600):
+        question = draw.turn(document, rng.randint(50, 500), draw.exponential(200, 1500))
+        sessions.append(single(rng.uniform(begin, begin + _SPAN_S / 10), question))
+    return draw.trace("flash_crowd", sessions)
 
 
 def draw_burst(rng: Random) -> Trace:

@@ -12,8 +12,7 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from kvproxy.routing.room import HEAD_TOKENS
-from kvproxy.routing.work import HEAD_REQUESTS, NO_WORK, Features, Finite, difference, head_of, sum_of
+from kvproxy.routing.work import HEAD_REQUESTS, HEAD_TOKENS, NO_WORK, Features, Finite, difference, head_of, sum_of
 
 #: Words of others that a sample of speed may still need.
 MAX_SHOWN = 256

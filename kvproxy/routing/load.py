@@ -18,10 +18,12 @@ from typing import Protocol
 import msgspec
 
 from kvproxy.routing.elsewhere import Elsewhere, LoadRow, told_head
-from kvproxy.routing.room import HEAD_TOKENS, EngineState, LiveBlocks, Room, room_of
+from kvproxy.routing.engine_state import EngineState
+from kvproxy.routing.live_blocks import LiveBlocks
 from kvproxy.routing.samples import GROUP_GAP_S, OnSample, OpenSample
 from kvproxy.routing.work import (
     HEAD_REQUESTS,
+    HEAD_TOKENS,
     IDLE,
     MAX_PROGRESS,
     NO_WORK,
@@ -37,9 +39,6 @@ from kvproxy.routing.work import (
     sum_of,
 )
 from kvproxy.types import LowerTokens
-
-#: A request that ends moves the mean stay by this share of the difference.
-_STAY_GAIN = 0.05
 
 
 class LoadWatch(Protocol):
@@ -88,7 +87,6 @@ class EndpointLoad:
         "_priced_at",
         "_sample",
         "_shown_at",
-        "_stay_s",
         "_work",
         "_work_s",
         "elsewhere",
@@ -99,7 +97,6 @@ class EndpointLoad:
         "on_sample",
         "pending_tokens",
         "resident_tokens",
-        "room",
         "watch",
     )
 
@@ -122,8 +119,6 @@ class EndpointLoad:
         self.held_s = 0.0  # pooled prefill seconds of requests that the router queue holds for this endpoint
         self._live: LiveBlocks | None = None  # None: nothing asks for it
         self.engine: EngineState | None = None  # of the latest scrape, however long ago that is
-        self.room: Room | None = None  # as of the latest scrape; None before the first
-        self._stay_s = 0.0  # of a request, until its end; 0: none ended yet
         self._busy_at = 0.0  # when work began to be pending
         self._shown_at = 0.0  # the latest first token, or the latest request that left before its own
         self._prefilled = NO_WORK  # sum of the work that showed its first token, while there is a watch
@@ -160,11 +155,6 @@ class EndpointLoad:
         """Whether they are counted from now on; of requests already in flight they never are."""
         if wanted != (self._live is not None):
             self._live = LiveBlocks() if wanted else None
-
-    def observe_engine(self, state: EngineState) -> None:
-        """A scrape: what a request that has to wait for memory or a slot waits for is known for a while."""
-        self.engine = state
-        self.room = room_of(state, self.room, resident_tokens=self.resident_tokens, pending_tokens=self.pending_tokens)
 
     @property
     def pending_work(self) -> Features:
@@ -268,9 +258,7 @@ class EndpointLoad:
             return
         reservation.released = True
         if reservation.hidden or reservation.first_token_at is not None:
-            stay_s = now - reservation.started_at
             reservation.sequences = 0.5 * (reservation.sequences + self.in_flight)
-            self._stay_s = self._stay_s + _STAY_GAIN * (stay_s - self._stay_s) if self._stay_s else stay_s
         if reservation in self._pending:
             self._void(reservation, now)
         self.in_flight -= 1
@@ -283,8 +271,7 @@ class EndpointLoad:
 
     def wait_s(self, seconds: Features, slowness: float, now: float) -> float:
         """Until the engine would begin with a request placed now: pending work less what is done of the running step,
-        what the router queue holds for it, and with requests waiting for memory or slots the time until enough of those
-        that have them end.
+        and what the router queue holds for it.
 
         `seconds` is the pool's time for one unit of each feature, `slowness` this endpoint's factor on it. Hidden
         requests whose time has passed are left out, and stay in the ledger.
@@ -319,17 +306,7 @@ class EndpointLoad:
         wait = slowness * self._work_s - progress
         if wait < 0.0:
             wait = 0.0
-        room = self.room
-        if room is not None and (self.resident_tokens > room.tokens or self.in_flight >= room.requests):
-            wait += self._room_s(now)
         return held_s + wait
-
-    def _room_s(self, now: float) -> float:
-        """Until there is room for one more request."""
-        room = self.room
-        if room is None or (self.resident_tokens <= room.tokens and self.in_flight < room.requests):
-            return 0.0
-        return self._stay_s * room.shortage(self.resident_tokens, self.in_flight, now)
 
     def backlog(self, seconds: Features | None, slowness: float, now: float) -> Backlog:
         """What is pending, without the hidden requests that are over by these speeds; with None without speeds all."""
@@ -338,13 +315,13 @@ class EndpointLoad:
         if elsewhere is not None and elsewhere.pending[0]:
             head = elsewhere.head_of_all(islice(self._line(), over, None))
             begun = self._begun_of_all(elsewhere, None if work is NO_WORK else begun)
-            return Backlog(sum_of(work, elsewhere.pending), head, now - begun, self._room_s(now))
+            return Backlog(sum_of(work, elsewhere.pending), head, now - begun)
         if work is NO_WORK:
             return IDLE
         head = head_of(islice(self._pending.values(), over, None)) if over else self.head()
         if elsewhere is not None:
             begun = self._begun_of_all(elsewhere, begun)
-        return Backlog(work, head, now - begun, self._room_s(now))
+        return Backlog(work, head, now - begun)
 
     def own_work(self, seconds: Features, slowness: float, now: float) -> Features:
         """What is pending of the requests that were counted in here."""
@@ -433,14 +410,13 @@ class EndpointLoad:
         return work
 
     def _close_sample(self, now: float) -> None:
-        """What waited for memory or a slot says nothing of how fast prefill is."""
         sample = self._sample.close()
         if sample is None:
             return
         work, busy_s, lower = sample
         if self.elsewhere is not None:
             work = sum_of(work, self.elsewhere.take_prefilled(self._sample.ended_at + GROUP_GAP_S))
-        if self.on_sample is not None and not self._room_s(now):
+        if self.on_sample is not None:
             self.on_sample(work, busy_s, now, lower=lower)
             if self.watch is not None:
                 self.watch.sampled(work, busy_s, scraped=False)

@@ -7,7 +7,6 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from kvproxy.routing.room import HEAD_TOKENS
 from kvproxy.types import LowerTokens
 
 #: A number that sums stay numbers with, where it comes from another process.
@@ -19,7 +18,10 @@ Features = tuple[Finite, Finite, Finite, Finite]
 
 NO_WORK: Features = (0.0, 0.0, 0.0, 0.0)
 
-#: The engine works at once on no more requests than this, however short they are (HEAD_TOKENS).
+#: The engine works at once on about this many tokens of what is pending: a step's token budget.
+HEAD_TOKENS = 2048
+
+#: And on no more requests than this, however short they are.
 HEAD_REQUESTS = 256
 
 #: A running step is never believed to be further along than this share of its estimate.
@@ -82,7 +84,6 @@ class Backlog(msgspec.Struct, frozen=True):
     work: Features  # of everything pending
     head: Features  # of what it is at work on
     elapsed_s: float  # since that work began, as far as is known
-    room_s: float = 0.0  # until there is KV memory, or a slot, for one more request
 
     def wait_s(self, seconds: Features, slowness: float) -> float:
         """Until it would begin with a request placed now; `seconds` and `slowness` as in `EndpointLoad.wait_s`."""
@@ -92,7 +93,7 @@ class Backlog(msgspec.Struct, frozen=True):
         progress = min(MAX_PROGRESS * slowness * head_s, max(0.0, self.elapsed_s))
         if self.elapsed_s > OVERDUE * slowness * head_s + OVERDUE_S:
             progress = 0.0
-        return max(0.0, slowness * seconds_of(self.work, seconds) - progress) + self.room_s
+        return max(0.0, slowness * seconds_of(self.work, seconds) - progress)
 
 
 IDLE = Backlog(NO_WORK, NO_WORK, 0.0)

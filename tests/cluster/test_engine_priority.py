@@ -9,7 +9,8 @@ import pytest
 
 from kvproxy.cluster.engine_priority import ClusterPriority, EndpointPriority, PriorityState
 from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, EnginePriorityMode
-from kvproxy.routing.load import EndpointLoad, EngineState
+from kvproxy.routing.engine_state import EngineState
+from kvproxy.routing.load import EndpointLoad
 from kvproxy.routing.policy import Overlap, OverlapFacts
 from kvproxy.routing.priority_trial import ENOUGH, WINDOW_S, PriorityPayoff
 from kvproxy.routing.speeds import SpeedModel

@@ -23,7 +23,6 @@ MODULES = (
     "load",
     "samples",
     "work",
-    "room",
     "speeds",
     "onboarding",
     "engine_samples",

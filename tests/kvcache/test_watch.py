@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from typing import Any
 
 import pytest
 
 from kvproxy.config.cluster_schema import EndpointSettings
 from kvproxy.kvcache.actions.signals import HostUse
-from kvproxy.routing.room import Room
+from kvproxy.routing.engine_state import EngineState
 from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
 from tests.kvcache.fleet import simulated
 from tests.kvcache.support import A, B, Fake, Service, chat, cluster_of, controller, long_text, running, settings, world
@@ -65,15 +64,14 @@ async def test_readings_become_pressure() -> None:
 
 
 async def test_the_ledger_hears_of_the_engines_memory() -> None:
-    """With the time it was read: three quarters in use by 600 prompt tokens, so there is room for 800. An engine that
-    is not read has none to speak of."""
+    """With the time it was read. Of an engine that is not read nothing is known."""
     clock = FakeClock(70.0)
     async with world({"a": engine(usage=0.75), "b": Fake({})}, clock=clock) as service:
         read, unread = service.cluster.endpoints
-        read.load.first_token(read.load.reserve(600, 0, 69.0), 70.0)
         await round_of(service)
-        assert read.load.room == Room(800.0, math.inf, 70.0)
-        assert unread.load.room is None
+        assert isinstance(read.load.engine, EngineState)
+        assert (read.load.engine.read_at, read.load.engine.used_share) == (70.0, 0.75)
+        assert unread.load.engine is None
 
 
 async def test_engines_that_do_not_say_change_nothing() -> None:

@@ -18,9 +18,9 @@ from kvproxy.replay.settings import Pace, ReplayFleet
 from kvproxy.replay.trace import Turn
 from kvproxy.replay.transfers import LinkPlan, SimTransfers
 from kvproxy.replay.view import Settle, endpoint_id
+from kvproxy.routing.engine_state import EngineState
 from kvproxy.routing.kv_aware import KvAware
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
-from kvproxy.routing.room import EngineState
 from kvproxy.routing.selector import decide
 from kvproxy.routing.speeds import SpeedModel, SpeedPriors
 from kvproxy.routing.transfers import DISPLACES, LATE, LINK, NOT_HELD, STORE, Links, Transfer
@@ -95,7 +95,7 @@ def test_a_target_full_of_hot_blocks_is_refused(in_flight: int, offered: bool) -
     flight elsewhere does not matter."""
     there = endpoints()
     for endpoint in there:
-        endpoint.load.observe_engine(EngineState(0.0, capacity_tokens=65_000))
+        endpoint.load.engine = EngineState(0.0, capacity_tokens=65_000)
     there[2].load.reserve(0, in_flight, 0.0)
     found = planner().offer(asked(a=published(16)), there, SPEEDS, 0.0).transfer_s
     assert found is not None

@@ -9,9 +9,8 @@ import pytest
 from kvproxy.config.cluster_schema import KvAwareSettings
 from kvproxy.routing.kv_aware import KvAware
 from kvproxy.routing.load import Reservation
-from kvproxy.routing.room import HEAD_TOKENS
 from kvproxy.routing.speeds import SpeedModel
-from kvproxy.routing.work import MAX_PROGRESS, OVERDUE, OVERDUE_S
+from kvproxy.routing.work import HEAD_TOKENS, MAX_PROGRESS, OVERDUE, OVERDUE_S
 from tests.routing import reference_speed_model as reference
 from tests.routing.fleet import FakeCandidate, ask, fleet
 

@@ -288,3 +288,24 @@ def test_the_end_of_a_hidden_request_is_no_sample(load: EndpointLoad, samples: S
     load.first_token(streamed, 10.5)
     assert [(work[:2], busy) for work, busy, _ in samples] == [((1.0, 500.0), 0.5)]
     assert (load.in_flight, load.pending_tokens, load.resident_tokens) == (0 + 1, 0, 500)
+
+
+def test_an_overdue_step_counts_as_not_begun() -> None:
+    """A step at work for much longer than it takes is something else: what is pending is all still to do, where it
+    seemed nearly done before."""
+    load = EndpointLoad()
+    load.reserve(990, 0, 0.0)
+    assert load.wait_s(SECONDS, 1.0, 1.9) == pytest.approx(0.05)
+    assert load.wait_s(SECONDS, 1.0, 2.1) == pytest.approx(1.0)
+    assert load.backlog(SECONDS, 1.0, 2.1).wait_s(SECONDS, 1.0) == pytest.approx(1.0)
+
+
+def test_a_request_that_waits_for_a_slot_stays_pending(samples: Samples, load: EndpointLoad) -> None:
+    """Its whole prefill is still to come, and how long it took teaches that the engine is slow just now."""
+    for _ in range(4):
+        load.first_token(load.reserve(100, 0, 0.0), 0.1)
+    samples.clear()
+    waiting = load.reserve(100, 0, 1.0)
+    assert load.wait_s(SECONDS, 1.0, 3.0) == pytest.approx(0.11)
+    load.first_token(waiting, 4.0)
+    assert [busy_s for _, busy_s, _ in samples] == [3.0]
