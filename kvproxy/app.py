@@ -67,7 +67,7 @@ class Proxy:
         pool = config.pool
         self._pool = UpstreamPool(
             max_connections=pool.max_connections, max_idle=pool.max_idle, idle_timeout_s=pool.idle_timeout,
-            max_waiting=pool.max_waiting, clock=clock, metrics=self.metrics,
+            max_waiting=pool.max_waiting, max_head_bytes=pool.max_response_head, clock=clock, metrics=self.metrics,
         )  # fmt: skip
         self._probes = UpstreamPool(max_connections=4, max_idle=0, clock=clock)  # a full pool must not starve probes
         written = make_recorder(self, config.receipts, key=receipts_key), make_ledger(self, config.ledger)

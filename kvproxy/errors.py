@@ -5,7 +5,7 @@
       DiscoveryError       a source of endpoints failed; the last ones stay
       UpstreamError        an attempt on an endpoint failed: may be tried elsewhere before the first byte
         ConnectError (ConnectTimeout), PoolFull (NoDescriptors), FirstByteTimeout, IdleTimeout, EndpointUnhealthy,
-        UpstreamDisconnected, UpstreamProtocolError, EngineReportedError
+        UpstreamDisconnected, UpstreamProtocolError (ResponseHeadTooLarge), EngineReportedError
       QueueFull            no place to wait is left: answered with 429
       UnsafeRequest        the request cannot be framed: answered with 400, no endpoint is to blame
       BreakerOpen          a breaker refused the call
@@ -129,6 +129,12 @@ class UpstreamProtocolError(UpstreamError):
     """The engine sent something that is not HTTP, or breaks its framing."""
 
     reason = "protocol_error"
+
+
+class ResponseHeadTooLarge(UpstreamProtocolError):
+    """The head of a response is over the proxy's own bound: the request asked for it, so no endpoint is to blame."""
+
+    reason = "response_head_too_large"
 
 
 class QueueFull(KvproxyError):

@@ -260,3 +260,64 @@ async def test_interim_responses_without_end_are_bounded_by_the_first_byte_timeo
         async with running_proxy({"a": str(upstream.origin)}, timeouts=timeouts, retry={"attempts": 1}) as proxy:
             response = await proxy.client.post("/v1/chat/completions", json=chat())
     assert response.status_code == 504
+
+
+def large_head(size_bytes: int) -> Behaviour:
+    """As vLLM answers embeddings with `encoding_format: bytes`: the index of the items is in a header field."""
+
+    async def behave(engine: FakeEngine, call: Call, send: Send) -> None:
+        headers = [(b"content-type", b"application/octet-stream"), (b"metadata", b"m" * size_bytes)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"\x00\x01"})
+
+    return behave
+
+
+async def test_a_response_head_of_70_kb_goes_to_the_client() -> None:
+    """Binary embeddings of 600 inputs have one."""
+    async with fleet(large_head(70_000)) as (engines, proxy):
+        embedded = await proxy.client.post("/v1/embeddings", json={"model": "m", "input": ["a"] * 600})
+        assert (embedded.status_code, len(embedded.headers["metadata"])) == (200, 70_000)
+        assert embedded.content == b"\x00\x01"
+    assert attempts(engines) == 1
+
+
+async def test_a_response_head_over_the_bound_blames_no_engine() -> None:
+    """It would be the same on every engine: one attempt, a 502 that names the setting, nothing ejected."""
+    async with fleet(large_head(70_000), pool={"max_response_head": "64KiB"}) as (engines, proxy):
+        for _ in range(12):
+            embedded = await proxy.client.post("/v1/embeddings", json={"model": "m", "input": "a"})
+            assert embedded.status_code == 502
+            assert embedded.json()["error"]["code"] == "response_head_too_large"
+        assert conditions(proxy) == {Condition.UP}
+        assert all(one.health.failures == 0 for one in proxy.proxy.clusters["default"].endpoints)
+    assert attempts(engines) == 12
+
+
+async def test_501_is_the_requests_fault() -> None:
+    """It is handed on as it is, after one attempt, and ejects nothing."""
+    engine = FakeEngine("a", status(501))
+    async with serve(engine) as url, running_proxy({"a": url}) as proxy:
+        assert await ask(proxy, 6) == [501] * 6
+        assert conditions(proxy) == {Condition.UP}
+    assert len(engine.calls) == 6
+
+
+async def test_a_500_that_one_client_gets_ejects_no_engine_and_of_several_clients_does() -> None:
+    """Nothing else shows whether the engine or the request is broken where no other engine can be asked."""
+    keys = {"auth": {"keys": [{"name": "one", "key": "key-one"}, {"name": "two", "key": "key-two"}]}}
+    engine = FakeEngine("a", status(500))
+    filters = [{"auth": keys["auth"]}, "inference_request", "router"]
+    async with serve(engine) as url, running_proxy({"a": url}, filters=filters, retry={"attempts": 1}) as proxy:
+
+        async def fail(key: str) -> None:
+            headers = {"authorization": f"Bearer {key}"}
+            answered = await proxy.client.post("/v1/chat/completions", json=chat(), headers=headers)
+            assert answered.status_code == 500
+
+        for _ in range(12):
+            await fail("key-one")
+        assert conditions(proxy) == {Condition.UP}
+        for _ in range(6):
+            await fail("key-two")
+        assert conditions(proxy) == {Condition.EJECTED}

@@ -46,6 +46,7 @@ class Health:
         self.failures = 0  # failed requests in a row that are its own fault
         self.unserved = 0  # attempts in a row that served nothing, for whatever reason
         self._unserved_at = -math.inf  # the last of them
+        self._failed_clients: tuple[str, ...] = ()  # the first two that got a 500 since the last success
         self._ejected_until = -math.inf
         self._ejections = 0  # doublings the next ejection starts from
         self._back_at = -math.inf
@@ -105,6 +106,13 @@ class Health:
     def record_success(self) -> None:
         """The engine answered a request."""
         self.failures = self.unserved = 0
+        self._failed_clients = ()
+
+    def fails_only_for(self, client: str) -> bool:
+        """Record that this client's request got a 500; return True if no other client's did since the last success."""
+        if len(self._failed_clients) < 2 and client not in self._failed_clients:
+            self._failed_clients += (client,)
+        return len(self._failed_clients) < 2
 
     def record_failure(self, now: float) -> bool:
         """The engine failed a request; whether it now deserves ejection (the cluster decides if it can be spared)."""

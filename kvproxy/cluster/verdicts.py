@@ -64,9 +64,12 @@ class Verdicts:
         unserved = [health.unserved_in_a_row(now) for health in {endpoint.health for endpoint in pool.usable}]
         return all(unserved) and sum(unserved) >= _OUTAGE_ATTEMPTS
 
-    def is_spared(self, endpoint: Endpoint, model: str, *, reason: str, now: float) -> bool:
-        """Whether a failure on `endpoint` alone may be the request's fault: no other engine does better at present,
-        or requests that fail in this way wherever they go (`record_shared_failure`) have been seen lately."""
+    def is_spared(self, endpoint: Endpoint, model: str, *, reason: str, client: str, now: float) -> bool:
+        """Return True if a failure on `endpoint` alone may be the request's fault: a plain 500 that only one client's
+        requests get, no other engine does better at present, or requests that fail in this way wherever they go
+        (`record_shared_failure`) have been seen lately. `client`: a name or address; "" if several share it."""
+        if reason == "status_500" and client and endpoint.health.fails_only_for(client):
+            return True
         if now - self._shared_failures.get(reason, -math.inf) < _SHARED_FAILURE_S:
             return True
         usable = self._screening.find_pool(model, now).usable

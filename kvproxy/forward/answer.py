@@ -22,6 +22,8 @@ _MAX_HELD_BYTES = 64 * 1024
 _NO_MODEL = re.compile(
     rb'"param"\s*:\s*"model"|(?:model|adapter)[^"]{0,300}(?:does not exist|not found|not loaded)', re.I
 )
+#: The one 5xx that is about the request: every engine of the kind answers it alike.
+NOT_IMPLEMENTED = 501
 #: Nor is its body waited for longer than this.
 _ERROR_BODY_S = 1.0
 
@@ -58,7 +60,7 @@ def verdict_on(status: int, error: UpstreamError | None) -> AttemptOutcome:
     """Of an answer that was no success."""
     if isinstance(error, EngineReportedError) and error.status < 500:
         return AttemptOutcome.CLIENT_ERROR
-    if error is not None or status >= 500:
+    if error is not None or (status >= 500 and status != NOT_IMPLEMENTED):
         return AttemptOutcome.FAILURE
     return AttemptOutcome.CLIENT_ERROR
 

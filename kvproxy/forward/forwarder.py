@@ -8,6 +8,7 @@ import random
 from dataclasses import dataclass
 
 import msgspec
+from starlette.types import Scope
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
@@ -19,9 +20,10 @@ from kvproxy.errors import (
     ConnectError,
     EndpointUnhealthy,
     PoolFull,
+    ResponseHeadTooLarge,
     UpstreamError,
 )
-from kvproxy.forward.answer import Attempts, names_no_model, read_short, verdict_on
+from kvproxy.forward.answer import NOT_IMPLEMENTED, Attempts, names_no_model, read_short, verdict_on
 from kvproxy.forward.asking import Asking
 from kvproxy.forward.cached_count import CachedCounts
 from kvproxy.forward.headers import RequestHead, describe_decision, response_headers
@@ -231,7 +233,7 @@ class Forwarding(msgspec.Struct, eq=False):
             if self._exchange.copier is not None and await self._exchange.copier.wait(self._exchange):
                 pick.begin(self._exchange.facts or NO_FACTS, self._cluster.speeds, self._shared.clock())
             response, status, first = await self._asking.ask_engine(pick)
-            if status >= 500:
+            if status >= 500 and status != NOT_IMPLEMENTED:
                 first, whole = await read_short(response, first)
                 if whole:
                     return self._server_error(pick, response, first, status)
@@ -265,10 +267,14 @@ class Forwarding(msgspec.Struct, eq=False):
             pick.settle(AttemptOutcome.BUSY, now=now)
         elif isinstance(error, ConnectError):
             pick.settle(AttemptOutcome.FAILURE, now=now)
+        elif isinstance(error, ResponseHeadTooLarge):
+            pick.settle(AttemptOutcome.CLIENT_ERROR, now=now)
         else:
             self._suspect(pick, error.reason, now)
         self._last = error
         pick.endpoint.metrics.attempt_failure(error.reason)
+        if isinstance(error, ResponseHeadTooLarge):
+            return self._after_failure(error.reason, "same_anywhere")
         unprocessed = isinstance(error, ConnectError | PoolFull)
         return self._after_failure(error.reason, self._why_no_retry(unprocessed=unprocessed))
 
@@ -341,8 +347,13 @@ class Forwarding(msgspec.Struct, eq=False):
             )
             if shared:
                 verdicts.record_shared_failure(how, now)
-            spared = shared or (not proven and verdicts.is_spared(pick.endpoint, self._model, reason=how, now=now))
+            spared = shared or (not proven and self._is_spared(pick.endpoint, how, now))
             pick.blame(AttemptOutcome.UNPROVEN if spared else AttemptOutcome.FAILURE, now)
+
+    def _is_spared(self, endpoint: Endpoint, reason: str, now: float) -> bool:
+        client = client_of(self._exchange, self._downstream.scope)
+        verdicts = self._cluster.verdicts
+        return verdicts.is_spared(endpoint, self._model, reason=reason, client=client, now=now)
 
     def _give_back(self) -> None:
         """The endpoint that this attempt waits on is unhealthy: interrupt the wait if that helps.
@@ -411,7 +422,7 @@ class Forwarding(msgspec.Struct, eq=False):
         verdict = AttemptOutcome.SUCCESS if succeeded else verdict_on(response.status, error)
         if verdict is AttemptOutcome.FAILURE:
             reason = error.reason if error is not None else f"status_{response.status}"
-            if self._cluster.verdicts.is_spared(pick.endpoint, self._model, reason=reason, now=now):
+            if self._is_spared(pick.endpoint, reason, now):
                 verdict = AttemptOutcome.UNPROVEN
         if error is not None and verdict is not AttemptOutcome.CLIENT_ERROR:
             pick.endpoint.metrics.attempt_failure(error.reason)
@@ -423,3 +434,9 @@ class Forwarding(msgspec.Struct, eq=False):
         if succeeded and outcome.completion_tokens is not None:
             policies.observe_answer(pick.endpoint.id, pick.reservation, outcome.completion_tokens, now)
         return _Next.DELIVERED
+
+
+def client_of(exchange: Exchange, scope: Scope) -> str:
+    """Return the name of the client's API key, or its address where no key is asked for."""
+    address = scope.get("client")
+    return exchange.tenant or (str(address[0]) if address else "")

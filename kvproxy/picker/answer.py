@@ -110,6 +110,9 @@ class CarriedAnswer:
         if verdict is AttemptOutcome.FAILURE:
             reason = f"status_{status}" if error is None else error.reason
             endpoint.metrics.attempt_failure(reason)
-            if held.cluster.verdicts.is_spared(endpoint, self._request.asked.model, reason=reason, now=now):
+            client = self._request.exchange.tenant
+            if held.cluster.verdicts.is_spared(
+                endpoint, self._request.asked.model, reason=reason, client=client, now=now
+            ):
                 return AttemptOutcome.UNPROVEN
         return verdict

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 from kvproxy.errors import FirstByteTimeout, IdleTimeout, UpstreamDisconnected, UpstreamError, UpstreamProtocolError
 from kvproxy.socket_writes import write_pieces
 from kvproxy.upstream.request import WireRequest, send_body
-from kvproxy.upstream.response import ResponseParser, UpstreamResponse
+from kvproxy.upstream.response import MAX_HEAD_BYTES, ResponseParser, UpstreamResponse
 
 #: A longer read most likely leaves more to be read.
 _FULL_READ_BYTES = 64 * 1024
@@ -98,7 +98,12 @@ class Connection(asyncio.Protocol):
     """The asyncio protocol of one upstream connection. Nothing here waits except `write`."""
 
     def __init__(
-        self, *, loop: asyncio.AbstractEventLoop, high_water_bytes: int, uploads: set[asyncio.Task[None]] | None = None
+        self,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        high_water_bytes: int,
+        max_head_bytes: int = MAX_HEAD_BYTES,
+        uploads: set[asyncio.Task[None]] | None = None,
     ) -> None:
         self.closed = False  # no further request: closing, closed, or the peer said so
         self.lost = False  # the socket is gone
@@ -106,7 +111,7 @@ class Connection(asyncio.Protocol):
         self._loop = loop
         self._uploads = set[asyncio.Task[None]]() if uploads is None else uploads  # of all connections, while they run
         self._high_water_bytes = high_water_bytes
-        self._parser = ResponseParser()
+        self._parser = ResponseParser(max_head_bytes=max_head_bytes)
         self._timer = IdleTimer(loop, self._timed_out)
         self._response: UpstreamResponse | None = None
         self._timeouts = Timeouts()

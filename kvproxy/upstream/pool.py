@@ -15,7 +15,7 @@ from kvproxy.upstream.connection import Connection, Timeouts
 from kvproxy.upstream.origin import Origin
 from kvproxy.upstream.origin_pool import OriginPool, PoolLimits
 from kvproxy.upstream.request import NO_FIELDS, Body, RepeatedFields, encode_request
-from kvproxy.upstream.response import UpstreamResponse
+from kvproxy.upstream.response import MAX_HEAD_BYTES, UpstreamResponse
 
 __all__ = ["Timeouts", "UpstreamPool", "UpstreamResponse"]
 
@@ -40,12 +40,14 @@ class UpstreamPool:
         idle_timeout_s: float = 4.0,
         max_waiting: int = 4096,
         high_water_bytes: int = 256 * 1024,
+        max_head_bytes: int = MAX_HEAD_BYTES,
         clock: Clock = time.monotonic,
         metrics: Metrics | None = None,
     ) -> None:
         kept = max_idle if idle_timeout_s > 0 else 0
         self._limits = PoolLimits(max_connections, kept, idle_timeout_s, max_waiting)
         self._high_water_bytes = high_water_bytes
+        self._max_head_bytes = max_head_bytes
         self._clock = clock
         self._pools: dict[str, OriginPool] = {}  # by `Origin.key`
         self._uploads: set[asyncio.Task[None]] = set()
@@ -173,7 +175,12 @@ class UpstreamPool:
         try:
             async with asyncio.timeout(timeout_s or None):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(loop=loop, high_water_bytes=self._high_water_bytes, uploads=self._uploads),
+                    lambda: Connection(
+                        loop=loop,
+                        high_water_bytes=self._high_water_bytes,
+                        max_head_bytes=self._max_head_bytes,
+                        uploads=self._uploads,
+                    ),
                     origin.host,
                     origin.port,
                     ssl=origin.ssl_context,

@@ -10,10 +10,11 @@ from typing import Protocol
 import httptools
 import msgspec
 
-from kvproxy.errors import UpstreamDisconnected, UpstreamProtocolError
+from kvproxy.errors import ResponseHeadTooLarge, UpstreamDisconnected, UpstreamProtocolError
 from kvproxy.types import Headers
 
-MAX_HEAD_BYTES = 64 * 1024
+#: Of a head, and of what is neither head nor body; engines put the index of binary embeddings into a header field.
+MAX_HEAD_BYTES = 1024 * 1024
 MAX_HEADERS = 256
 
 _BODILESS = frozenset({204, 304})
@@ -27,7 +28,8 @@ class ResponseParser:
     head nor body (interim responses, chunk extensions, trailers) is dropped, and bounded like the head.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_head_bytes: int = MAX_HEAD_BYTES) -> None:
+        self._max_head_bytes = max_head_bytes
         self.body: list[bytes] = []
         self.on_body = self.body.append  # bound to C: a burst of chunks costs one call each
         self._head_request = False
@@ -60,7 +62,7 @@ class ResponseParser:
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.reusable = False
             if not self.complete:
-                raise UpstreamProtocolError(_explain(error)) from None
+                raise _explain(error) from None
         if self.body:
             self._framing_bytes = 0
             if self._head_request:
@@ -68,8 +70,8 @@ class ResponseParser:
                 self.body.clear()
         else:
             self._framing_bytes += len(data)
-            if self._framing_bytes > MAX_HEAD_BYTES and not self.complete:
-                raise UpstreamProtocolError(f"over {MAX_HEAD_BYTES} bytes of head or framing without a body byte")
+            if self._framing_bytes > self._max_head_bytes and not self.complete:
+                raise self._too_large("head or framing without a body byte")
 
     def feed_eof(self) -> None:
         """The peer will send no more. Raises UpstreamDisconnected unless that ends the response as it should."""
@@ -79,6 +81,10 @@ class ResponseParser:
         if not self.complete:
             where = "in the body" if self.head_complete else "in the head" if self.heard else "without a response"
             raise UpstreamDisconnected(f"closed {where}")
+
+    def _too_large(self, of_what: str) -> UpstreamProtocolError:
+        kind = UpstreamProtocolError if self.head_complete else ResponseHeadTooLarge
+        return kind(f"over {self._max_head_bytes} bytes of {of_what}")
 
     def take_body(self) -> bytes:
         """Everything of the body that arrived since the last call, as one piece."""
@@ -112,9 +118,10 @@ class ResponseParser:
             raise UpstreamProtocolError(f"status {status}")
         headers = self.headers
         if len(headers) > MAX_HEADERS:
-            raise UpstreamProtocolError(f"over {MAX_HEADERS} header fields")
-        if self._framing_bytes + self._feeding_bytes > MAX_HEAD_BYTES and _size(headers) > MAX_HEAD_BYTES:
-            raise UpstreamProtocolError(f"over {MAX_HEAD_BYTES} bytes of head")
+            raise ResponseHeadTooLarge(f"over {MAX_HEADERS} header fields")
+        limit_bytes = self._max_head_bytes
+        if self._framing_bytes + self._feeding_bytes > limit_bytes and _size(headers) > limit_bytes:
+            raise self._too_large("head")
         self.head_complete = True
         self.reusable = self._parser.should_keep_alive()
         # How this response ends, as far as httptools does not say it: at once, or with the connection.
@@ -145,11 +152,14 @@ def _size(headers: Headers) -> int:
     return sum(len(name) + len(value) + 4 for name, value in headers)
 
 
-def _explain(error: Exception) -> str:
+def _explain(error: Exception) -> UpstreamProtocolError:
+    """Return the error that a callback raised, or one for what httptools found."""
     cause = error.__context__
     if isinstance(cause, UpstreamProtocolError):
-        return str(cause)
-    return f"not HTTP: {error}" if isinstance(error, httptools.HttpParserError) else "an upgrade that was not asked for"
+        return type(cause)(str(cause))
+    if isinstance(error, httptools.HttpParserError):
+        return UpstreamProtocolError(f"not HTTP: {error}")
+    return UpstreamProtocolError("an upgrade that was not asked for")
 
 
 class Source(Protocol):

@@ -64,20 +64,20 @@ def test_a_failure_is_spared_while_no_other_endpoint_does_better(make_cluster: M
     """Or while requests are about that fail in this way everywhere."""
     bench = make_cluster("a", "b")
     a = bench.endpoint("a")
-    assert not bench.cluster.verdicts.is_spared(a, "", reason="status_500", now=bench.clock())
+    assert not bench.cluster.verdicts.is_spared(a, "", reason="status_500", client="", now=bench.clock())
     bench.cluster.verdicts.record_shared_failure("status_500", bench.clock())
-    assert bench.cluster.verdicts.is_spared(a, "", reason="status_500", now=bench.clock())
-    assert not bench.cluster.verdicts.is_spared(a, "", reason="status_502", now=bench.clock())
+    assert bench.cluster.verdicts.is_spared(a, "", reason="status_500", client="", now=bench.clock())
+    assert not bench.cluster.verdicts.is_spared(a, "", reason="status_502", client="", now=bench.clock())
     bench.clock.advance(10.0)
-    assert not bench.cluster.verdicts.is_spared(a, "", reason="status_500", now=bench.clock())
+    assert not bench.cluster.verdicts.is_spared(a, "", reason="status_500", client="", now=bench.clock())
     fail(bench, "b")
-    assert bench.cluster.verdicts.is_spared(a, "", reason="status_500", now=bench.clock())
+    assert bench.cluster.verdicts.is_spared(a, "", reason="status_500", client="", now=bench.clock())
 
 
 def test_the_only_endpoint_is_not_spared(make_cluster: MakeCluster) -> None:
     """There is nothing to compare it with."""
     bench = make_cluster("a")
-    assert not bench.cluster.verdicts.is_spared(bench.endpoint("a"), "", reason="status_500", now=bench.clock())
+    assert not bench.cluster.verdicts.is_spared(bench.endpoint("a"), "", reason="status_500", client="", now=bench.clock())
 
 
 def test_a_suspended_attempt_is_no_load_and_no_failure_until_it_is_blamed(make_cluster: MakeCluster) -> None:

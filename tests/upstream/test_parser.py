@@ -6,15 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvproxy.errors import UpstreamDisconnected, UpstreamError, UpstreamProtocolError
-from kvproxy.upstream.response import MAX_HEAD_BYTES, MAX_HEADERS, ResponseParser
+from kvproxy.errors import ResponseHeadTooLarge, UpstreamDisconnected, UpstreamError, UpstreamProtocolError
+from kvproxy.upstream.response import MAX_HEADERS, ResponseParser
+
+MAX_HEAD_BYTES = 64 * 1024
 
 Seen = tuple[int, bytes, list[tuple[bytes, bytes]], bytes, bool, bool]
 
 
 def read(*pieces: bytes, method: bytes = b"POST", eof: bool = False) -> Seen:
     """Feeds a fresh parser; what a reader would see, and whether it is complete and the connection reusable."""
-    parser = ResponseParser()
+    parser = ResponseParser(max_head_bytes=MAX_HEAD_BYTES)
     parser.expect_response(method)
     body = b""
     for piece in pieces:
@@ -113,6 +115,14 @@ def test_broken_framing_is_refused(raw: bytes, step: int) -> None:
     """What could be read in two ways is an error, never a response, and never reusable."""
     with pytest.raises(UpstreamProtocolError):
         read(*[raw[i : i + step] for i in range(0, len(raw), step)])
+
+
+def test_a_head_over_the_bound_is_an_error_of_its_own() -> None:
+    """It is the request that asks for such an answer, so the engine must not be blamed for it."""
+    with pytest.raises(ResponseHeadTooLarge, match="over 65536 bytes of head"):
+        read(OK + b"x: " + b"y" * MAX_HEAD_BYTES + b"\r\n\r\n")
+    with pytest.raises(ResponseHeadTooLarge, match="over 256 header fields"):
+        read(OK + b"x: y\r\n" * (MAX_HEADERS + 1) + b"\r\n")
 
 
 @pytest.mark.parametrize(
