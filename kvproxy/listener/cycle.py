@@ -56,6 +56,10 @@ class Connection(Protocol):
         """So much of a body came after its answer."""
         ...
 
+    def may_read_rest(self, arrived_bytes: int) -> bool:
+        """Return True if the rest of a body of which so much arrived is known to be short enough to be dropped."""
+        ...
+
     async def wait(self) -> None:
         """Until `wake`."""
         ...
@@ -96,6 +100,7 @@ class RequestCycle(msgspec.Struct, eq=False):
     task: asyncio.Task[None] | None = None
     _pieces: list[bytes] = []
     _buffered_bytes: int = 0
+    _arrived_bytes: int = 0
     _body_taken: bool = False  # with its end
     _on_disconnect: Callable[[], None] | None = None
     _head: bytes = b""  # encoded, not written yet
@@ -130,6 +135,7 @@ class RequestCycle(msgspec.Struct, eq=False):
     def body_arrived(self, pieces: Sequence[bytes], size_bytes: int, *, ended: bool = False) -> None:
         """Held until the app takes it; nothing of it once the response is complete. `ended`: so is the request."""
         self.body_complete = ended
+        self._arrived_bytes += size_bytes
         if self.response_complete:
             self._connection.unwanted(size_bytes)
             return
@@ -251,8 +257,10 @@ class RequestCycle(msgspec.Struct, eq=False):
     def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         if self.response_started:
             raise RuntimeError("the response has started already")
-        if self._expects_continue and not self.body_complete:
-            self.keep_alive = False  # the client may send its body now or not: what follows could be either
+        if not self.body_complete and self.keep_alive:
+            # A client that waits for "100 Continue" may send its body now or not: what follows could be either. The
+            # rest of a long body costs the connection: a client that is not told would send its next request there.
+            self.keep_alive = not self._expects_continue and self._connection.may_read_rest(self._arrived_bytes)
         self._expects_continue = False
         self._bodiless = status in _BODILESS or self._head_request
         head, self._left_bytes, self.keep_alive = encode_head(

@@ -158,6 +158,12 @@ class RequestParser:
         if fresh and self._patience and self._sink is None and not self.in_head:
             self._remember(data)
 
+    @property
+    def declared_bytes(self) -> int | None:
+        """Content-length of the request that is being read; None for one without, as a chunked one is."""
+        value = next((value for name, value in self._headers if name == b"content-length"), None)
+        return None if value is None else int(value)
+
     def close(self) -> None:
         """Lets the opener go, which keeps this parser: no reference cycle outlives a connection."""
         self._opener = self._sink = None

@@ -183,6 +183,10 @@ class ClientProtocol(asyncio.Protocol):
         if self._unwanted_bytes > MAX_UNWANTED_BYTES and not self._ending:
             self._hang_up(unread=True)
 
+    def may_read_rest(self, arrived_bytes: int) -> bool:
+        declared_bytes = self._parser.declared_bytes
+        return declared_bytes is not None and declared_bytes - arrived_bytes <= MAX_UNWANTED_BYTES
+
     async def wait(self) -> None:
         waiter = self.loop.create_future()
         self.waiters.append(waiter)

@@ -142,6 +142,31 @@ async def test_an_answer_instead_of_100_continue_ends_the_connection() -> None:
         assert await client.reader.read() == b""
 
 
+async def refuse_unread(scope: Any, receive: Any, send: Any) -> None:
+    """Answers without reading the body."""
+    await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body"})
+
+
+@pytest.mark.parametrize(
+    "framing", [b"content-length: 3000000", b"transfer-encoding: chunked"], ids=["3 MB", "unknown length"]
+)
+async def test_an_early_answer_to_a_long_body_announces_the_close(framing: bytes) -> None:
+    """A client that is not told would send its next request on a connection that is about to be closed."""
+    async with serve(refuse_unread) as url, connect(url) as client:
+        await client.send(b"POST / HTTP/1.1\r\nhost: x\r\n" + framing + b"\r\n\r\n")
+        assert b"connection: close" in await client.head()
+
+
+async def test_an_early_answer_to_a_short_body_keeps_the_connection() -> None:
+    """The rest of the body is dropped, and the next request is answered."""
+    async with serve(refuse_unread) as url, connect(url) as client:
+        await client.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n")
+        assert b"connection: close" not in await client.head()
+        await client.send(b"x" * 100_000 + GET)
+        assert (await client.head()).startswith(b"http/1.1 401")
+
+
 async def test_head_and_body_arrive_together() -> None:
     """One write, and so one packet, for a short response."""
     async with serve(echo) as url, connect(url) as client:
