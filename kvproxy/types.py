@@ -157,6 +157,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     continues: str | None = None  # id of the response, or conversation, that comes before this prompt
     continuable: bool = False  # another request may go on from its response by that one's id
     retention_s: float | None = None  # how long its client asks for the whole prompt to be kept after the answer
+    request_id: str = ""  # that the body names, if it is fit for a header field
 
     @property
     def head(self) -> bytes:

@@ -57,13 +57,13 @@ CLOSED = [
 
 
 async def test_control_paths_of_engines_are_closed_and_counted() -> None:
-    """404 that says what to do; the engine hears nothing."""
+    """404 that names the path; nothing reaches the engine."""
     engine = FakeEngine("a")
     async with serve(engine) as url, running_proxy({"a": url}) as proxy:
         for path in CLOSED:
             answer = await proxy.client.post(path, json={})
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "path_not_public")
-            assert "router.paths" in answer.json()["error"]["message"]
+            assert answer.json()["error"]["message"] == f"Not found: `{path}`."
         counted = proxy.metric("kvproxy_local_replies_total", status="404", reason="path_not_public")
         ended = proxy.metric("kvproxy_request_ends_total", end="local_reply")
     assert (counted, ended) == (len(CLOSED), len(CLOSED))
@@ -123,11 +123,33 @@ async def test_the_proxy_says_what_it_is_and_how_it_is() -> None:
         posted = await proxy.client.post("/health")
         assert proxy.proxy.clusters["default"].drain_endpoint(proxy.proxy.clusters["default"].endpoints[0].id)
         down = await proxy.client.get("/health")
-    assert (greeting.status_code, greeting.text) == (200, "kvproxy; clients use /v1\n")
+    assert (greeting.status_code, greeting.text) == (200, "clients use /v1\n")
     assert (up.status_code, up.text) == (200, "ok\n")
     assert (down.status_code, down.text) == (503, "no endpoint in default\n")
     assert posted.status_code == 401
     assert not engine.calls
+
+
+async def test_the_health_path_answers_get_and_head_alone() -> None:
+    """Another method gets 405 with the ones that are allowed."""
+    engine = FakeEngine("a")
+    async with serve(engine) as url, running_proxy({"a": url}) as proxy:
+        for method in ("POST", "OPTIONS"):
+            answer = await proxy.client.request(method, "/health")
+            assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD")
+
+
+async def test_a_redirect_of_a_trailing_slash_is_the_clients_to_follow() -> None:
+    """As straight to an engine: 307 to the path without it, on the host that the client knows."""
+
+    async def redirect(engine: FakeEngine, call: Call, send: Send) -> None:
+        location = b"http://" + dict(call.headers)[b"host"] + call.path.rstrip("/").encode()
+        await send({"type": "http.response.start", "status": 307, "headers": [(b"location", location)]})
+        await send({"type": "http.response.body"})
+
+    async with serve(FakeEngine("a", redirect)) as url, running_proxy({"a": url}) as proxy:
+        answer = await proxy.client.post("/v1/chat/completions/", json={})
+        assert (answer.status_code, answer.headers["location"]) == (307, "/v1/chat/completions")
 
 
 async def test_the_health_path_can_be_named_or_left_out() -> None:

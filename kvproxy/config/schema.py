@@ -67,7 +67,7 @@ class PoolSettings(Model):
     max_waiting: int = Field(default=4096, ge=0)
     """Requests waiting for a connection to one endpoint; further ones try elsewhere or get 503."""
     max_response_head: Size = Field(default=1024 * 1024, ge=1024)
-    """Largest head of an engine's response; a request whose answer has a larger one gets 502, and no engine is blamed."""
+    """Largest head of an engine's response; a larger one is answered with 502, and no engine is blamed."""
 
 
 class RetrySettings(Model):

@@ -85,13 +85,18 @@ class InferenceRequestFilter(Step):
         inference = exchange.inference = decode_body(kind, body, caller)
         if inference is None:
             return self._scan(exchange, kind, body, caller)
-        self._count(inference)
+        self._take_note(exchange, inference)
         return asyncio.sleep(0) if len(body) > LONG_BYTES else None
 
     async def _scan(self, exchange: Exchange, kind: RequestKind, body: bytes, caller: Caller) -> None:
         exchange.inference, exchange.members = await scan_body(kind, body, caller, pace=self._pace, also=is_guarded)
         if exchange.inference is not None:
-            self._count(exchange.inference)
+            self._take_note(exchange, exchange.inference)
+
+    def _take_note(self, exchange: Exchange, inference: InferenceRequest) -> None:
+        if inference.request_id and exchange.names_itself:
+            exchange.request_id = inference.request_id
+        self._count(inference)
 
     def _count(self, inference: InferenceRequest) -> None:
         session = "child" if inference.parent_session else "named" if inference.session_key else "none"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
@@ -15,10 +14,10 @@ from kvproxy.filters.step import Step
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.downstream import Downstream
 from kvproxy.request.exchange import Exchange, RandomHex
+from kvproxy.request.fields import is_request_id
 from kvproxy.types import Clock, Headers
 
 _NAME = itemgetter(0)
-_SANE = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class RequestIdFilter(Step):
@@ -40,14 +39,15 @@ class RequestIdFilter(Step):
         self._make_id = partial(RandomHex().take, 32) if make_id is None else make_id  # 128 bits
 
     def before(self, exchange: Exchange, downstream: Downstream) -> None:
-        """The client's id if it is one and may be trusted, else a new one."""
+        """Take the client's id if it is one and may be trusted, else a new one, which gives way to one in the body."""
         header, scope = self._header, downstream.scope
         headers: Headers = scope["headers"]
         given = [pair for pair in headers if pair[0] == header] if header in map(_NAME, headers) else []
-        if self._trust_client and len(given) == 1 and _SANE.fullmatch(given[0][1]):
+        if self._trust_client and len(given) == 1 and is_request_id(given[0][1].decode("latin-1")):
             exchange.request_id = given[0][1].decode("ascii")
             return
         exchange.request_id = self._make_id()
+        exchange.names_itself = self._trust_client and not given
         kept = [pair for pair in headers if pair[0] != header] if given else headers
         scope["headers"] = [*kept, (header, exchange.request_id.encode("latin-1"))]
 

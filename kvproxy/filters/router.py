@@ -140,7 +140,8 @@ class RouterFilter:
         self._clock = parts.forwarder.clock
         self._observers = (parts.metrics, *parts.observers)
         self._hooks = frozenset[str]().union(*(observer.hooks for observer in self._observers))
-        self._routed_paths = frozenset(path for path in parts.public.exact if not path.startswith(model_list.PATH))
+        routed = parts.public.exact - model_list.ADAPTER_PATHS
+        self._routed_paths = frozenset(path for path in routed if not path.startswith(model_list.PATH))
         self._arming = new_arming()
         self._pace = asyncio.Lock()
 
@@ -164,6 +165,8 @@ class RouterFilter:
             await self._list_models(scope, downstream)
         else:
             await self._route(exchange, downstream)
+            if path in model_list.ADAPTER_PATHS:
+                parts.models.forget()
 
     async def _route(self, exchange: Exchange, downstream: Downstream) -> None:
         """Forwards the request, or answers in place of an engine."""

@@ -25,7 +25,7 @@ HOP_BY_HOP = frozenset(
 _MAX_DESCRIBED = 8
 _NAME = itemgetter(0)
 _TRACE_PARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-_CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
+CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 _USUAL_CONNECTION = frozenset({b"keep-alive", b"close", b"Keep-Alive", b"Close"})
 
 #: The data-parallel rank that a request is for, of vLLM and SGLang.
@@ -184,7 +184,7 @@ class ClientFields(RepeatedFields):
     def anonymous(self) -> ClientFields:
         """Without the client's credentials."""
         if self._anonymous is None:
-            self._anonymous = ClientFields([pair for pair in self.headers if pair[0] not in _CREDENTIALS])
+            self._anonymous = ClientFields([pair for pair in self.headers if pair[0] not in CREDENTIALS])
         return self._anonymous
 
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Self
 
 import msgspec
+from cachetools import TTLCache
 from starlette.types import Scope, Send
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.engine import Engine
 from kvproxy.config.schema import RouteSettings
 from kvproxy.errors import UpstreamError
+from kvproxy.forward.headers import CREDENTIALS, response_headers
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.error_reply import local_reply
-from kvproxy.types import Clock
+from kvproxy.types import Clock, Headers
 from kvproxy.upstream.pool import Timeouts, UpstreamPool
 
 log = logging.getLogger(__name__)
@@ -27,6 +30,11 @@ _TIMEOUTS = Timeouts(connect_s=1.0, first_byte_s=2.0, idle_s=2.0)
 _MAX_LIST_BYTES, _MAX_LIST_VALUES = 1024 * 1024, 20_000
 #: A list is answered from memory for this long, so that a busy client does not multiply into every engine.
 _FRESH_S = 2.0
+#: Clients whose own lists are remembered meanwhile.
+_MAX_CLIENTS = 256
+_REFUSALS = frozenset({401, 403})
+#: Paths that change which adapters an engine lists.
+ADAPTER_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 
 #: Models told apart by metrics although no configuration names them, and the longest name of one.
 MAX_LISTED, MAX_NAME = 50, 200
@@ -47,8 +55,32 @@ class _ModelList(msgspec.Struct):
     data: list[Row]
 
 
+class _Listed(msgspec.Struct, gc=False):
+    """One engine's answer: its models, or its refusal of the credential it got; neither if it did not answer."""
+
+    rows: list[Row] = []
+    status: int = 0
+    headers: Headers = []
+    body: bytes = b""
+
+
+class _Merged(msgspec.Struct, gc=False):
+    """Models by name, the engines that refused the credential they got, and the answer of one of them."""
+
+    rows: dict[str, Row]
+    closed: list[Engine] = []
+    refusal: _Listed | None = None
+
+
+_NOTHING = _Merged({})
+
+
 class ModelList:
-    """Merges the engines' own lists; an engine that does not answer is left out, never waited for."""
+    """Merges the engines' own lists; an engine that does not answer is left out, never waited for.
+
+    An engine without a key in the configuration that refuses a nameless request is asked again with the client's own
+    credential, and its models are shown to that client alone.
+    """
 
     def __init__(
         self,
@@ -66,17 +98,30 @@ class ModelList:
         self._pool = pool
         self._metrics = metrics
         self._clock = clock
-        self._rows: dict[str, Row] = {}
+        self._open = _NOTHING  # what engines list without a client's credential
         self._fresh_until = float("-inf")
-        self._asking: asyncio.Task[dict[str, Row]] | None = None
+        self._asking: asyncio.Task[_Merged] | None = None
+        self._by_client: TTLCache[bytes, _Merged] = TTLCache(_MAX_CLIENTS, _FRESH_S, timer=clock)
 
     async def answer(self, scope: Scope, send: Send) -> None:
-        """The list, or one model of it (`/v1/models/NAME`); 404 for an unknown one, 503 when no engine answered."""
-        rows = await self._current()
+        """Send the list, or one model of it (`/v1/models/NAME`); 404 for an unknown one, the engines' own 401 or 403
+        if all that answered refused the client, 503 when none answered."""
+        listed = await self._list_for(scope["headers"])
+        rows, refusal = listed.rows, listed.refusal
         wanted = scope["path"][len(PATH) + 1 :]
-        if not rows:
+        if not rows and refusal is not None:
+            await _send(send, refusal.status, refusal.headers, refusal.body)
+        elif not rows:
             message = "No engine answered for its models."
-            await local_reply(scope, send, status=503, reason="no_endpoint", message=message, metrics=self._metrics)
+            await local_reply(
+                scope,
+                send,
+                status=503,
+                reason="no_endpoints",
+                message=message,
+                metrics=self._metrics,
+                headers=[(b"retry-after", b"1")],
+            )
         elif not wanted:
             await _send_json(send, {"object": "list", "data": list(rows.values())})
         elif wanted in rows:
@@ -87,46 +132,78 @@ class ModelList:
 
     async def names(self) -> list[str]:
         """Of all models there are, aliases included; none when no engine answered."""
-        return list(await self._current())
+        return list((await self._current()).rows)
 
-    async def _current(self) -> dict[str, Row]:
+    def forget(self) -> None:
+        """Ask the engines again at the next request: an adapter was loaded or unloaded."""
+        self._fresh_until = float("-inf")
+        self._by_client.clear()
+
+    async def _list_for(self, headers: Headers) -> _Merged:
+        """Return what this client may see."""
+        listed = await self._current()
+        credentials = [pair for pair in headers if pair[0] in CREDENTIALS]
+        if not (listed.closed and credentials):
+            return listed
+        key = hashlib.sha256(b"\0".join(map(b": ".join, credentials))).digest()
+        own = self._by_client.get(key)
+        if own is None:
+            own = self._by_client[key] = await self._ask_closed(listed, credentials)
+        return own
+
+    async def _ask_closed(self, listed: _Merged, credentials: Headers) -> _Merged:
+        answers = await asyncio.gather(*(self._ask(engine, credentials) for engine in listed.closed))
+        rows = dict(listed.rows)
+        for row in (row for answer in answers for row in answer.rows):
+            rows.setdefault(str(row.get("id", "")), row)
+        self._add_aliases(rows)
+        return _Merged(rows, refusal=_first_refusal(answers))
+
+    async def _current(self) -> _Merged:
         """The merged rows, asked for once however many clients want them."""
         if self._clock() < self._fresh_until:
-            return self._rows
+            return self._open
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask_all(), name="list models")
             self._asking.add_done_callback(self._asked)
         return await asyncio.shield(self._asking)
 
-    def _asked(self, task: asyncio.Task[dict[str, Row]]) -> None:
+    def _asked(self, task: asyncio.Task[_Merged]) -> None:
         self._asking = None
         if not task.cancelled() and task.exception() is None:
-            self._rows = task.result()
-            self._fresh_until = self._clock() + (_FRESH_S if self._rows else 0.0)
+            self._open = task.result()
+            answered = self._open.rows or self._open.closed
+            self._fresh_until = self._clock() + (_FRESH_S if answered else 0.0)
 
     def has_adapters(self) -> bool:
         """Whether some engine listed one."""
         return any(cluster.adapters.names for cluster in self._clusters)
 
-    async def _ask_all(self) -> dict[str, Row]:
+    async def _ask_all(self) -> _Merged:
         engines = [(cluster, engine) for cluster in self._clusters for engine in cluster.engines]
-        lists = await asyncio.gather(*(self._ask(engine) for _, engine in engines))
+        answers = await asyncio.gather(*(self._ask(engine, ()) for _, engine in engines))
         rows: dict[str, Row] = {}
-        for (cluster, engine), listed in zip(engines, lists, strict=True):
-            if listed:  # otherwise it did not answer, and what was known goes on
-                names = [str(row.get("id", "")) for row in listed if row.get("parent")]
+        closed = []
+        for (cluster, engine), answer in zip(engines, answers, strict=True):
+            if answer.rows:  # otherwise it did not answer, and what was known goes on
+                names = [str(row.get("id", "")) for row in answer.rows if row.get("parent")]
                 cluster.adapters.observe_list(str(engine.id), engine.adapters, listed=names)
-            for row in listed:
+            elif answer.status and engine.authorization is None:
+                closed.append(engine)
+            for row in answer.rows:
                 rows.setdefault(str(row.get("id", "")), row)
+        self._add_aliases(rows)
+        return _Merged(rows, closed, _first_refusal(answers))
+
+    def _add_aliases(self, rows: dict[str, Row]) -> None:
         for route in self._aliases:
             target = rows.get(route.upstream_model)
             if target is not None:
                 rows.setdefault(route.model, target | {"id": route.model, "root": route.upstream_model})
         rows.pop("", None)
-        return rows
 
-    async def _ask(self, engine: Engine) -> list[Row]:
-        headers = list(self._headers)
+    async def _ask(self, engine: Engine, credentials: Sequence[tuple[bytes, bytes]]) -> _Listed:
+        headers = [*self._headers, *credentials]
         if engine.authorization is not None:
             headers.append((b"authorization", engine.authorization))
         try:
@@ -137,9 +214,16 @@ class ModelList:
                     body += chunk
             finally:
                 response.abort()
-            return _rows(body) if response.status == 200 else []
         except UpstreamError:
-            return []
+            return _Listed()
+        if response.status in _REFUSALS:
+            own = response_headers(response.headers, endpoint=str(engine.id).encode(), origin=engine.origin)
+            return _Listed(status=response.status, headers=own, body=body)
+        return _Listed(_rows(body)) if response.status == 200 else _Listed()
+
+
+def _first_refusal(answers: Iterable[_Listed]) -> _Listed | None:
+    return next((answer for answer in answers if answer.status), None)
 
 
 def _rows(body: bytes) -> list[Row]:
@@ -155,7 +239,11 @@ def _rows(body: bytes) -> list[Row]:
 async def _send_json(send: Send, value: object) -> None:
     body = msgspec.json.encode(value)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await _send(send, 200, headers, body)
+
+
+async def _send(send: Send, status: int, headers: Headers, body: bytes) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 

@@ -11,7 +11,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import clusters_without_endpoint
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.error_reply import local_reply
-from kvproxy.types import Clock
+from kvproxy.types import Clock, Headers
 
 #: Inference and what clients need beside it, as vLLM, SGLang and their like call it.
 DEFAULT_PATHS = (
@@ -49,7 +49,7 @@ DEFAULT_PATHS = (
     "/detokenize",
 )
 ALL = "all"
-_GREETING = b"kvproxy; clients use /v1\n"
+_GREETING = b"clients use /v1\n"
 
 
 class PublicSide:
@@ -75,7 +75,10 @@ class PublicSide:
     async def answered(self, scope: Scope, send: Send) -> bool:
         """Whether this request, whose path is not among `exact`, was answered here."""
         path, reads = scope["path"], scope["method"] in ("GET", "HEAD")
-        if reads and path == self._health_path:
+        if path == self._health_path and not reads:
+            message = f"`{path}` answers GET and HEAD."
+            await self._refuse(scope, send, 405, "method_not_allowed", message, [(b"allow", b"GET, HEAD")])
+        elif path == self._health_path:
             without = clusters_without_endpoint(self._clusters, self._clock())
             text = f"no endpoint in {', '.join(without)}\n" if without else "ok\n"
             await _text(send, 503 if without else 200, text.encode())
@@ -87,14 +90,15 @@ class PublicSide:
         elif reads and path == "/":
             await _text(send, 200, _GREETING)
         else:
-            message = (
-                f"`{path[:200]}` is not a public path; `router.paths` in the proxy's configuration opens further ones."
-            )
-            await self._refuse(scope, send, 404, "path_not_public", message)
+            await self._refuse(scope, send, 404, "path_not_public", f"Not found: `{path[:200]}`.")
         return True
 
-    async def _refuse(self, scope: Scope, send: Send, status: int, reason: str, message: str) -> None:
-        await local_reply(scope, send, status=status, reason=reason, message=message, metrics=self._metrics)
+    async def _refuse(
+        self, scope: Scope, send: Send, status: int, reason: str, message: str, headers: Headers | None = None
+    ) -> None:
+        await local_reply(
+            scope, send, status=status, reason=reason, message=message, metrics=self._metrics, headers=headers
+        )
 
 
 class PublicPaths:
@@ -102,7 +106,8 @@ class PublicPaths:
 
     `further` widens the defaults; ALL opens every path. A route opens its own prefix if no default path can match it:
     such a route could never be used otherwise, so its prefix must be meant. `/v1` only routes; `/tts` opens `/tts`.
-    `exact` are the paths without what is below others.
+    A path with one `/` behind it is public as well: engines redirect it to the path. `exact` are the paths without what
+    is below others.
     """
 
     def __init__(self, further: Iterable[str] = (), *, prefixes: Iterable[str] = ()) -> None:
@@ -116,7 +121,7 @@ class PublicPaths:
         self._below = tuple(sorted({path for path in listed if path.endswith("/")}))
 
     def __contains__(self, path: str) -> bool:
-        return path in self.exact or self._all or path.startswith(self._below)
+        return path in self.exact or self._all or path.startswith(self._below) or path.removesuffix("/") in self.exact
 
 
 def _below(path: str, prefix: str) -> bool:

@@ -149,6 +149,7 @@ class Exchange(msgspec.Struct, eq=False, kw_only=True):
 
     received_at: float
     request_id: str = ""
+    names_itself: bool = False  # a `request_id` in its body replaces the one that was made here
     tenant: str = ""  # name of the API key that authenticated; "" when none
     trusted: bool = False  # its key says that it speaks for engines, not for users
     may_debug: bool = True  # with `auth`: only if its key says so

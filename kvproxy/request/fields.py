@@ -19,7 +19,13 @@ _KEEPING = ("prompt_cache_retention", "prompt_cache_options", "cache_control")
 NAMING = (*_COMMON, *_KEEPING, "client_metadata", "conversation", "metadata")
 #: What is meant by "in_memory": OpenAI keeps such a prompt for 5 to 10 minutes after its last use.
 _IN_MEMORY_S, _UNITS_S = 300.0, {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_request_id = re.compile("[!-~]{1,128}").fullmatch
 _duration = re.compile(r"(\d{1,6})([smhd])").fullmatch
+
+
+def is_request_id(text: str) -> bool:
+    """Return True for 1 to 128 visible ASCII characters, which a header field may carry."""
+    return _request_id(text) is not None
 
 
 class _Program(msgspec.Struct, gc=False):
@@ -134,6 +140,7 @@ class Common(_SessionFields, gc=False):
     model: str | None = None
     stream: bool | None = None
     cache_salt: str | None = None
+    request_id: str | None = None
     add_special_tokens: Raw = NO_RAW
     truncate_prompt_tokens: Raw = NO_RAW
 

@@ -28,7 +28,17 @@ from kvproxy.json_scan import (
     run_at_once,
     run_in_turns,
 )
-from kvproxy.request.fields import NAMING, NO_RAW, Chat, Common, Completion, Embeddings, Messages, Responses
+from kvproxy.request.fields import (
+    NAMING,
+    NO_RAW,
+    Chat,
+    Common,
+    Completion,
+    Embeddings,
+    Messages,
+    Responses,
+    is_request_id,
+)
 from kvproxy.request.session import NO_CALLER, Caller
 from kvproxy.types import InferenceRequest, Prompt, RequestKind
 
@@ -150,6 +160,7 @@ class _Reader:
             continues,
             continuable,
             data.retention_s() if named else None,
+            request_id if (request_id := data.request_id) and is_request_id(request_id) else "",
         )
 
     def _shape(self, data: Common) -> bytes:

@@ -77,7 +77,9 @@ def test_a_failure_is_spared_while_no_other_endpoint_does_better(make_cluster: M
 def test_the_only_endpoint_is_not_spared(make_cluster: MakeCluster) -> None:
     """There is nothing to compare it with."""
     bench = make_cluster("a")
-    assert not bench.cluster.verdicts.is_spared(bench.endpoint("a"), "", reason="status_500", client="", now=bench.clock())
+    assert not bench.cluster.verdicts.is_spared(
+        bench.endpoint("a"), "", reason="status_500", client="", now=bench.clock()
+    )
 
 
 def test_a_suspended_attempt_is_no_load_and_no_failure_until_it_is_blamed(make_cluster: MakeCluster) -> None:

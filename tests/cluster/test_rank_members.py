@@ -99,7 +99,9 @@ def test_an_engine_that_fails_alone_is_judged_by_other_engines(make_cluster: Mak
     bench = make_cluster(endpoints=configs("a", data_parallel=TWO), health={"eject_after": 0})
     bench.outcomes("a@0", AttemptOutcome.FAILURE, times=3)
     assert not bench.cluster.verdicts.has_outage("", bench.clock())
-    assert not bench.cluster.verdicts.is_spared(bench.endpoint("a@0"), "", reason="status_500", client="", now=bench.clock())
+    assert not bench.cluster.verdicts.is_spared(
+        bench.endpoint("a@0"), "", reason="status_500", client="", now=bench.clock()
+    )
     bench.outcomes("a@1", AttemptOutcome.FAILURE, times=3)
     assert bench.cluster.verdicts.has_outage("", bench.clock())
 

@@ -7,10 +7,13 @@ from starlette.types import ASGIApp
 
 from kvproxy.config.filter_schema import RequestIdSettings
 from kvproxy.filters.request_id import RequestIdFilter, build
+from kvproxy.listener.server import serve
 from kvproxy.metrics.catalog import Metrics
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.clock import FakeClock
+from tests.support.fake_engine import FakeEngine
 from tests.support.filter_context import filter_context
+from tests.support.proxy import chat, running_proxy
 
 
 def filter_around(inner: ASGIApp, *, header: str = "X-Request-ID", trust: bool = True) -> ASGIApp:
@@ -73,3 +76,18 @@ async def test_other_scope_types_pass() -> None:
     inner = Inner()
     await call(filter_around(inner), {"type": "lifespan"})
     assert inner.scopes == [{"type": "lifespan"}]
+
+
+async def test_an_id_in_the_body_is_the_id_everywhere() -> None:
+    """As vLLM has it: `request_id` names the completion where no header does."""
+    engine = FakeEngine("a")
+    async with serve(engine) as url, running_proxy({"a": url}) as proxy:
+        path = "/v1/chat/completions"
+        named = await proxy.client.post(path, json=chat(request_id="abc"))
+        both = await proxy.client.post(path, json=chat(request_id="abc"), headers={"x-request-id": "header"})
+        odd = await proxy.client.post(path, json=chat(request_id="a b"))
+    assert named.headers["x-request-id"] == "abc"
+    assert both.headers["x-request-id"] == "header"
+    sent = [dict(call.headers)[b"x-request-id"] for call in engine.calls]
+    assert sent[:2] == [b"abc", b"header"]
+    assert sent[2] == odd.headers["x-request-id"].encode() != b"a b"

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.types import Send
 
@@ -15,7 +16,7 @@ from kvproxy.filters.chain import FilterContext, FilterType
 from kvproxy.listener.server import Server, serve
 from kvproxy.request.exchange import Exchange
 from kvproxy.request.observer import RequestObserver
-from tests.support.fake_engine import Call, FakeEngine, reply
+from tests.support.fake_engine import Behaviour, Call, FakeEngine, reply
 from tests.support.proxy import chat, running_proxy
 from tests.support.until import until
 
@@ -55,9 +56,79 @@ async def test_without_any_engine_there_is_no_model_list() -> None:
         serve(FakeEngine("a", starting)) as url,
         running_proxy({"a": url, "dead": "http://127.0.0.1:9"}) as proxy,
     ):
-        assert (await proxy.client.get("/v1/models")).status_code == 503
+        none = await proxy.client.get("/v1/models")
+        assert (none.status_code, none.headers["retry-after"]) == (503, "1")
+        assert none.json()["error"]["code"] == "no_endpoints"
         up = True
         assert (await proxy.client.get("/v1/models")).json()["data"] == [{"id": "m1"}]
+
+
+def closed_to(*keys: str) -> Behaviour:
+    """An engine with API keys of its own: 401 without one of them."""
+
+    async def behave(engine: FakeEngine, call: Call, send: Send) -> None:
+        sent = dict(call.headers).get(b"authorization", b"").decode()
+        if sent.removeprefix("Bearer ") not in keys:
+            await reply(send, 401, b'{"error": "Unauthorized"}')
+        else:
+            await reply(send, 200, b'{"data": [{"id": "of-%b"}]}' % engine.name.encode())
+
+    return behave
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def test_models_of_engines_that_want_the_clients_key() -> None:
+    """The client's credential goes to engines without one of their own, and what they list is shown to it alone."""
+    async with (
+        serve(FakeEngine("a", closed_to("one", "both"))) as a,
+        serve(FakeEngine("b", closed_to("both"))) as b,
+        running_proxy({"a": a, "b": b}) as proxy,
+    ):
+
+        async def listed(key: str) -> list[str]:
+            answered = await proxy.client.get("/v1/models", headers=bearer(key))
+            return [row["id"] for row in answered.json()["data"]]
+
+        assert await listed("both") == ["of-a", "of-b"]
+        assert await listed("one") == ["of-a"]
+        wrong = await proxy.client.get("/v1/models", headers=bearer("wrong"))
+        nameless = await proxy.client.get("/v1/models")
+        for refused in (wrong, nameless):
+            assert (refused.status_code, refused.json()) == (401, {"error": "Unauthorized"})
+        assert (await proxy.client.get("/v1/models/of-b", headers=bearer("one"))).status_code == 404
+
+
+async def test_a_clients_key_never_goes_to_an_engine_with_one_of_its_own() -> None:
+    """Nor to one that asks for none."""
+    engines = [FakeEngine("own", closed_to("own-key")), FakeEngine("open", closed_to(""))]
+    async with serve(engines[0]) as own, serve(engines[1]) as free:
+        endpoints = [{"id": "own", "url": own, "api_key": "own-key"}, {"id": "open", "url": free}]
+        async with running_proxy(endpoints) as proxy:
+            answered = await proxy.client.get("/v1/models", headers=bearer("clients"))
+            assert {row["id"] for row in answered.json()["data"]} == {"of-own", "of-open"}
+    sent = [value for engine in engines for call in engine.listings for value in dict(call.headers).values()]
+    assert not any(b"clients" in value for value in sent)
+
+
+async def test_an_adapter_that_was_loaded_through_the_proxy_is_listed_at_once() -> None:
+    """The list is remembered for two seconds, and forgotten when a client loads or unloads an adapter."""
+    adapters: list[str] = []
+
+    async def behave(engine: FakeEngine, call: Call, send: Send) -> None:
+        if call.path == "/v1/load_lora_adapter":
+            adapters.append("lora")
+        await reply(send, 200, msgspec.json.encode({"data": [{"id": name} for name in ["base", *adapters]]}))
+
+    filters = [{"router": {"paths": ["/v1/load_lora_adapter"]}}]
+    async with serve(FakeEngine("a", behave)) as url, running_proxy({"a": url}, filters=filters) as proxy:
+        before = (await proxy.client.get("/v1/models")).json()["data"]
+        await proxy.client.post("/v1/load_lora_adapter", json={"lora_name": "lora"})
+        after = (await proxy.client.get("/v1/models")).json()["data"]
+    assert [row["id"] for row in before] == ["base"]
+    assert [row["id"] for row in after] == ["base", "lora"]
 
 
 def build_troublesome(inner: Any, settings: object, context: FilterContext) -> Any:

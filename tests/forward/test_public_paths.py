@@ -24,12 +24,18 @@ def test_inference_is_public(path: str) -> None:
      "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/abort_request", "/abort_requests", "/update_weights",
      "/update_weights_from_disk", "/v1/loads", "/server_info", "/kv_event_sources", "/start_profile", "/pd_role_switch",
      "/hicache/storage-backend", "/scale_elastic_ep", "/openapi.json", "/docs", "/inference/v1/generate",
-     "/invocations", "/v1", "/v1/", "/", "", "//v1/chat/completions", "/v1/chat/completions/", "/v1//models",
+     "/invocations", "/v1", "/v1/", "/", "", "//v1/chat/completions", "/v1/chat/completions//", "/v1//models",
      "/V1/models"],
 )  # fmt: skip
 def test_what_steers_engines_is_not(path: str) -> None:
     """Nor is anything that is not listed."""
     assert path not in PublicPaths()
+
+
+def test_one_slash_behind_a_public_path_passes() -> None:
+    """Engines redirect it to the path without it, which clients follow."""
+    assert "/v1/chat/completions/" in PublicPaths()
+    assert "/sleep/" not in PublicPaths()
 
 
 def test_further_paths() -> None:
