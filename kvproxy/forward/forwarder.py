@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import functools
 import random
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ from kvproxy.forward.answer import NOT_IMPLEMENTED, Attempts, names_no_model, re
 from kvproxy.forward.asking import Asking
 from kvproxy.forward.cached_count import CachedCounts
 from kvproxy.forward.headers import RequestHead, describe_decision, response_headers
-from kvproxy.forward.relay import Relay
+from kvproxy.forward.relay import Relay, is_comment
 from kvproxy.forward.request_body import RequestBody
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.downstream import Downstream
@@ -402,17 +403,24 @@ class Forwarding(msgspec.Struct, eq=False):
         metrics.request.retries.labels(reason).inc()
         return _Next.RETRY
 
-    async def _deliver(self, pick: Pick, response: UpstreamResponse, first: bytes) -> _Next:
+    def _note_first_token(self, pick: Pick) -> None:
         now = self._shared.clock()
         pick.first_token(now)
-        if self._suspects and response.status < 500:
-            self._blame_suspects(proven=True)
         self._exchange.outcome.ttft_s = now - self._exchange.received_at
         if "first_byte" in self._exchange.hooks:
             notify(RequestObserver.first_byte, self._exchange, now)
+
+    async def _deliver(self, pick: Pick, response: UpstreamResponse, first: bytes) -> _Next:
+        if self._suspects and response.status < 500:
+            self._blame_suspects(proven=True)
+        begins_later = first.startswith(b":") and is_comment(first)
+        if not begins_later:
+            self._note_first_token(pick)
         counts = self._shared.cached_counts
         count = None if counts is None else counts.follow(self._exchange, response)
         relay = Relay(self._exchange, response, self._downstream, self._asking.method == b"POST", count)
+        if begins_later:
+            relay.on_event = functools.partial(self._note_first_token, pick)
         headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
         if self._debug:
             headers.append((b"x-kvproxy-decision", describe_decision(pick, pick.policy, self._exchange.facts).encode()))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 from starlette.types import Receive
@@ -25,6 +26,8 @@ TAIL_BYTES = 16 * 1024
 #: Pieces its last events may come in, however the network cuts them.
 LAST_PIECES = 4
 _NO_PIECES = deque[bytes](maxlen=0)
+#: That end an event.
+_BLANK_LINES = (b"\n\n", b"\n\r\n", b"\r\r")
 #: Content types of answers that may count tokens.
 _TELLING = (b"application/json", b"text/event-stream")
 
@@ -46,6 +49,8 @@ class Relay(msgspec.Struct, eq=False):
     _downstream: Downstream
     _post: bool = False
     _count: CachedCount | None = None  # None: answers go down as they are
+    #: Called before the first piece that is an event, where comments came before it: they are no sign of a token.
+    on_event: Callable[[], None] | None = None
     _first: bytes = b""
     _last: deque[bytes] = _NO_PIECES  # of a stream, until its end; of any other answer all there is
     _failure: Exception | None = None  # of a piece that could not be passed on
@@ -63,6 +68,8 @@ class Relay(msgspec.Struct, eq=False):
                 self._last = deque((chunk,), LAST_PIECES)
                 count = self._count
                 await downstream.start(status, headers, chunk if count is None else count.next_piece(chunk), more=True)
+                if self.on_event is not None:
+                    await self._pass_comments(self.on_event)
                 if downstream.connection is not None:
                     response.on_piece = self._pass_on
                 while not response.complete:
@@ -97,6 +104,19 @@ class Relay(msgspec.Struct, eq=False):
         tail = b"".join(earlier)[-TAIL_BYTES:] + last
         return read_end(self._exchange, status, headers, first=self._first, tail=tail, post=self._post)
 
+    async def _pass_comments(self, on_event: Callable[[], None]) -> None:
+        """Pass pieces on until one is an event, or the end came."""
+        response, comments_only = self._response, True
+        while comments_only and not response.complete:
+            piece = await response.next_chunk()
+            if piece:
+                comments_only = is_comment(piece)
+                if not comments_only:
+                    on_event()
+                self._last.append(piece)
+                if self._count is None or (piece := self._count.next_piece(piece)):
+                    await self._downstream.write(piece, more=True)
+
     async def _hold(self, first: bytes) -> bytes:
         """An answer that is not streamed, whole, so that its length can change; of a longer one, or one that breaks
         off, its beginning."""
@@ -130,7 +150,8 @@ class Relay(msgspec.Struct, eq=False):
         return True
 
     async def _tell_broken(self, headers: Headers, error: UpstreamError) -> None:
-        """An event stream ends with an error event; anything else is left incomplete, which cuts the connection."""
+        """An event stream that broke between two events ends with an error event; anything else is left incomplete,
+        which cuts the connection: clients drop an unfinished event."""
         self._exchange.outcome.end = "upstream_died"
         event_stream = any(
             name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers
@@ -138,9 +159,10 @@ class Relay(msgspec.Struct, eq=False):
         if not event_stream or any(name == b"content-length" for name, _ in headers):
             return
         kind = self._exchange.inference.kind if self._exchange.inference else None
-        last = self._last[-1] if self._last else b""
+        if not b"".join(self._last)[-4:].endswith(_BLANK_LINES):
+            return
         message = "The engine failed in the middle of this response."
-        event = error_event(kind, message=message, reason=error.reason, tail=last)
+        event = error_event(kind, message=message, reason=error.reason)
         await self._downstream.write(event, more=False)
 
 
@@ -165,6 +187,11 @@ def read_end(
     if inference is not None and inference.continuable:
         outcome.response_id = read_response_id(first)
     return None
+
+
+def is_comment(piece: bytes) -> bool:
+    """Return True if a piece of an event stream has comments (`: keep-alive`) and blank lines alone."""
+    return all(line.startswith((b":", b"\r")) or not line for line in piece.split(b"\n"))
 
 
 def _with_length(headers: Headers, length: int) -> Headers:

@@ -67,18 +67,17 @@ def error_body(path: str, status: int, *, reason: str, message: str) -> bytes:
     return _openai(kind, message, reason)
 
 
-def error_event(kind: RequestKind | None, *, message: str, reason: str, tail: bytes) -> bytes:
-    """Bytes that end a broken stream: completes a half-sent event first (`tail` is what went last), then the error.
+def error_event(kind: RequestKind | None, *, message: str, reason: str) -> bytes:
+    """Return the bytes that end a stream which broke between two events.
 
     OpenAI's clients raise on `data: {"error": ...}`, Anthropic's on `event: error`; the responses API has its own type.
     """
-    separator = b"" if not tail or tail.endswith(b"\n\n") else b"\n\n"
     if kind is RequestKind.MESSAGES:
-        return separator + b"event: error\ndata: " + _anthropic("api_error", message) + b"\n\n"
+        return b"event: error\ndata: " + _anthropic("api_error", message) + b"\n\n"
     if kind is RequestKind.RESPONSES:
         response_error = {"type": "error", "code": reason, "message": message, "param": None}
-        return separator + b"event: error\ndata: " + msgspec.json.encode(response_error) + b"\n\n"
-    return separator + b"data: " + _openai("upstream_error", message, reason) + b"\n\ndata: [DONE]\n\n"
+        return b"event: error\ndata: " + msgspec.json.encode(response_error) + b"\n\n"
+    return b"data: " + _openai("upstream_error", message, reason) + b"\n\ndata: [DONE]\n\n"
 
 
 def _anthropic(kind: str, message: str) -> bytes:

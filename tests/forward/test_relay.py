@@ -40,6 +40,15 @@ class Arriving:
         """Nothing is left to come."""
 
 
+class Breaking(Arriving):
+    """The same of an engine that closes its connection too early."""
+
+    def take(self) -> bytes:
+        if self._pieces:
+            return self._pieces.pop(0)
+        raise UpstreamDisconnected("closed in the body")
+
+
 async def nothing() -> Message:
     """A client that says nothing more."""
     raise AssertionError
@@ -216,3 +225,41 @@ async def test_a_broken_stream_says_so_unless_its_length_was_stated(length: tupl
     bodies = [message["body"] for message in sent if message["type"] == "http.response.body"]
     assert bodies[0] == b"data: 1\n\n"
     assert [b'"error"' in body for body in bodies[1:]] == ([] if length else [True])
+
+
+async def test_comments_are_no_first_event() -> None:
+    """`: keep-alive` goes to the client at once, and the prefill is over with the first event alone."""
+    sent: list[bytes] = []
+    began_after: list[int] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b""))
+
+    exchange = Exchange(received_at=0.0)
+    comment, event = b": keep-alive\n\n", b'data: {"choices":[]}\n\n'
+    headers = [(b"content-type", b"text/event-stream")]
+    downstream = Downstream.begin(exchange, http_scope(), nothing, send)
+    relay = Relay(exchange, Arriving(comment, comment, event, DONE).response, downstream, True)
+    relay.on_event = lambda: began_after.append(sent.count(comment))
+    assert await relay.run(headers, comment) is None
+    assert began_after == [3]
+    assert b"".join(sent) == comment * 3 + event + DONE
+
+
+@pytest.mark.parametrize(
+    ("tail", "told"), [(b"data: {}\n\n", True), (b"data: {}\r\n\r\n", True), (b'data: {"a', False)]
+)
+async def test_a_stream_that_breaks_inside_an_event_is_cut(tail: bytes, told: bool) -> None:
+    """Clients drop an unfinished event; completed by an error they would try to read it."""
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    exchange = Exchange(received_at=0.0)
+    downstream = Downstream.begin(exchange, http_scope(), nothing, send)
+    relay = Relay(exchange, Breaking(b"data: {}\n\n", tail).response, downstream, True)
+    error = await relay.run([(b"content-type", b"text/event-stream")], b"data: {}\n\n")
+    assert isinstance(error, UpstreamDisconnected)
+    assert (sent[-1]["more_body"] is False) is told
+    assert (b"upstream_disconnected" in sent[-1]["body"]) is told
