@@ -120,7 +120,11 @@ async def public_listener(
         drain_s=config.shutdown.drain,
         hurry=hurry,
         tls=config.listen.tls,
-        limits=replace(ListenerLimits.from_config(config.limits), max_connections=connections),
+        limits=replace(
+            ListenerLimits.from_config(config.limits),
+            max_connections=connections,
+            closing_idle_s=config.shutdown.idle,
+        ),
         on_refused=proxy.metrics.bounds.connections_refused.inc,
     )
     async with public:

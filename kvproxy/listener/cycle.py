@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from kvproxy.listener.http_date import HttpDate
 from kvproxy.request.error_reply import error_body
 from kvproxy.socket_writes import write_pieces
 from kvproxy.types import Headers
@@ -41,6 +42,7 @@ class Connection(Protocol):
     transport: asyncio.Transport
     loop: asyncio.AbstractEventLoop
     tasks: set[asyncio.Task[None]]
+    dates: HttpDate
     reading_paused: bool
     waiters: list[asyncio.Future[None]]
 
@@ -264,7 +266,12 @@ class RequestCycle(msgspec.Struct, eq=False):
         self._expects_continue = False
         self._bodiless = status in _BODILESS or self._head_request
         head, self._left_bytes, self.keep_alive = encode_head(
-            status, headers, bodiless=self._bodiless, http_1_0=self._http_1_0, keep_alive=self.keep_alive
+            status,
+            headers,
+            bodiless=self._bodiless,
+            http_1_0=self._http_1_0,
+            keep_alive=self.keep_alive,
+            date=self._connection.dates.line(self.loop.time()),
         )
         if self._left_bytes is None and not self._bodiless:
             self.ends_by_close = self._http_1_0
@@ -303,12 +310,19 @@ class RequestCycle(msgspec.Struct, eq=False):
 
 
 def encode_head(
-    status: int, headers: Iterable[tuple[bytes, bytes]], *, bodiless: bool, http_1_0: bool, keep_alive: bool
+    status: int,
+    headers: Iterable[tuple[bytes, bytes]],
+    *,
+    bodiless: bool,
+    http_1_0: bool,
+    keep_alive: bool,
+    date: bytes = b"",
 ) -> tuple[bytes, int | None, bool]:
     """The head, the length it states for the body (None: chunked, or for HTTP/1.0 ended by the close), and whether the
     connection is kept.
 
-    Framing is the listener's: a transfer-encoding in `headers` is dropped. Raises RuntimeError for a status, a name or
+    Framing is the listener's: a transfer-encoding in `headers` is dropped. `date` is a line for those without that
+    field. Raises RuntimeError for a status, a name or
     a value that no response may have.
     """
     fields = list(headers)
@@ -324,6 +338,8 @@ def encode_head(
     length_bytes = _stated_length(fields, names) if b"content-length" in names else None
     if length_bytes is None and not bodiless and not http_1_0:
         lines.append(b"transfer-encoding: chunked")
+    if date and b"date" not in names:
+        lines.append(date)
     if b"connection" in names and any(name == b"connection" and b"close" in value.lower() for name, value in fields):
         keep_alive = False
     elif not keep_alive:
@@ -357,8 +373,8 @@ def error_response(status: HTTPStatus, message: str, *, reason: str, path: str =
     return headers, body
 
 
-def raw_error(status: HTTPStatus, message: str) -> bytes:
+def raw_error(status: HTTPStatus, message: str, *, date: bytes) -> bytes:
     """The answer to what is no request: no path says which API the client speaks."""
     headers, body = error_response(status, message, reason=status.name.lower())
-    head, _, _ = encode_head(status.value, headers, bodiless=False, http_1_0=False, keep_alive=False)
+    head, _, _ = encode_head(status.value, headers, bodiless=False, http_1_0=False, keep_alive=False, date=date)
     return head + body

@@ -51,6 +51,8 @@ class ListenerLimits:
     """A client that takes no byte of its response for this long is gone."""
     linger_s: float = 2.0
     """A client that has its last answer and sends no byte of an unread body for this long is gone; never 0."""
+    closing_idle_s: float = 0.0
+    """When the listener is closed, an idle connection has this long to learn of it with the answer to a request."""
 
     @classmethod
     def from_config(cls, limits: LimitSettings) -> ListenerLimits:

@@ -13,6 +13,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from kvproxy.listener.cycle import RequestCycle, error_response, raw_error
+from kvproxy.listener.http_date import HttpDate
 from kvproxy.listener.parser import BadRequest, ListenerLimits, RequestParser, Scope
 from kvproxy.types import CONNECTION
 
@@ -46,11 +47,13 @@ class ClientProtocol(asyncio.Protocol):
         *,
         limits: ListenerLimits,
         on_refused: Callable[[], object],
+        dates: HttpDate | None = None,
     ) -> None:
         if not config.loaded:
             config.load()
         self.loop = _loop or asyncio.get_running_loop()
         self.tasks = server_state.tasks
+        self.dates = dates or HttpDate()
         self.reading_paused = False
         self.waiters: list[asyncio.Future[None]] = []  # apps that wait for more of a body, or until more is taken
         self.transport: asyncio.Transport
@@ -68,6 +71,7 @@ class ClientProtocol(asyncio.Protocol):
         self._writable = True
         self._head_since = 0.0  # the head that is being read began, or the connection did
         self._idle_since = 0.0  # the last response went out; 0: no request came yet
+        self._closes_after_s: float | None = None  # of idleness, since the listener is being closed
         self._linger: Linger | None = None  # the last answer is out, the client still sends
         self._watchdog: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
@@ -141,17 +145,24 @@ class ClientProtocol(asyncio.Protocol):
     # uvicorn's server
 
     def shutdown(self) -> None:
-        """Closes, behind the response that is under way if there is one."""
-        if self._linger is not None or self._running is None:
+        """Close behind the response that is under way or, without one, behind the next request's if it comes within
+        `closing_idle_s`. One more may follow a response whose head, already sent, could not announce the close."""
+        self._closes_after_s = idle_s = self._limits.closing_idle_s
+        running = self._running
+        if self._linger is not None or (running is None and not idle_s):
             self.close()
-        else:
-            self._running.keep_alive = False
+        elif running is None:
+            self._idle_since = self.loop.time()
+            self._watch()
+        elif not (running.response_started and idle_s):
+            running.keep_alive = False
 
     # RequestOpener, for the parser
 
     def open_request(self, scope: Scope, *, keep_alive: bool, expects_continue: bool) -> RequestCycle:
         """The request begins at once, or in its turn behind those before it."""
         head_request, http_1_0 = scope["method"] == "HEAD", scope["http_version"] == "1.0"
+        keep_alive = keep_alive and self._closes_after_s is None
         cycle = RequestCycle(self, self.loop, head_request, http_1_0, keep_alive, expects_continue)
         self._unwanted_bytes = 0
         scope["state"] = self._app_state.copy()
@@ -208,6 +219,8 @@ class ClientProtocol(asyncio.Protocol):
             self._hang_up(unread=bool(behind) or not cycle.body_complete, ends_by_close=cycle.ends_by_close)
             return
         self._idle_since = self._head_since = self.loop.time()
+        if self._closes_after_s is not None:
+            self._watch()
         if self._queue:
             self._run(*self._queue.popleft())
         if self.reading_paused or self._unparsed:
@@ -265,7 +278,7 @@ class ClientProtocol(asyncio.Protocol):
             return
         self._client_left()
         if not self._ending:
-            self.transport.write(raw_error(status, message))
+            self.transport.write(raw_error(status, message, date=self.dates.line(self.loop.time())))
             self._hang_up(unread=True)
 
     def _hang_up(self, *, unread: bool, ends_by_close: bool = False) -> None:
@@ -290,10 +303,11 @@ class ClientProtocol(asyncio.Protocol):
         if self._ending:
             return
         limits, now = self._limits, self.loop.time()
-        next_look_s = min(filter(None, (limits.head_timeout_s, limits.keep_alive_s)), default=0.0)
+        keep_alive_s = limits.keep_alive_s if self._closes_after_s is None else self._closes_after_s
+        next_look_s = min(filter(None, (limits.head_timeout_s, keep_alive_s)), default=0.0)
         if self._running is None:
             in_head = self._parser.in_head or not self._idle_since
-            limit_s = limits.head_timeout_s if in_head else limits.keep_alive_s
+            limit_s = limits.head_timeout_s if in_head else keep_alive_s
             left_s = (self._head_since if in_head else self._idle_since) + limit_s - now
             if limit_s and left_s <= 0:
                 if in_head:

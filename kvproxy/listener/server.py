@@ -20,6 +20,7 @@ import uvicorn
 from kvproxy.background_task import cancel_tasks
 from kvproxy.config.listener_schema import ListenerTls
 from kvproxy.errors import ConfigError, Problem
+from kvproxy.listener.http_date import HttpDate
 from kvproxy.listener.parser import ListenerLimits
 from kvproxy.listener.protocol import ClientProtocol
 
@@ -64,7 +65,8 @@ class _Server(uvicorn.Server):
         await self.stop.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Idle connections end now, requests within the drain time, everything else after it."""
+        """Idle connections end with their next request or after the idle time, requests within the drain time,
+        everything else after it."""
         state = self.server_state
         for server in self.servers:
             server.close()
@@ -94,10 +96,11 @@ class _Server(uvicorn.Server):
 class Server:
     """Serves `app` from `__aenter__` on.
 
-    Leaving stops accepting, closes idle connections, lets running requests end for at most `drain_s` (or until `hurry`
-    is set), then cuts what is left and gives its apps `cut_grace_s` to notice before they are cancelled. `limits` bound
-    what clients may hold; `on_refused` hears of each connection beyond them. `sockets` listen already, maybe for other
-    processes too; they are closed when it stops accepting.
+    Leaving stops accepting, answers the next request of an idle connection with `connection: close` (or closes it after
+    `limits.closing_idle_s`), lets running requests end for at most `drain_s` (or until `hurry` is set), then cuts what
+    is left and gives its apps `cut_grace_s` to notice before they are cancelled. `limits` bound what clients may
+    hold; `on_refused` is called for each connection beyond them. `sockets` listen already, maybe for other processes
+    too; they are closed when it stops accepting.
     """
 
     def __init__(
@@ -126,14 +129,14 @@ class Server:
             if tls.client_ca:
                 options |= {"ssl_ca_certs": tls.client_ca, "ssl_cert_reqs": ssl.CERT_REQUIRED}
         defaults: dict[str, Any] = {
-            "http": functools.partial(ClientProtocol, limits=self._limits, on_refused=self._refused),
+            "http": functools.partial(ClientProtocol, limits=self._limits, on_refused=self._refused, dates=HttpDate()),
             "loop": "none",
             "ws": "none",
             "lifespan": "off",
             "access_log": False,
             "log_config": None,
             "server_header": False,
-            "date_header": False,
+            "date_header": False,  # ours is made once a second, and only where an engine sent none
             "proxy_headers": False,  # the router filter decides which to believe
         }
         config = uvicorn.Config(app, host=host, port=port, **(defaults | options))
@@ -156,6 +159,11 @@ class Server:
     def url(self) -> str:
         """Base URL."""
         return url_of(self._host, self.port, tls=self._tls)
+
+    @property
+    def stopping(self) -> bool:
+        """It accepts no further connection."""
+        return any(not server.is_serving() for server in self._server.servers)
 
     async def __aenter__(self) -> Server:
         self._task = asyncio.create_task(self._serve(), name=f"server {self._host}")

@@ -132,7 +132,7 @@ async def test_no_body_where_none_may_be(raw: bytes) -> None:
     app = answering(lambda client: client.start(status, LENGTH_2, b"ok", more=False))
     async with serve(app) as url, connect(url) as client:
         await client.send(raw + raw)
-        assert (await client.head()).endswith(b"content-length: 2\r\n\r\n")
+        assert b"\r\ncontent-length: 2\r\n" in await client.head()
         assert (await client.head()).startswith(b"http/1.1 %d" % status)
 
 

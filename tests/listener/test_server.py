@@ -12,9 +12,11 @@ import httpx
 import pytest
 
 from kvproxy.config.listener_schema import ListenerTls
+from kvproxy.listener.parser import ListenerLimits
 from kvproxy.listener.server import Server, serve
 from tests.listener.client import connect, echo, opened
 from tests.support.certificates import make_certificate
+from tests.support.until import until
 
 GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
 
@@ -157,3 +159,59 @@ async def test_ipv6_urls_have_brackets() -> None:
         pytest.skip("no IPv6 loopback here")
     assert server.url.startswith("http://[::1]:")
     await server.__aexit__(None, None, None)
+
+
+async def leave(server: Server) -> asyncio.Task[None]:
+    """Begin to leave the server; the task ends when it is closed."""
+    task = asyncio.create_task(server.__aexit__())
+    await until(lambda: server.stopping)
+    return task
+
+
+async def test_a_kept_connection_learns_of_the_end_with_its_next_answer() -> None:
+    """A client that sends its next request just then gets the answer, and `connection: close` with it."""
+    server = Server(echo, drain_s=60, limits=ListenerLimits(closing_idle_s=60))
+    await server.__aenter__()
+    async with connect(server.url) as client:
+        await client.send(GET)
+        assert b"connection: close" not in (await client.response())[0]
+        leaving = await leave(server)
+        await client.send(GET)
+        assert b"connection: close" in (await client.response())[0]
+        assert await client.rest() == b""
+        await leaving
+
+
+async def test_a_kept_connection_without_a_request_is_closed_after_the_idle_time() -> None:
+    """The end of the process does not wait for clients that have nothing to ask."""
+    server = Server(echo, drain_s=60, limits=ListenerLimits(closing_idle_s=0.05))
+    await server.__aenter__()
+    async with connect(server.url) as client:
+        await client.send(GET)
+        await client.response()
+        leaving = await leave(server)
+        assert await client.rest() == b""
+        await leaving
+
+
+async def test_a_connection_whose_stream_began_before_the_end_takes_one_more_request() -> None:
+    """Its head could not announce the close, so the client may send on it right after the last byte."""
+    go_on = asyncio.Event()
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        await go_on.wait()
+        await send({"type": "http.response.body", "body": b"b"})
+
+    server = Server(stream, drain_s=60, limits=ListenerLimits(closing_idle_s=60))
+    await server.__aenter__()
+    async with connect(server.url) as client:
+        await client.send(GET)
+        assert b"connection: close" not in await client.head()
+        leaving = await leave(server)
+        go_on.set()
+        assert await client.reader.readexactly(2) == b"ab"
+        await client.send(GET)
+        assert b"connection: close" in (await client.response())[0]
+        await leaving
