@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import statistics
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -70,12 +69,6 @@ ROW_OF = {room: index for index, rooms in enumerate(ROWS) for room in rooms}
 #: The simulated engines stand in for other programs: they share words with the proxy, not code.
 SIMULATOR_MAY_IMPORT = {"simulator", "prefix", "types", "errors"}
 
-#: One plug-in a file, however short: these files name them.
-REGISTRIES = {"kvproxy.filters.registry", "kvproxy.routing.registry", "kvproxy.cli"}
-
-#: Short files with one importer that are still to be merged into it. Nothing is added here.
-THIN: frozenset[str] = frozenset()
-
 HEADINGS = ("What it does", "Contracts", "How to add one")
 #: Rooms whose README.md is still to be written. Nothing is added here.
 WITHOUT_README = frozenset[str]()
@@ -119,20 +112,8 @@ def _graph() -> Mapping[str, frozenset[str]]:
     return {module: frozenset(_imports(path)) - {module} for module, path in _files().items()}
 
 
-def _importers() -> Mapping[str, set[str]]:
-    importers = defaultdict(set)
-    for module, targets in _graph().items():
-        for target in targets:
-            importers[target].add(module)
-    return importers
-
-
 def _room(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
-
-
-def _lines(path: Path) -> int:
-    return len(path.read_text().splitlines())
 
 
 def test_every_room_has_its_row() -> None:
@@ -181,28 +162,6 @@ def test_only_the_command_line_and_replay_use_the_simulator() -> None:
         _room(module) for module, targets in _graph().items() if any(_room(target) == "simulator" for target in targets)
     }
     assert users <= {"simulator", "cli", "commands", "replay", "advise", "planner"}
-
-
-def test_files_stay_readable() -> None:
-    """A file is one idea: nine of ten have at most 250 lines, and none has over 450."""
-    lines = {module: _lines(path) for module, path in _files().items()}
-    assert statistics.quantiles(lines.values(), n=10)[-1] <= 250
-    assert not [name for name, count in lines.items() if count > 450]
-
-
-def test_a_short_file_serves_more_than_one_other() -> None:
-    """An idea that has one user and fits a screen is told where it is used; only plug-ins have a file each."""
-    importers = _importers()
-    thin = {
-        module
-        for module, path in _files().items()
-        if path.name != "__init__.py"
-        and path.parent != PACKAGE  # a room of its own, placed on purpose
-        and _lines(path) < 50
-        and len(importers[module]) == 1
-        and not importers[module] & REGISTRIES
-    }
-    assert thin <= THIN
 
 
 def test_functions_stay_short() -> None:

@@ -36,13 +36,13 @@ class CorsSettings(Model):
     """Origins that may call; `*` for any."""
     allow_origin_regex: str = ""
     """Or a regular expression for them."""
-    allow_methods: tuple[str, ...] = ("GET", "POST")
+    allow_methods: tuple[str, ...] = ("GET", "POST", "DELETE")
     """Methods."""
-    allow_headers: tuple[str, ...] = ("authorization", "content-type")
-    """Request headers."""
+    allow_headers: tuple[str, ...] = ("*",)
+    """Request headers; `*` for any."""
     allow_credentials: bool = False
     """Let browsers send cookies and authorization."""
-    expose_headers: tuple[str, ...] = ("x-request-id", "x-kvproxy-endpoint")
+    expose_headers: tuple[str, ...] = ("x-request-id", "x-kvproxy-endpoint", "retry-after")
     """Response headers a page may read."""
     max_age: Duration = 600.0
     """How long a preflight answer may be cached."""

@@ -191,6 +191,10 @@ class EngineFacts:
         """What the health path says."""
         return await self._fact("hello", self._ask_health)
 
+    async def allowed_origins(self) -> str:
+        """`access-control-allow-origin` of its answer to a browser's preflight; "" if it has none."""
+        return await self._fact("preflight", self._ask_preflight)
+
     async def list_models(self) -> tuple[ModelInfo, ...]:
         """What it serves."""
         return await self._fact("models", self.vllm.list_models)
@@ -318,6 +322,17 @@ class EngineFacts:
 
     async def _tokenize_sample(self) -> tuple[int, ...]:
         return tuple((await self.vllm.tokenize_prompt((await self.choose_model()).id, SAMPLE_TEXT)).tokens)
+
+    async def _ask_preflight(self) -> str:
+        timeout_s = self.tools.timeouts.exchange_s
+        asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
+        try:
+            response = await self._http.options(
+                f"{self.origin}/v1/chat/completions", headers=asked, timeout=httpx.Timeout(timeout_s)
+            )
+        except httpx.HTTPError as error:
+            raise ClientUnavailable(f"{self.where} preflight: {type(error).__name__}") from error
+        return str(response.headers.get("access-control-allow-origin", ""))
 
     async def _ask_health(self) -> HealthReply:
         timeout_s = self.tools.timeouts.exchange_s

@@ -17,6 +17,7 @@ from kvproxy.config.cluster_schema import EnginePriorityMode
 from kvproxy.config.schema import Config
 from kvproxy.doctor.checks.agent_prompts import AgentPromptsCheck
 from kvproxy.doctor.checks.configuration import ConfigurationCheck, LimitsCheck, PublicCheck, convert_problems
+from kvproxy.doctor.checks.cors import CorsCheck
 from kvproxy.doctor.checks.engine_setup import RanksCheck, SglangCheck
 from kvproxy.doctor.checks.kv_events import EventSourcesCheck, KvEventsCheck
 from kvproxy.doctor.checks.lmcache import ActionsCheck, InstancesCheck, ServiceCheck
@@ -120,6 +121,8 @@ def _quiet(deployment: Deployment, problems: Sequence[Problem], *, trial: bool) 
         yield EventSourcesCheck(engine, _wants_events(deployment))
         yield SglangCheck(engine, deployment.config.clusters[engine.cluster], _wants_events(deployment))
         yield ClockCheck(engine, trial)
+        if not any(spec.name == "cors" for spec in deployment.config.filters):
+            yield CorsCheck(engine)
     for name, engines in deployment.group_engines():
         if engines:
             yield ModelsCheck(deployment, name)

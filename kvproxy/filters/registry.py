@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable
 from importlib import metadata
-
-from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
 
 from kvproxy.config.filter_schema import (
     AccessLogSettings,
@@ -25,6 +21,7 @@ from kvproxy.errors import ConfigError, Problem
 from kvproxy.filters import (
     access_log,
     auth,
+    cors,
     inference_request,
     kvcache,
     normalize,
@@ -33,36 +30,15 @@ from kvproxy.filters import (
     router,
     tracing,
 )
-from kvproxy.filters.chain import FilterContext, FilterType
+from kvproxy.filters.chain import FilterType
 
 GROUP = "kvproxy.filters"
-
-
-def build_cors(app: ASGIApp, settings: CorsSettings, context: FilterContext) -> ASGIApp:
-    """Filter `cors`: lets browsers of other origins call, through Starlette's middleware. Raises ConfigError when no
-    origin may call, or the expression is wrong."""
-    if not settings.allow_origins and not settings.allow_origin_regex:
-        raise ConfigError([Problem("allow_origins", "no origin is allowed", "name origins, or '*' for any")])
-    try:
-        re.compile(settings.allow_origin_regex)
-    except re.error as error:
-        raise ConfigError([Problem("allow_origin_regex", f"not a regular expression: {error}")]) from None
-    return CORSMiddleware(
-        app,
-        allow_origins=settings.allow_origins,
-        allow_origin_regex=settings.allow_origin_regex or None,
-        allow_methods=settings.allow_methods,
-        allow_headers=settings.allow_headers,
-        allow_credentials=settings.allow_credentials,
-        expose_headers=settings.expose_headers,
-        max_age=round(settings.max_age),
-    )
 
 
 FILTERS: dict[str, FilterType] = {
     "access_log": FilterType(AccessLogSettings, access_log.build),
     "auth": FilterType(AuthSettings, auth.build),
-    "cors": FilterType(CorsSettings, build_cors),
+    "cors": FilterType(CorsSettings, cors.build),
     "inference_request": FilterType(InferenceRequestSettings, inference_request.build),
     "kvcache": FilterType(KvCacheSettings, kvcache.build),
     "normalize": FilterType(NormalizeSettings, normalize.build),

@@ -57,7 +57,8 @@ async def visit_front(answers: Mapping[str, Answer], *, date: str = "", **endpoi
         Fleet(FleetSettings({"a": PLAIN}, None)) as fleet,
         serve(Front(fleet.engines["a"], answers, date=date)) as url,
     ):
-        return await visit({"endpoints": [{"id": "a", "url": url, **endpoint}], **QUIET}, wall_clock=lambda: 1e9)
+        clock = {"wall_clock": lambda: 1e9} if date else {}
+        return await visit({"endpoints": [{"id": "a", "url": url, **endpoint}], **QUIET}, **clock)
 
 
 def error_body(message: str, code: int) -> dict[str, Any]:
@@ -358,3 +359,29 @@ async def test_an_adapter_nobody_serves() -> None:
         assert "served: sim, x" in found.fix
         routed = only(await visit(place.config(routes=[{"model": "gone"}, {}])))
         assert routed.what == "no engine serves 'gone', which is routed here"
+
+
+class Browsable:
+    """Stands before an engine that was started with `--allowed-origins`."""
+
+    def __init__(self, engine: App) -> None:
+        self._engine = engine
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["method"] == "OPTIONS":
+            headers = [(b"access-control-allow-origin", b"https://app.example")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": b"OK"})
+        else:
+            await self._engine(scope, receive, send)
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+async def test_an_engine_with_cors_of_its_own(filtered: bool) -> None:
+    """Its fields do not cover what the proxy answers; with the filter there is nothing to report."""
+    config: dict[str, Any] = {"filters": list(QUIET["filters"])}
+    if filtered:
+        config["filters"].insert(0, {"cors": {"allow_origins": ["*"]}})
+    async with Fleet(FleetSettings({"a": PLAIN}, None)) as fleet, serve(Browsable(fleet.engines["a"])) as url:
+        report = await visit({"endpoints": {"a": url}, **config})
+    assert [one.check for one in report.findings] == ([] if filtered else ["cors"])

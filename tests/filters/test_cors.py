@@ -6,7 +6,7 @@ import pytest
 
 from kvproxy.config.filter_schema import CorsSettings
 from kvproxy.errors import ConfigError
-from kvproxy.filters.registry import build_cors
+from kvproxy.filters.cors import build
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.filter_context import filter_context
 
@@ -16,7 +16,7 @@ ORIGIN = (b"origin", b"https://app.example")
 async def test_a_preflight_is_answered_here() -> None:
     """Browsers send it without credentials, so nothing behind this filter sees it."""
     inner = Inner()
-    app = build_cors(inner, CorsSettings(allow_origins=("https://app.example",), max_age="2m"), filter_context())
+    app = build(inner, CorsSettings(allow_origins=("https://app.example",), max_age="2m"), filter_context())
     headers = [ORIGIN, (b"access-control-request-method", b"POST")]
     reply = await call(app, http_scope("/v1/completions", method="OPTIONS", headers=headers))
     assert (reply.status, inner.scopes) == (200, [])
@@ -34,7 +34,7 @@ async def test_a_preflight_is_answered_here() -> None:
 )
 async def test_who_may_read_the_answer(settings: CorsSettings, allowed: bytes | None) -> None:
     """Allowed origins get the header, others get the plain answer."""
-    reply = await call(build_cors(Inner(), settings, filter_context()), http_scope(headers=[ORIGIN]))
+    reply = await call(build(Inner(), settings, filter_context()), http_scope(headers=[ORIGIN]))
     assert reply.headers.get(b"access-control-allow-origin") == allowed
     assert reply.body == b"ok"
 
@@ -42,9 +42,9 @@ async def test_who_may_read_the_answer(settings: CorsSettings, allowed: bytes | 
 async def test_exposed_headers() -> None:
     """Pages may read which endpoint served them."""
     reply = await call(
-        build_cors(Inner(), CorsSettings(allow_origins=("*",)), filter_context()), http_scope(headers=[ORIGIN])
+        build(Inner(), CorsSettings(allow_origins=("*",)), filter_context()), http_scope(headers=[ORIGIN])
     )
-    assert reply.headers[b"access-control-expose-headers"] == b"x-request-id, x-kvproxy-endpoint"
+    assert reply.headers[b"access-control-expose-headers"] == b"x-request-id, x-kvproxy-endpoint, retry-after"
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,29 @@ async def test_exposed_headers() -> None:
 def test_settings_that_cannot_work(settings: CorsSettings, message: str) -> None:
     """Said at start, not at the first request."""
     with pytest.raises(ConfigError, match=message):
-        build_cors(Inner(), settings, filter_context())
+        build(Inner(), settings, filter_context())
+
+
+SDK_HEADERS = (
+    b"authorization,content-type,x-stainless-retry-count,x-stainless-lang,x-stainless-package-version,x-stainless-os,"
+    b"x-stainless-arch,x-stainless-runtime,x-stainless-runtime-version,x-stainless-timeout,x-api-key,anthropic-version,"
+    b"anthropic-dangerous-direct-browser-access"
+)
+
+
+@pytest.mark.parametrize("method", [b"POST", b"GET", b"DELETE"])
+async def test_the_official_sdks_pass_with_the_defaults(method: bytes) -> None:
+    """What they send from a browser."""
+    headers = [ORIGIN, (b"access-control-request-method", method), (b"access-control-request-headers", SDK_HEADERS)]
+    app = build(Inner(), CorsSettings(allow_origins=("*",)), filter_context())
+    reply = await call(app, http_scope("/v1/responses", method="OPTIONS", headers=headers))
+    assert reply.status == 200
+    assert method in reply.headers[b"access-control-allow-methods"]
+
+
+async def test_vary_is_sent_once_in_front_of_an_engine_with_cors_of_its_own() -> None:
+    """Other values of the field stay."""
+    inner = Inner(headers=[(b"vary", b"Origin"), (b"vary", b"Accept-Encoding")])
+    app = build(inner, CorsSettings(allow_origins=("https://app.example",)), filter_context())
+    reply = await call(app, http_scope(headers=[ORIGIN]))
+    assert reply.headers[b"vary"] == b"Accept-Encoding, Origin"
