@@ -540,7 +540,7 @@ def test_a_plain_http_proxy() -> None:
     assert cors.allow_origins == ("https://api.dubbo.com", "http://api.dubbo.com", "https://b.example")
     assert (cors.allow_methods, cors.allow_headers, cors.max_age) == (
         ("GET", "PUT"),
-        ("authorization", "content-type"),
+        ("*",),
         600,
     )
     assert (config.pool.max_connections, config.pool.max_idle) == (50, 100)
