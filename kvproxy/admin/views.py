@@ -31,10 +31,17 @@ _PREFIX = re.compile(r"[0-9a-f]{16}")
 _PRIORITIES = {one.name.lower(): one for one in Priority}
 
 
-def list_decisions(operated: AdminTarget, limit: int, *, result: str = "") -> list[dict[str, object]]:
-    """At most `limit`, the newest first, with `result` only those of which that became; no prompt text."""
+def list_decisions(
+    operated: AdminTarget, limit: int, *, result: str = "", request_id: str = ""
+) -> list[dict[str, object]]:
+    """At most `limit`, the newest first, with `result` only those of which that became, with `request_id` only those of
+    this request; no prompt text."""
     decisions = operated.recent.latest()
-    wanted = (one for one in decisions if one.result == result) if result else decisions
+    wanted = (
+        one
+        for one in decisions
+        if (not result or one.result == result) and (not request_id or one.request_id == request_id)
+    )
     return [_shown(operated, decision) for decision in islice(wanted, limit)]
 
 
@@ -55,6 +62,7 @@ def _shown(operated: AdminTarget, decision: RecentRequest) -> dict[str, object]:
         "status": outcome.status,
         "end": outcome.end,
         "result": decision.result,
+        "local_reason": outcome.local_reason,
         "streamed": decision.streamed,
         "retries": max(0, outcome.attempts - 1),
         "prompt_tokens": outcome.prompt_tokens or decision.prompt_tokens or None,
@@ -86,7 +94,7 @@ def _candidates(decision: RecentRequest) -> list[dict[str, object]]:
 
 
 class DecisionRoutes:
-    """`/decisions?limit=&result=`, and `/decisions/NUMBER`: one with its candidates."""
+    """`/decisions?limit=&result=&request_id=`, and `/decisions/NUMBER`: one with its candidates."""
 
     def __init__(self, operated: AdminTarget) -> None:
         self._operated = operated
@@ -102,7 +110,8 @@ class DecisionRoutes:
         limit, result = read_limit(request, default=100, most=MAX_LIMIT), request.query_params.get("result", "")
         if result and result not in RESULTS:
             raise RequestRefused(400, Problem("result", "there is no such result", f"allowed: {', '.join(RESULTS)}"))
-        return reply_json({"decisions": list_decisions(self._operated, limit, result=result)})
+        wanted = request.query_params.get("request_id", "")
+        return reply_json({"decisions": list_decisions(self._operated, limit, result=result, request_id=wanted)})
 
     async def _decision(self, request: Request) -> Response:
         number: str = request.path_params["number"]

@@ -269,6 +269,7 @@ async def test_an_idle_chart_has_no_red_line(browser: Browser) -> None:
         assert "kv_aware · learning: no sample yet" in work
         assert "tokens/s" not in work
         assert await browser.script("return document.querySelector('#saved').innerText") == "–"
+        assert await browser.script("return document.querySelector('#sentence').innerText") == "All engines up"
         line = await browser.script("return document.querySelector('#try-it').innerText")
         assert f"curl -s {on.proxy.public_url}/v1/chat/completions" in line
 
@@ -305,6 +306,48 @@ async def test_failed_decisions_only(browser: Browser) -> None:
         await browser.until(f"{DECISIONS}.length === 15")
         await browser.script("document.querySelector('#failed-only').click()")
         await browser.until(f"{DECISIONS}.length === 1 && {DECISIONS}[0].innerText.includes('500')")
+
+
+async def test_a_decision_can_be_linked(browser: Browser) -> None:
+    """By the request's id, however many came after it; the choice of the failed is in the address too."""
+    async with stage() as on:
+        await on.ask("x" * 3000)
+        linked = next(iter(on.proxy.recent.latest())).request_id
+        for _ in range(20):
+            await on.ask()
+        await browser.open(f"{on.admin.url}/#{linked}")
+        await browser.until("document.querySelector('.whole-id code')?.innerText === arguments[0]", linked)
+        assert await browser.script(f"return {DECISIONS}.length") == 16
+        await browser.script(f"{DECISIONS}[0].querySelector('button').click()")
+        await browser.until("location.hash.length > 1 && location.hash !== '#' + arguments[0]", linked)
+        on.status = 500
+        await on.ask()
+        await browser.open("about:blank")
+        await browser.open(f"{on.admin.url}/?failed=1")
+        await browser.until(f"{DECISIONS}.length === 1 && {DECISIONS}[0].innerText.includes('500')")
+        await browser.script("document.querySelector('#failed-only').click()")
+        assert await browser.script("return location.search") == ""
+        assert await browser.complaints() == []
+
+
+async def test_a_total_outage_shouts(browser: Browser) -> None:
+    """One sentence, one finding, one event in one line, and no figure of engines that are gone."""
+    async with stage() as on:
+        await on.ask("x" * 3000)
+        await browser.open(on.admin.url)
+        await browser.until("document.querySelector('#sentence').innerText === 'All engines up'")
+        for name in ("a", "b"):
+            await on.stop_engine(name)
+        await browser.until("document.querySelector('#state').className === 'card down'")
+        await browser.until("document.querySelector('#readiness').innerText === 'down: 0 of 2 engines up'")
+        sentence = await browser.script("return document.querySelector('#sentence').innerText")
+        assert re.match(r"No engine up since \d", sentence)
+        await browser.until("document.querySelectorAll('#findings li').length === 1")
+        assert "all 2 engines are down" in await browser.script("return document.querySelector('#findings').innerText")
+        assert await browser.script("return document.querySelector('#saved').innerText") == "–"
+        assert "down" in await browser.script("return document.querySelector('#events').innerText")
+        await browser.until("document.querySelectorAll('#chart-requests line.mark.down').length > 0")
+        assert await browser.complaints() == []
 
 
 async def test_an_hour_is_drawn_from_the_coarser_samples(browser: Browser) -> None:

@@ -33,10 +33,11 @@ function chart(id, title, series, format) {
   const plot = element("div", "plot");
   const svg = shape("svg", { viewBox: "0 0 300 100", preserveAspectRatio: "none", role: "img" });
   for (const y of [0.5, 50, 99.5]) svg.append(shape("line", { class: "grid", x1: 0, x2: 300, y1: y, y2: y }));
+  const marks = shape("g", {});
   const area = shape("path", { class: "plot-area one" });
   const lines = series.map(({ className }) => shape("path", { class: `plot-line ${className}` }));
   const cursor = shape("line", { class: "cursor", y1: 0, y2: 100, visibility: "hidden" });
-  svg.append(area, ...lines, cursor);
+  svg.append(area, marks, ...lines, cursor);
   const top = element("span", "top");
   const middle = element("span", "middle");
   plot.append(svg, top, middle);
@@ -74,10 +75,22 @@ function chart(id, title, series, format) {
   });
   svg.addEventListener("pointerleave", () => { pointed = null; read(); });
 
-  return (ago, columns, ceiling, { windows, step }) => {
+  function mark(events) {
+    const within = events.filter(({ ago_s: when }) => when <= window_s);
+    marks.replaceChildren(...within.map(({ ago_s: when, kind, what }) => {
+      const line = shape("line", { class: `mark ${kind}`, x1: x(when), x2: x(when), y1: 0, y2: 100 });
+      const title = shape("title", {});
+      title.textContent = what;
+      line.append(title);
+      return line;
+    }));
+  }
+
+  return (ago, columns, ceiling, { windows, step }, events) => {
     shown = { ago, columns };
     window_s = windows.find((one) => one >= (ago[0] ?? 0)) ?? windows.at(-1);
     setText(from, `${window_s / 60} min ago`);
+    mark(events);
     const y = (value) => 99 - 98 * Math.min(1, value / ceiling);
     // A line of failures is drawn where there are some: a red line along zero would be all one sees of a good hour.
     const drawn = columns.map((column, i) => (series[i].className === "fail" ? column.map((v) => (v > 0 ? v : null)) : column));
@@ -173,13 +186,13 @@ const drawHits = chart("chart-hits", "Prompt tokens from cache",
 const requestsAxis = steady(5);
 const ttftAxis = steady(0.01);
 
-export function showHistory(history, spanName) {
+export function showHistory(history, spanName, events) {
   const scale = SPANS[spanName];
   const { ago_s: ago } = history;
   const requests = calm(history.requests, scale.step);
-  drawRequests(ago, [requests, calm(history.failed, scale.step)], requestsAxis(requests, spanName), scale);
+  drawRequests(ago, [requests, calm(history.failed, scale.step)], requestsAxis(requests, spanName), scale, events);
   const ttft = [history.ttft_p50_s, history.ttft_p95_s];
-  drawTtft(ago, ttft, ttftAxis(ttft.flat(), spanName), scale);
+  drawTtft(ago, ttft, ttftAxis(ttft.flat(), spanName), scale, events);
   const prompts = history.prompt_tokens;
-  drawHits(ago, [rate(history.cached_tokens, prompts), rate(history.predicted_tokens, prompts)], 1, scale);
+  drawHits(ago, [rate(history.cached_tokens, prompts), rate(history.predicted_tokens, prompts)], 1, scale, events);
 }

@@ -1,20 +1,20 @@
 // The last decisions. They stand still while a person looks at them, and open into what each was made of.
 
-import { ask, byId, count, element, known, seconds, setText, shortNames, words } from "./parts.js";
+import { ask, byId, count, element, known, seconds, setText, shortNames, span, words } from "./parts.js";
 import { fill, number, pill, text } from "./table.js";
 
 const endOf = (d) => {
   const retries = d.retries ? `, ${d.retries} ${d.retries === 1 ? "retry" : "retries"}` : "";
   if (d.result === "client_left") return ["", `client left${retries}`];
   if (d.result === "failed") {
-    const how = d.end === "completed" ? "" : words(d.end) || "no answer";
+    const how = d.end === "completed" ? "" : words(d.local_reason || d.end) || "no answer";
     return ["down", [how, d.status || ""].filter(Boolean).join(" ") + retries];
   }
   return [d.result === "client_error" || retries ? "warn" : "good", `${d.status}${retries}`];
 };
 
 const COLUMNS = [
-  text((d) => `${seconds(d.ago_s)} ago`, "when"),
+  text((d) => `${d.ago_s < 10 ? seconds(d.ago_s) : span(d.ago_s)} ago`, "when"),
   { className: "code id", show: showId },
   text((d) => d.model || "–", "model"),
   { className: "where", show: showEndpoint },
@@ -54,8 +54,17 @@ const opened = new Map(); // key of a decision to its details, or to why there a
 let newest = null;
 let looking = false;
 
+let followed = false;
+
 export function showDecisions(live) {
   newest = live;
+  if (!followed) {
+    followed = true;
+    followAddress().then(() => {
+      draw();
+      if (linked) byId("decisions").scrollIntoView({ block: "center" });
+    });
+  }
   const still = looking || opened.size > 0;
   const which = byId("failed-only").checked ? "the last that failed" : "";
   setText(byId("decisions-state"), still ? "standing still while you look" : which);
@@ -65,7 +74,8 @@ export function showDecisions(live) {
 function draw() {
   if (!newest) return;
   const failedOnly = byId("failed-only").checked;
-  const chosen = failedOnly ? newest.failed_decisions || [] : newest.decisions;
+  const recent = failedOnly ? newest.failed_decisions || [] : newest.decisions;
+  const chosen = linked && recent.every(({ number: one }) => one !== linked.number) ? [...recent, linked] : recent;
   const names = shortNames(newest.endpoints);
   const rows = chosen.flatMap((one) => {
     const row = { ...one, name: names.get(`${one.cluster}/${one.endpoint}`), key: String(one.number ?? `${one.request_id}/${one.ended_at}`), className: "decision" };
@@ -155,17 +165,48 @@ function candidates(detail) {
 }
 
 async function toggle(key) {
-  if (opened.has(key)) opened.delete(key);
+  if (opened.delete(key)) setAddress("");
   else {
-    try {
-      const answer = await ask(`decisions/${encodeURIComponent(key)}`);
-      const said = await answer.json();
-      opened.set(key, answer.ok ? said : said.error);
-    } catch (error) {
-      opened.set(key, error.message);
-    }
+    opened.clear();
+    await open(key);
   }
   drawOpened();
+}
+
+async function open(key) {
+  try {
+    const answer = await ask(`decisions/${encodeURIComponent(key)}`);
+    const said = await answer.json();
+    if (!answer.ok) throw new Error(said.error);
+    opened.set(key, said);
+    setAddress(said.request_id);
+  } catch (error) {
+    opened.set(key, error.message);
+  }
+}
+
+// A decision, and the choice of the failed, can be linked: ?failed=1 and #REQUEST-ID.
+function setAddress(requestId) {
+  const query = byId("failed-only").checked ? "?failed=1" : "";
+  const anchor = requestId ? `#${encodeURIComponent(requestId)}` : "";
+  window.history.replaceState(null, "", `${window.location.pathname}${query}${anchor}`);
+}
+
+let linked = null; // the decision that the address names, which may be older than those shown
+
+async function followAddress() {
+  byId("failed-only").checked = new URLSearchParams(window.location.search).get("failed") === "1";
+  const wanted = decodeURIComponent(window.location.hash.slice(1));
+  if (!wanted) return;
+  try {
+    const answer = await ask(`decisions?limit=1&request_id=${encodeURIComponent(wanted)}`);
+    if (!answer.ok) return;
+    const { decisions } = await answer.json();
+    linked = decisions[0] || null;
+    if (linked) await open(String(linked.number));
+  } catch {
+    linked = null; // the page reports itself that nothing answers
+  }
 }
 
 // Rows that are shown stay; only what is open changes.
@@ -193,4 +234,10 @@ table.addEventListener("click", (event) => {
 });
 table.addEventListener("pointerenter", (event) => { if (event.pointerType === "mouse") looking = true; });
 table.addEventListener("pointerleave", () => { looking = false; });
-byId("failed-only").addEventListener("change", () => { opened.clear(); looking = false; draw(); });
+byId("failed-only").addEventListener("change", () => {
+  opened.clear();
+  looking = false;
+  linked = null;
+  setAddress("");
+  draw();
+});

@@ -29,44 +29,74 @@ function eventsOf({ cache, condition }) {
   return [STREAM[cache.state], cache.state + (reason ? `: ${reason}` : "")];
 }
 
-const urlBeside = (e) => (e.dense || e.url.endsWith(`//${e.id}`) ? "" : e.url);
+// The id, and below it the address where that says more; a port stays in one piece.
+function showName(cell, e) {
+  if (!cell.firstChild) cell.append(element("b"), element("span", "sub"));
+  setText(cell.firstChild, e.name);
+  if (cell.title !== (e.title || e.url)) cell.title = e.title || e.url;
+  const address = e.dense || e.url.endsWith(`//${e.id}`) ? "" : e.url.replace(/^http:\/\//, "");
+  if (cell.lastChild.dataset.shown === address) return;
+  cell.lastChild.dataset.shown = address;
+  const [, host, port] = /^(.*?)(:\d+)?$/.exec(address);
+  cell.lastChild.replaceChildren(host, element("wbr"), element("span", "port", port || ""));
+}
 
-const usage = meter((e) => e.engine?.kv_usage, (e) => (known(e.engine?.kv_usage) ? percent(e.engine.kv_usage) : "–"), 0.9);
+const isDown = (e) => e.condition in DOWN;
+const GPU = "device";
 
-const fullOf = ({ used_bytes: used, capacity_bytes: room }) => (known(used) && room ? `, ${percent(used / room)} full` : "");
-
-// Below the use of engine memory: what lies on each tier, where there is more than that one.
-function showMemory(cell, endpoint) {
-  usage.show(cell, endpoint);
-  const tiers = (endpoint.cache?.tiers || []).filter((one) => one.tokens || one.used_bytes);
-  const wanted = tiers.length > 1 ? JSON.stringify(tiers) : "";
-  if ((cell.dataset.tiers || "") === wanted) return;
-  cell.dataset.tiers = wanted;
-  cell.querySelector(".tiers")?.remove();
-  if (!wanted) return;
-  const most = Math.max(1, ...tiers.map((one) => one.tokens || 0));
-  const picture = element("div", "tiers");
-  for (const one of tiers) {
-    const bar = element("i", one.tier);
-    bar.style.width = `${Math.max(2, (100 * (one.tokens || 0)) / most)}%`;
-    const label = element("span", "", `${one.tier} ${known(one.tokens) ? `${short(one.tokens)} tokens` : ""}${fullOf(one)}`);
-    picture.append(label, bar);
+// A line for each tier: how full it is where that is known, else what lies there. Every bar has the same scale.
+function memoryOf(endpoint) {
+  if (isDown(endpoint)) return [];
+  const used = endpoint.engine?.kv_usage;
+  const others = (endpoint.cache?.tiers || []).filter((one) => one.tier !== GPU && (one.tokens || one.used_bytes));
+  const rows = known(used) ? [{ label: others.length ? "GPU" : "", share: used, value: percent(used) }] : [];
+  for (const { tier, tokens, used_bytes: bytes, capacity_bytes: room } of others) {
+    const share = known(bytes) && room ? bytes / room : null;
+    rows.push({ label: tier, share, value: known(share) ? percent(share) : `${short(tokens || 0)} tokens` });
   }
-  cell.append(picture);
+  return rows;
+}
+
+function showMemory(cell, endpoint) {
+  const rows = memoryOf(endpoint);
+  const wanted = JSON.stringify(rows);
+  if (cell.dataset.shown === wanted) return;
+  cell.dataset.shown = wanted;
+  const picture = element("div", "memory");
+  for (const { label, share, value } of rows) {
+    const bar = element("div", `bar${known(share) ? "" : " none"}${share >= 0.9 ? " high" : ""}`);
+    const filled = element("i");
+    filled.style.width = `${Math.min(100, 100 * (share || 0))}%`;
+    bar.append(filled);
+    picture.append(element("span", "muted", label), element("span", "number", value), bar);
+  }
+  cell.replaceChildren(rows.length ? picture : document.createTextNode("–"));
 }
 
 const ENDPOINT_COLUMNS = [
-  titled((e) => e.name, urlBeside, "lead"),
+  { className: "lead", show: showName },
   pill(stateOf, "state"),
   meter((e) => e.share, (e) => count(e.requests_last_minute), Infinity),
-  { ...usage, show: showMemory },
+  { className: "number", show: showErrors },
+  number((e) => seconds(e.ttft_p95_s)),
+  { className: "wide metered", show: showMemory },
   number((e) => count(e.in_flight)),
-  number((e) => short(e.pending_tokens)),
-  number((e) => (known(e.engine?.waiting) ? `${e.engine.waiting} + ${e.engine.running ?? 0}` : "–")),
-  number((e) => (e.slowness ? `${(1 / e.slowness).toFixed(2)}×` : "–")),
+  number((e) => (known(e.engine?.waiting) && !isDown(e) ? `${e.engine.waiting} + ${e.engine.running ?? 0}` : "–")),
+  number((e) => short(e.pending_tokens), "extra"),
+  number((e) => (e.slowness && !isDown(e) ? `${(1 / e.slowness).toFixed(2)}×` : "–"), "extra"),
   pill(eventsOf, "wide events"),
   { className: "action wide", show: showDrain },
 ];
+
+function showErrors(cell, e) {
+  setText(cell, count(e.errors_last_minute));
+  cell.classList.toggle("bad", e.errors_last_minute > 0);
+}
+
+byId("more-columns").addEventListener("click", (event) => {
+  const all = byId("endpoints").classList.toggle("all");
+  event.target.setAttribute("aria-pressed", String(all));
+});
 
 let tell = () => {};
 let again = () => {};
@@ -134,6 +164,18 @@ function adaptersOf(rows) {
   return served.size ? [["", `${count(served.size)} adapter${served.size === 1 ? "" : "s"}`]] : [];
 }
 
+const FEW_REQUESTS = 10, MOST = 0.8;
+
+// Under light load one engine may serve all: waiting costs nothing there, and computing a prefix twice does.
+function lightLoadOf(rows) {
+  const up = rows.filter((row) => row.condition === "up");
+  const all = up.reduce((sum, row) => sum + row.requests_last_minute, 0);
+  const busiest = up.find((row) => row.requests_last_minute >= MOST * all);
+  const waits = up.some((row) => row.engine?.waiting || row.pending_tokens);
+  if (up.length < 2 || all < FEW_REQUESTS || !busiest || waits) return [];
+  return [["", `light load: requests stay with ${busiest.id}, which holds their prefixes`]];
+}
+
 function groupOf(name, rows, live) {
   const up = rows.filter((row) => row.condition === "up" || row.condition === "saturated").length;
   const down = rows.filter((row) => row.condition in DOWN).length;
@@ -145,8 +187,8 @@ function groupOf(name, rows, live) {
     [failed ? "bad" : "", `${count(failed)} failed`],
   ];
   const alone = rows.length === live.endpoints.length; // the card's head has the sums already
-  const known = [...prioritiesOf(rows), ...stepsOf(rows), ...adaptersOf(rows)];
-  const facts = [...(alone ? [] : sums), ["", `${count(inFlight)} in flight`], ...known];
+  const more = [...prioritiesOf(rows), ...stepsOf(rows), ...adaptersOf(rows), ...lightLoadOf(rows)];
+  const facts = [...(alone ? [] : sums), ["", `${count(inFlight)} in flight`], ...more];
   return (cell) => {
     const shown = JSON.stringify([name, policy, facts]);
     if (cell.dataset.shown === shown) return;

@@ -66,14 +66,37 @@ function showWork(live) {
   byId("work").replaceChildren(...rows.flatMap(([name, value]) => [element("dt", "", name), element("dd", "", value)]));
 }
 
-// The one number it is run for.
-function showSaved(live) {
-  const saved = live.last_minute.saved_prefill_s;
+const clockTime = (ago_s) => new Date(Date.now() - ago_s * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+
+// The band that answers one question: is all well, and if not, since when not?
+function showState(live) {
+  const { kind, sentence, since_s: since } = live.state;
+  byId("state").className = `card ${kind}`;
+  setText(byId("sentence"), known(since) ? `${sentence} since ${clockTime(since)}` : sentence);
+  const { requests, failed, saved_prefill_s: saved } = live.last_minute;
+  const share = requests ? 100 * (failed / requests) : 0;
+  const failedText = `${share && share < 9.95 ? share.toFixed(1) : Math.round(share)} % of ${count(requests)}`;
+  setText(byId("failed-share"), requests ? failedText : "–");
+  byId("failed-share").className = failed ? "bad" : "";
+  const { p95_s: now, p95_hour_ago_s: then } = live.ttft;
+  setText(byId("ttft-now"), known(now) && known(then) ? `${seconds(now)} (an hour ago ${seconds(then)})` : seconds(now));
   const learns = Object.values(live.routing).some(({ learned }) => known(learned.samples));
-  setText(byId("saved"), known(saved) ? seconds(saved) : "–");
-  byId("saved").className = known(saved) ? "" : "muted";
-  setText(byId("saved-note"), known(saved) ? "of engine time not spent on prompts that were cached"
-    : learns ? "learning: no sample yet" : "no policy here learns speeds");
+  setText(byId("saved"), saved > 0 ? `${seconds(saved)} of engine time` : "–");
+  byId("saved").title = known(saved) ? "Time that engines did not spend on prompts that were cached"
+    : learns ? "Learning: no sample yet" : "No policy here learns speeds";
+}
+
+function showEvents(events) {
+  const shown = JSON.stringify(events.map(({ kind, what, ago_s: ago }) => [kind, what, clockTime(ago)]));
+  const list = byId("events");
+  if (list.dataset.shown === shown) return;
+  list.dataset.shown = shown;
+  list.replaceChildren(...events.map(({ kind, what, ago_s: ago }) => {
+    const item = element("li");
+    item.append(element("time", "muted", clockTime(ago)), element("i", `mark ${kind}`), element("span", "", what));
+    return item;
+  }));
+  byId("events-none").hidden = events.length > 0;
 }
 
 const SEVERITY = { problem: "down", error: "down", warning: "warn", note: "", ok: "good" };
@@ -100,7 +123,7 @@ function showFindings(findings) {
 }
 
 function showHeader(live) {
-  const { kind, text: said } = live.state || { kind: live.ready ? "good" : "down", text: live.readiness };
+  const { kind, text: said } = live.state;
   setText(byId("version"), live.version);
   byId("readiness").className = `pill ${kind}`;
   setText(byId("readiness"), said);
@@ -109,7 +132,9 @@ function showHeader(live) {
   const url = publicUrl(live);
   const serving = (live.workers || []).filter(({ serves }) => serves).length;
   const workers = live.workers && `${serving} of ${live.workers.length} workers`;
-  setText(byId("facts"), [policies.join(", "), workers, `up ${span(live.uptime_s)}`, url && `clients at ${url}`].filter(Boolean).join(" · "));
+  const file = live.config_file;
+  const config = file && `${file.name} ${file.refused ? "refused, that in force" : ""} loaded ${span(file.loaded_s_ago)} ago`.replace("  ", " ");
+  setText(byId("facts"), [policies.join(", "), workers, `running for ${span(live.uptime_s)}`, config, url && `clients at ${url}`].filter(Boolean).join(" · "));
   byId("links").hidden = Boolean(sessionStorage.getItem(TOKEN_KEY)); // a link carries no token
   document.title = kind === "good" ? "kvproxy" : `${said} – kvproxy`;
 }
@@ -119,8 +144,9 @@ let shownSpan = "5m";
 function show(live, spanName) {
   showHeader(live);
   showFindings(live.findings);
-  showSaved(live);
-  showHistory(live.history, spanName);
+  showState(live);
+  showEvents(live.events);
+  showHistory(live.history, spanName, live.events);
   showEndpoints(live);
   showQueues(live.routing);
   const names = shortNames(live.endpoints);

@@ -31,6 +31,7 @@ export const words = (name) => String(name).replaceAll("_", " ");
 
 export function seconds(s) {
   if (!known(s)) return "–";
+  if (s < 0.00005) return "0 s";
   if (s < 0.0995) return `${(s * 1000).toFixed(s < 0.00995 ? 1 : 0)} ms`;
   if (s < 9.95) return `${s.toFixed(s < 0.995 ? 2 : 1)} s`;
   return `${Math.round(s)} s`;
