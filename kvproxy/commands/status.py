@@ -299,11 +299,8 @@ def _peer(one: Mapping[str, Any]) -> list[Cell]:
 
 
 def _decision(one: Mapping[str, Any]) -> list[Cell]:
-    end = (
-        str(one["status"])
-        if one["end"] == "completed"
-        else f"{one['status']} {(one['cause'] or one['end']).replace('_', ' ')}"
-    )
+    how = (one["local_reason"] or one["end"]).replace("_", " ")
+    end = str(one["status"]) if one["end"] == "completed" else f"{one['status']} {how}"
     retries = f" +{one['retries']}" if one["retries"] else ""
     return [
         (f"{_span(one['ago_s'])} ago", "quiet"),
