@@ -83,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_warm(commands)
     _add_demo(commands)
+    _add_simulate(commands)
     _add_completion(commands, parser)
     return parser
 
@@ -313,6 +314,38 @@ def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
     demo.add_argument("--turns", type=_count, default=5, help="turns of each (default 5)")
     demo.add_argument("--stay", action="store_true", help="leave everything running until Ctrl-C")
     demo.set_defaults(run="commands.demo:main")
+
+
+def _add_simulate(commands: _Commands[argparse.ArgumentParser]) -> None:
+    simulate = commands.add_parser(
+        "simulate",
+        help="simulated engines and LMCache alone, to try a configuration without a GPU",
+        description="Serves simulated engines, and LMCache and KV events if asked for, until Ctrl-C. Answers are made "
+        "up; timing, caching and errors are those of real engines. With -c they stand in for the engines of a file.",
+    )
+    _config_option(simulate)
+    simulate.add_argument("-o", "--output", type=Path, metavar="FILE",
+                          help="with -c: write a copy of it with the stand-ins' addresses")  # fmt: skip
+    simulate.add_argument("--engine", dest="kind", choices=("vllm", "sglang"), default="vllm",
+                          help="their kind (default vllm)")  # fmt: skip
+    simulate.add_argument("--engines", type=_count, default=2, metavar="N", help="how many (default 2)")
+    simulate.add_argument("--port", type=int, default=8000, help="of the first (default 8000); 0: free ones")
+    simulate.add_argument("--model", default="sim", help="its name (default sim)")
+    simulate.add_argument("--kv-events", action="store_true", help="publish KV events")
+    simulate.add_argument("--lmcache", type=int, metavar="PORT", help="an LMCache controller there; 0: a free one")
+    simulate.add_argument("--kv-tokens", type=_tokens, default=65_536, metavar="N",
+                          help="KV memory of each engine (default 65536)")  # fmt: skip
+    simulate.add_argument("--prefill-speed", type=_tokens, default=10_000, metavar="N",
+                          help="prompt tokens computed a second (default 10000)")  # fmt: skip
+    simulate.add_argument("--fault", action="append", default=[], metavar="[ENGINE:]NAME=VALUE",
+                          help="as in sim-1:stall_first_byte_s=2 or fail_next=10; repeat for more")  # fmt: skip
+    simulate.set_defaults(run="commands.simulate:main")
+
+
+def _tokens(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 16 <= int(text[:10]) <= 1_000_000_000:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 16 to 1,000,000,000, not {text!r}")
+    return int(text)
 
 
 def _count(text: str) -> int:

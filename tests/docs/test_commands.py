@@ -29,6 +29,7 @@ NOT_HERE = {
     "kubectl": "tests/deploy and make test-packaging check the manifests",
     "install -": "tests/deploy: the files exist, the unit is sound",
     "systemctl": "tests/deploy: the unit is sound",
+    "kvproxy simulate": "tests/commands/test_simulate.py: the ports of the pages are taken here",
     "vllm serve": "make test-real",
     "python -m sglang": "has no build that runs here; the flags are from its sources",
 }
