@@ -34,6 +34,17 @@ async def die_after_the_head(engine: FakeEngine, call: Call, send: Send) -> None
     raise ConnectionAbortedError
 
 
+async def answer_as_asked(engine: FakeEngine, call: Call, send: Send) -> None:
+    """A stream to a request for one."""
+    if b'"stream":true' not in call.body:
+        await answer_ok(engine, call, send)
+        return
+    await start_stream(send)
+    await event(send, b'{"served_by":"%s"}' % engine.name.encode())
+    await event(send, b"[DONE]")
+    await send({"type": "http.response.body", "body": b""})
+
+
 async def error_as_first_event(engine: FakeEngine, call: Call, send: Send) -> None:
     """What vLLM does when its engine core dies during the prefill."""
     await start_stream(send)
@@ -52,15 +63,47 @@ def closed_port() -> str:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_failure_before_the_first_byte_is_served_elsewhere(broken: Any, stream: bool) -> None:
     """The client sees one good answer and never learns of the first attempt."""
-    bad, good = FakeEngine("bad", broken), FakeEngine("good")
+    bad, good = FakeEngine("bad", broken), FakeEngine("good", answer_as_asked)
     async with serve(bad) as bad_url, serve(good) as good_url, running_proxy({"a": bad_url, "b": good_url}) as proxy:
         for _ in range(2):  # round robin: one of the two starts at the broken engine
             answer = await proxy.client.post("/v1/chat/completions", json=chat(stream=stream))
             assert answer.status_code == 200
-            assert answer.json()["served_by"] == "good"
-            assert answer.headers["x-kvproxy-endpoint"] == "b"
+            assert b'"served_by":"good"' in answer.content
     assert len(bad.calls) == 1
     assert bad.calls[0].body == good.calls[0].body
+
+
+async def test_a_stream_is_announced_before_its_first_event() -> None:
+    """The head goes down as soon as the engine has sent it: clients and proxies see that the request was taken."""
+    go_on = asyncio.Event()
+
+    async def slow(engine: FakeEngine, call: Call, send: Send) -> None:
+        await start_stream(send)
+        await go_on.wait()
+        await event(send, b"[DONE]")
+        await send({"type": "http.response.body", "body": b""})
+
+    async with serve(FakeEngine("a", slow)) as url, running_proxy({"a": url}) as proxy:
+        body = chat(stream=True)
+        async with proxy.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            assert answer.status_code == 200
+            go_on.set()
+            assert await answer.aread() == b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(("second", "told"), [(answer_500, b"status_500"), (die_after_the_head, b"disconnected")])
+async def test_an_announced_stream_that_no_engine_can_go_on_with_ends_with_an_error(second: Any, told: bytes) -> None:
+    """Its status went out already, so the failure is an event of the stream."""
+    async with (
+        serve(FakeEngine("a", die_after_the_head)) as a,
+        serve(FakeEngine("b", second)) as b,
+        running_proxy({"a": a, "b": b}) as proxy,
+    ):
+        path, body = "/v1/chat/completions", chat(stream=True)
+        answers = [await proxy.client.post(path, json=body) for _ in range(2)]  # round robin: each engine is first once
+    announced = [answer.content for answer in answers if answer.status_code == 200]
+    assert any(told in content for content in announced)
+    assert all(content.startswith(b"data: ") and content.endswith(b"data: [DONE]\n\n") for content in announced)
 
 
 async def test_a_refused_connection_is_served_elsewhere() -> None:

@@ -32,7 +32,7 @@ from kvproxy.forward.request_body import RequestBody, Uploads
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.body import LONG_BYTES, ClientLeft
 from kvproxy.request.downstream import Downstream
-from kvproxy.request.error_reply import LocalReply, refuse
+from kvproxy.request.error_reply import LocalReply, error_event, refuse
 from kvproxy.request.exchange import QUEUE_FULL, SCOPE_KEY, Exchange
 from kvproxy.request.observer import RequestObserver, notify
 from kvproxy.resilience.retry import RetryBudget
@@ -206,7 +206,8 @@ class RouterFilter:
         except GaveUp as error:
             await self._give_up(exchange, error, downstream)
         except LocalReply as why:
-            if exchange.outcome.status:  # an engine's answer is on its way already: all that is left is to cut it
+            if exchange.outcome.status or downstream.status:
+                # An engine's answer is on its way already: all that is left is to cut it.
                 exchange.outcome.end = "local_reply"
             else:
                 await self._refuse(why, downstream)
@@ -267,12 +268,27 @@ class RouterFilter:
     async def _give_up(self, exchange: Exchange, error: GaveUp, downstream: Downstream) -> None:
         """An engine's own error answer if there is one, else ours."""
         why = error.why
-        if isinstance(why, HeldReply):
+        if downstream.status:
+            await self._end_stream(exchange, error, downstream)
+        elif isinstance(why, HeldReply):
             exchange.outcome.status, exchange.outcome.end = why.status, "completed"
             why.endpoint.metrics.count_request(why.status)
             await downstream.start(why.status, why.headers, why.body, more=False)
-            return
-        await self._refuse(reply_of(why, error.cluster, exchange.outcome.endpoint, self._clock()), downstream)
+        else:
+            await self._refuse(reply_of(why, error.cluster, exchange.outcome.endpoint, self._clock()), downstream)
+
+    async def _end_stream(self, exchange: Exchange, error: GaveUp, downstream: Downstream) -> None:
+        """Send the failure as an event: the client has the head of a stream already, and nothing came behind it."""
+        why, kind = error.why, exchange.inference.kind if exchange.inference else None
+        exchange.outcome.status, exchange.outcome.end = downstream.status, "upstream_died"
+        if not isinstance(why, HeldReply):
+            reply = reply_of(why, error.cluster, exchange.outcome.endpoint, self._clock())
+            event = error_event(kind, message=str(reply), reason=reply.reason)
+        elif why.status == downstream.status:
+            event = why.body  # which is an error event of the engine's own
+        else:
+            event = error_event(kind, message=f"The engine answered {why.status}.", reason=f"status_{why.status}")
+        await downstream.write(event, more=False)
 
     async def _refuse(self, why: LocalReply, downstream: Downstream) -> None:
         metrics = self._parts.metrics.catalog

@@ -3,6 +3,7 @@ without what it refuses."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 
@@ -55,6 +56,8 @@ class Asking(msgspec.Struct, eq=False):
     body: RequestBody
     #: The data-parallel rank that a trusted client asks for itself: its word stands.
     own_rank: bytes | None
+    #: Called with a response whose head came before its body.
+    on_head: Callable[[Pick, UpstreamResponse], None]
 
     @property
     def level(self) -> int:
@@ -144,6 +147,7 @@ class Asking(msgspec.Struct, eq=False):
             start=start,
             timeouts=self.timeouts,
             early=False,
+            on_head=functools.partial(self.on_head, pick),
             repeated=head.repeated,
         )
         status, first = response.status, b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import functools
 import random
@@ -28,7 +29,7 @@ from kvproxy.forward.answer import NOT_IMPLEMENTED, Attempts, names_no_model, re
 from kvproxy.forward.asking import Asking
 from kvproxy.forward.cached_count import CachedCounts
 from kvproxy.forward.headers import RequestHead, describe_decision, response_headers
-from kvproxy.forward.relay import Relay, is_comment
+from kvproxy.forward.relay import Relay, is_comment, is_event_stream
 from kvproxy.forward.request_body import RequestBody
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.request.downstream import Downstream
@@ -84,6 +85,36 @@ class Forwarder:
     cached_counts: CachedCounts | None = None
 
 
+class Delivery(msgspec.Struct, eq=False):
+    """The way down to the client: which header fields it gets, and whether it has them already."""
+
+    exchange: Exchange
+    downstream: Downstream
+    debug: bool = False
+
+    @property
+    def began(self) -> bool:
+        """The head of a response was sent."""
+        return self.downstream.status != 0
+
+    def headers_of(self, pick: Pick, response: UpstreamResponse) -> Headers:
+        """Return the fields of this engine's response as the client gets them."""
+        headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
+        if self.debug:
+            headers.append((b"x-kvproxy-decision", describe_decision(pick, pick.policy, self.exchange.facts).encode()))
+        return headers
+
+    def pass_head(self, pick: Pick, response: UpstreamResponse) -> None:
+        """Send the head of an event stream before its first event: clients and proxies before this one see that the
+        engine took the request. Another engine may still be tried behind it."""
+        connection, inference = self.downstream.connection, self.exchange.inference
+        if connection is None or self.began or inference is None or not inference.stream:
+            return
+        if response.status == 200 and connection.writable and is_event_stream(response.headers):
+            with contextlib.suppress(RuntimeError):  # of a field that no response may have; the relay raises it again
+                self.downstream.start_now(200, self.headers_of(pick, response))
+
+
 class Forwarding(msgspec.Struct, eq=False):
     """One request on its way. `run` ends with the answer delivered, or raises GaveUp before anything was sent. (A
     struct: one is made in C.)"""
@@ -93,8 +124,7 @@ class Forwarding(msgspec.Struct, eq=False):
     _cluster: Cluster
     _model: str
     _asking: Asking
-    _downstream: Downstream
-    _debug: bool = False
+    _delivery: Delivery
     _earlier: Attempts | None = None  # once one failed
     _holder: EndpointId | None = None  # of the history, once another endpoint proved not to know it
     _last: UpstreamError | HeldReply | Refusal = Refusal.NO_ENDPOINTS
@@ -123,8 +153,20 @@ class Forwarding(msgspec.Struct, eq=False):
         query: bytes = scope["query_string"]
         target = raw_path + b"?" + query if query else raw_path
         rank = head.repeated.rank if exchange.trusted else None
-        asking = Asking(exchange, shared.pool, shared.timeouts, cluster, method.encode(), target, head, body, rank)
-        return cls(shared, exchange, cluster, model, asking, downstream, debug)
+        delivery = Delivery(exchange, downstream, debug)
+        asking = Asking(
+            exchange,
+            shared.pool,
+            shared.timeouts,
+            cluster,
+            method.encode(),
+            target,
+            head,
+            body,
+            rank,
+            delivery.pass_head,
+        )
+        return cls(shared, exchange, cluster, model, asking, delivery)
 
     async def run(self, task: asyncio.Task[object] | None) -> None:
         """Attempt, and attempt again, within the attempts, the retry budget and what may safely be sent twice. `task`
@@ -234,6 +276,8 @@ class Forwarding(msgspec.Struct, eq=False):
             if self._exchange.copier is not None and await self._exchange.copier.wait(self._exchange):
                 pick.begin(self._exchange.facts or NO_FACTS, self._cluster.speeds, self._shared.clock())
             response, status, first = await self._asking.ask_engine(pick)
+            if self._delivery.began and not (status == 200 and is_event_stream(response.headers)):
+                await self._cannot_follow(pick, response, first)
             if status >= 500 and status != NOT_IMPLEMENTED:
                 first, whole = await read_short(response, first)
                 if whole:
@@ -352,7 +396,7 @@ class Forwarding(msgspec.Struct, eq=False):
             pick.blame(AttemptOutcome.UNPROVEN if spared else AttemptOutcome.FAILURE, now)
 
     def _is_spared(self, endpoint: Endpoint, reason: str, now: float) -> bool:
-        client = client_of(self._exchange, self._downstream.scope)
+        client = client_of(self._exchange, self._delivery.downstream.scope)
         verdicts = self._cluster.verdicts
         return verdicts.is_spared(endpoint, self._model, reason=reason, client=client, now=now)
 
@@ -410,6 +454,14 @@ class Forwarding(msgspec.Struct, eq=False):
         if "first_byte" in self._exchange.hooks:
             notify(RequestObserver.first_byte, self._exchange, now)
 
+    async def _cannot_follow(self, pick: Pick, response: UpstreamResponse, first: bytes) -> None:
+        """End a stream whose head came from an attempt that failed, and that this answer cannot go on with."""
+        first, _ = await read_short(response, first)
+        self._hold_reply(pick, response, first)
+        pick.endpoint.metrics.count_request(response.status)
+        pick.settle(verdict_on(response.status, None), now=self._shared.clock())
+        raise GaveUp(self._last, self._cluster)
+
     async def _deliver(self, pick: Pick, response: UpstreamResponse, first: bytes) -> _Next:
         if self._suspects and response.status < 500:
             self._blame_suspects(proven=True)
@@ -418,13 +470,10 @@ class Forwarding(msgspec.Struct, eq=False):
             self._note_first_token(pick)
         counts = self._shared.cached_counts
         count = None if counts is None else counts.follow(self._exchange, response)
-        relay = Relay(self._exchange, response, self._downstream, self._asking.method == b"POST", count)
+        relay = Relay(self._exchange, response, self._delivery.downstream, self._asking.method == b"POST", count)
         if begins_later:
             relay.on_event = functools.partial(self._note_first_token, pick)
-        headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
-        if self._debug:
-            headers.append((b"x-kvproxy-decision", describe_decision(pick, pick.policy, self._exchange.facts).encode()))
-        error = await relay.run(headers, first)
+        error = await relay.run(self._delivery.headers_of(pick, response), first)
         now = self._shared.clock()
         succeeded = error is None and response.status < 400
         verdict = AttemptOutcome.SUCCESS if succeeded else verdict_on(response.status, error)

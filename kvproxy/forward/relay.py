@@ -67,7 +67,11 @@ class Relay(msgspec.Struct, eq=False):
             if streams:
                 self._last = deque((chunk,), LAST_PIECES)
                 count = self._count
-                await downstream.start(status, headers, chunk if count is None else count.next_piece(chunk), more=True)
+                begun = chunk if count is None else count.next_piece(chunk)
+                if downstream.status:
+                    await downstream.write(begun, more=True)
+                else:
+                    await downstream.start(status, headers, begun, more=True)
                 if self.on_event is not None:
                     await self._pass_comments(self.on_event)
                 if downstream.connection is not None:
@@ -93,9 +97,11 @@ class Relay(msgspec.Struct, eq=False):
         outcome.end = "completed"
         if not streams:
             whole = chunk if self._count is None else self._count.finish(chunk)
-            if whole is not chunk:
-                headers = _with_length(headers, len(whole))
-            await downstream.start(status, headers, whole, more=False)
+            if downstream.status:
+                await downstream.write(whole, more=False)
+            else:
+                headers = headers if whole is chunk else _with_length(headers, len(whole))
+                await downstream.start(status, headers, whole, more=False)
             return read_end(self._exchange, status, headers, first=self._first, tail=chunk, post=self._post)
         if chunk:
             self._last.append(chunk)
@@ -153,13 +159,11 @@ class Relay(msgspec.Struct, eq=False):
         """An event stream that broke between two events ends with an error event; anything else is left incomplete,
         which cuts the connection: clients drop an unfinished event."""
         self._exchange.outcome.end = "upstream_died"
-        event_stream = any(
-            name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers
-        )
-        if not event_stream or any(name == b"content-length" for name, _ in headers):
+        if not is_event_stream(headers):
             return
         kind = self._exchange.inference.kind if self._exchange.inference else None
-        if not b"".join(self._last)[-4:].endswith(_BLANK_LINES):
+        tail = b"".join(self._last)[-4:]
+        if self._count is None and tail and not tail.endswith(_BLANK_LINES):  # with it only whole events went down
             return
         message = "The engine failed in the middle of this response."
         event = error_event(kind, message=message, reason=error.reason)
@@ -187,6 +191,12 @@ def read_end(
     if inference is not None and inference.continuable:
         outcome.response_id = read_response_id(first)
     return None
+
+
+def is_event_stream(headers: Headers) -> bool:
+    """Return True if an answer's fields announce events without a length."""
+    fields = dict(headers)
+    return fields.get(b"content-type", b"").startswith(b"text/event-stream") and b"content-length" not in fields
 
 
 def is_comment(piece: bytes) -> bool:

@@ -118,6 +118,12 @@ class Downstream(msgspec.Struct, eq=False):
         if piece and "body_piece" in self.exchange.hooks:
             self._tell(piece)
 
+    def start_now(self, status: int, headers: Headers) -> None:
+        """Send the head alone; only where `connection` is writable. As for `start`."""
+        assert self.connection is not None
+        self.connection.start(status, self._head(status, headers), more=True)
+        self.status = status
+
     async def write(self, piece: bytes, *, more: bool) -> None:
         """The next piece of the body."""
         connection = self.connection

@@ -127,14 +127,21 @@ class Connection(asyncio.Protocol):
         """Any byte came in answer to the present request."""
         return self._parser.heard
 
-    def send(self, request: WireRequest, timeouts: Timeouts, *, early: bool = True) -> UpstreamResponse:
-        """Sends a request, the part of its body that is not there yet while the response may already come. `early`: as
-        of the response."""
+    def send(
+        self,
+        request: WireRequest,
+        timeouts: Timeouts,
+        *,
+        early: bool = True,
+        on_head: Callable[[UpstreamResponse], None] | None = None,
+    ) -> UpstreamResponse:
+        """Sends a request, the part of its body that is not there yet while the response may already come. `early` and
+        `on_head`: as of the response."""
         self._parser.expect_response(request.method)
         self._timeouts = timeouts
         self._streaming = False
         self._buffered_bytes = 0
-        self._response = response = UpstreamResponse(self, self._loop, early=early)
+        self._response = response = UpstreamResponse(self, self._loop, early=early, on_head=on_head)
         buffers = request.buffers
         if len(buffers) == 1:
             self._transport.write(buffers[0])
@@ -222,8 +229,12 @@ class Connection(asyncio.Protocol):
                 body.append(piece)
             self._body_arrived(len(data))
             response.wake()
-        elif parser.head_complete and (response.early or parser.status >= 500):
-            response.wake()
+        elif parser.head_complete:
+            if response.early or parser.status >= 500:
+                response.wake()
+            elif response.on_head is not None:
+                on_head, response.on_head = response.on_head, None
+                on_head(response)
 
     def eof_received(self) -> bool:
         response = self._response

@@ -7,6 +7,7 @@ import errno
 import logging
 import math
 import time
+from collections.abc import Callable
 
 from kvproxy.errors import ConnectError, ConnectTimeout, NoDescriptors, UpstreamDisconnected
 from kvproxy.metrics.catalog import Metrics
@@ -95,10 +96,12 @@ class UpstreamPool:
         start: bytes = b"",
         timeouts: Timeouts,
         early: bool = True,
+        on_head: Callable[[UpstreamResponse], None] | None = None,
         repeated: RepeatedFields = NO_FIELDS,
     ) -> UpstreamResponse:
         """The response once its head is there; the caller reads it to the end or aborts it. Unless `early`, a part of
-        its body or its end is there too, but for a status of 500 or more.
+        its body or its end is there too, but for a status of 500 or more; `on_head` is called with a head that came
+        before that.
 
         `start` is written before the body and belongs to it. Host and the framing header are written unless `headers`
         has them, the `repeated` fields behind them. A connection kept from an earlier request that dies before any byte
@@ -114,7 +117,7 @@ class UpstreamPool:
         if connection is None:
             connection, kept = await self._acquire(pool, timeouts.connect_s)
         while True:
-            response = connection.send(request, timeouts, early=early)
+            response = connection.send(request, timeouts, early=early, on_head=on_head)
             try:
                 await response.changed()
                 if not response.status:

@@ -184,6 +184,8 @@ class UpstreamResponse(msgspec.Struct, eq=False):
     _loop: asyncio.AbstractEventLoop  # asking for it costs a system call (getpid)
     #: The reader is woken by the head alone, not only by what follows it.
     early: bool = True
+    #: Called with the response when its head has come without a part of its body. It must not raise.
+    on_head: Callable[[UpstreamResponse], None] | None = None
     status: int = 0
     headers: Headers = []
     reason: bytes = b""
