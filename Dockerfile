@@ -5,9 +5,11 @@ FROM python:${PYTHON} AS build
 WORKDIR /src
 # A virtual environment without pip: nothing in the image installs anything.
 RUN python -m venv --without-pip /opt/kvproxy
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY kvproxy ./kvproxy
-RUN pip --python /opt/kvproxy/bin/python install --no-cache-dir ".[otel,picker,redis,nats]"
+RUN pip install --no-cache-dir --constraint constraints.txt pip
+RUN pip --python /opt/kvproxy/bin/python install --no-cache-dir --constraint constraints.txt \
+    --build-constraint constraints.txt ".[otel,picker,redis,nats]"
 
 FROM python:${PYTHON}
 LABEL org.opencontainers.image.title="kvproxy" \

@@ -1,13 +1,15 @@
 # Two commands do everything: `make demo` and `make test`. They need Python 3.11+, make and a package index.
+# PYTHON=python3.13 (or a path) does the same with another Python, in an environment of its own.
 PYTHON ?= python3
-VENV   ?= .venv
+VENV   ?= .venv$(if $(filter command environment,$(firstword $(origin PYTHON))),-$(shell $(PYTHON) -c 'import platform; print(platform.python_version())'))
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 RUN    := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 PACK   := $(VENV)/.installed-packaging
 ARGS   ?=
 
-.PHONY: help demo test test-loaded test-real test-services check format bench coverage test-browser dist binary test-packaging clean
+.PHONY: help demo test test-loaded test-real test-services check format lock bench coverage test-browser dist binary test-packaging clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
@@ -15,7 +17,7 @@ help: ## this list
 demo: $(RUN) ## simulated engines, controller and proxy; real traffic through them (ARGS=--stay leaves them running)
 	@$(BIN)/kvproxy demo $(ARGS)
 
-test: $(DEV) ## the fast test suite
+test: $(DEV) ## the fast test suite (PYTHON=python3.13 for another Python, ARGS=--uvloop for the other event loop)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-loaded: $(DEV) ## the same three times running, beside busy processes, its workers paused now and then
@@ -33,7 +35,7 @@ test-services: $(DEV) ## against real servers (redis, nats, etcd, Envoy), which 
 	$(BIN)/python -m pytest -m services -p no:xdist -rs tests/services $(ARGS)
 
 test-browser: $(DEV) ## the live page in a real browser (needs chromium and chromedriver, e.g. apt install chromium-driver)
-	@$(BIN)/python -m pip install --quiet --group browser
+	@$(PIP) --group browser
 	$(BIN)/python -m pytest -m browser -p no:xdist -rs tests/browser $(ARGS)
 
 check: $(DEV) ## ruff, formatting, mypy --strict, the architecture test
@@ -45,6 +47,13 @@ check: $(DEV) ## ruff, formatting, mypy --strict, the architecture test
 format: $(DEV) ## let ruff fix what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+lock: ## writes constraints.txt anew: the newest versions that pyproject.toml allows, of all that anything here installs
+	$(PYTHON) -m venv --clear build/lock
+	build/lock/bin/python -m pip install --quiet --upgrade pip setuptools hatchling editables
+	build/lock/bin/python -m pip install --quiet '.[otel,tokenizer,redis,nats,picker,simulator]' --group dev --group browser --group packaging
+	{ sed -n '/^#/p' constraints.txt; build/lock/bin/python -m pip freeze --all --exclude kvproxy; } > build/constraints.txt
+	mv build/constraints.txt constraints.txt
 
 bench: $(DEV) ## the measurements, each beside a peer or a limit (see benchmarks/README.md)
 	$(BIN)/python -m benchmarks $(ARGS)
@@ -59,24 +68,24 @@ test-packaging: $(DEV) $(PACK) ## builds the binary, the wheel and the sdist, an
 	$(BIN)/python -m pytest -m packaging -p no:xdist tests/packaging $(ARGS)
 
 clean: ## removes what was built and installed here
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
+	rm -rf .venv .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
 
-$(VENV)/.pip: 
+$(VENV)/.pip: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "kvproxy needs Python 3.11 or newer; set PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	@$(PIP) pip
 	@touch $@
 
 $(RUN): $(VENV)/.pip pyproject.toml
 	@echo "installing kvproxy and what it needs into $(VENV) (once; half a minute) ..."
-	@$(BIN)/python -m pip install --quiet --editable .
+	@$(PIP) --build-constraint constraints.txt --editable '.[simulator]'
 	@touch $@
 
 $(DEV): $(RUN)
 	@echo "installing the development tools into $(VENV) (once) ..."
-	@$(BIN)/python -m pip install --quiet --group dev
+	@$(PIP) --group dev
 	@touch $@
 
 $(PACK): $(RUN)
-	@$(BIN)/python -m pip install --quiet --editable '.[otel,tokenizer]' --group packaging
+	@$(PIP) --build-constraint constraints.txt --editable '.[otel,tokenizer]' --group packaging
 	@touch $@

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +15,11 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Tests run on asyncio's own event loop unless told otherwise; those of sockets always run on both."""
+    parser.addoption("--uvloop", action="store_true", help="run tests that are coroutines on uvloop")
+
+
 def pytest_configure() -> None:
     """SIGINT interrupts, here and in processes that tests start, even where it was ignored (`nohup make test &`)."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -21,8 +27,8 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    return "asyncio", {"use_uvloop": request.config.getoption("--uvloop")}
 
 
 @pytest.fixture

@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
-from typing import Any, Protocol
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-import zmq
-import zmq.asyncio
 
+from kvproxy.errors import ConfigError, Problem
 from kvproxy.simulator.engine_io import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+
+if TYPE_CHECKING:
+    import zmq.asyncio
 
 #: What a replay ends with: a sequence number of -1 and nothing in it.
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
@@ -157,6 +160,7 @@ class KvEventPublisher:
         self.replay_endpoint: str | None = None
 
     async def __aenter__(self) -> KvEventPublisher:
+        zmq = _import_zmq()
         self._context = zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.set(zmq.SNDHWM, self.settings.hwm)
@@ -204,9 +208,9 @@ class KvEventPublisher:
         self._buffer.clear()
 
     def _bind(self, socket: zmq.asyncio.Socket, port: int) -> str:
-        socket.set(zmq.LINGER, 0)
+        socket.linger = 0
         socket.bind(f"tcp://{self.settings.host}:{port or '*'}")
-        address = socket.get(zmq.LAST_ENDPOINT)
+        address = socket.last_endpoint
         return address.decode() if isinstance(address, bytes) else str(address)
 
     async def _serve_replays(self) -> None:
@@ -222,3 +226,13 @@ class KvEventPublisher:
                 await self._router.send_multipart([peer, b"", *topic, seq, payload])
         empty_topic = [b""] if topic else []
         await self._router.send_multipart([peer, b"", *empty_topic, END_OF_REPLAY, b""])
+
+
+def _import_zmq() -> ModuleType:
+    """Import pyzmq, which only simulated engines need. ConfigError if it is not installed."""
+    try:
+        import zmq.asyncio
+    except ImportError as error:
+        what = "simulated engines publish KV events by pyzmq, which is not installed"
+        raise ConfigError([Problem("", what, "pip install 'kvproxy[simulator]'")]) from error
+    return zmq

@@ -206,7 +206,7 @@ class Scripted:
 
 
 class Bell:
-    """A sleep that ends when rung; `rung` waits until the poller sleeps again."""
+    """A sleep that ends when rung; `rung` waits until the poller sleeps again, `asleep` until it does at all."""
 
     def __init__(self) -> None:
         self._ring = asyncio.Event()
@@ -222,6 +222,9 @@ class Bell:
     async def rung(self) -> None:
         self._asleep.clear()
         self._ring.set()
+        await self.asleep()
+
+    async def asleep(self) -> None:
         await asyncio.wait_for(self._asleep.wait(), 60)
 
 
@@ -294,7 +297,7 @@ async def test_a_refused_answer_is_tried_again() -> None:
             "c", [source], tasks=tasks, known=lambda name: None, on_update=refuse, metrics=Metrics(), sleep=bell
         )
         poller.start(at_once=True)
-        await asyncio.sleep(0)
+        await bell.asleep()
         await bell.rung()
     assert tried == 2
 

@@ -59,7 +59,15 @@ def test_the_source_distribution_has_what_a_packager_needs(built: Built) -> None
     with tarfile.open(built.sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert package_files() <= names
-    assert {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "deploy/compose.yaml", "Dockerfile"} <= names
+    assert {
+        "LICENSE",
+        "README.md",
+        "CHANGELOG.md",
+        "pyproject.toml",
+        "deploy/compose.yaml",
+        "Dockerfile",
+        "constraints.txt",
+    } <= names
     assert not [name for name in names if name.startswith((".venv", ".git/", "dist", "build", "tests"))]
 
 
