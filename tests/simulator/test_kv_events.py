@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +14,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
+import kvproxy
+from kvproxy.errors import ConfigError
 from kvproxy.simulator.engine_io import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from kvproxy.simulator.kv_event_publisher import EventEncoder, EventEncoding, KvEventPublisher, PublisherSettings
 from tests.simulator.support import FIXTURES, Running, engine, shape
@@ -281,3 +285,17 @@ async def _complete(running: Running, **changes: Any) -> list[int]:
     body = {"prompt": ids, "max_tokens": 1, **changes}
     (await running.client.post("/v1/completions", json=body)).raise_for_status()
     return ids
+
+
+async def test_without_pyzmq_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proxy itself needs no pyzmq, so it may be missing where engines are simulated."""
+    monkeypatch.setitem(sys.modules, "zmq.asyncio", None)
+    publisher = KvEventPublisher(PublisherSettings(), encoder=EventEncoder(block_size=16), wall_clock=lambda: 1.0)
+    with pytest.raises(ConfigError, match=r"pip install 'kvproxy\[simulator\]'"):
+        await publisher.__aenter__()
+
+
+def test_no_other_module_imports_pyzmq() -> None:
+    """The required packages do not have it."""
+    files = Path(kvproxy.__file__).parent.rglob("*.py")
+    assert {path.name for path in files if "import zmq" in path.read_text()} == {"kv_event_publisher.py"}

@@ -204,7 +204,7 @@ async def test_another_process_of_the_same_name_is_said(tmp_path: Path, caplog: 
         for _ in range(5):
             sync._heard(encode(_beat_of(other)), store=True)
         assert sync.describe_state()["namesake"] is True
-        [finding] = [found for found, _ in Troubles(one.proxy).update_findings(0.0, {}) if found.where == "sync"]
+        [finding] = [found for found, _ in Troubles(one.proxy).update_findings(0.0, {}, {}) if found.where == "sync"]
         assert "goes by the name" in finding.what
         assert caplog.text.count("goes by the name") == 1
         await until(lambda: sync.describe_state()["namesake"] is False)  # it fell silent
