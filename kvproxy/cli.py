@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvproxy import __version__
+from kvproxy.commands.help_text import EXAMPLES, USUAL, GroupedHelp, HelpAll, add_examples, hide_options
 from kvproxy.errors import ConfigError, describe_os_error
 
 _BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
@@ -53,7 +54,12 @@ def _load(target: str) -> Callable[[argparse.Namespace], int]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names the nearest choice where one is misspelt."""
+    """Names the nearest choice where one is misspelt; of many options its help shows the usual ones."""
+
+    def format_help(self) -> str:
+        """What `--help` prints."""
+        with hide_options(self.prog.rpartition(" ")[2], self):
+            return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
@@ -65,9 +71,9 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     about = "KV-cache-aware reverse proxy for LLM engines."
-    parser: argparse.ArgumentParser = _Parser(prog="kvproxy", description=about)
+    parser: argparse.ArgumentParser = _Parser(prog="kvproxy", description=about, formatter_class=GroupedHelp)
     parser.add_argument("--version", action="version", version=f"kvproxy {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     _add_init(commands)
     _add_serve(commands)
     _add_picker(commands)
@@ -85,6 +91,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_simulate(commands)
     _add_completion(commands, parser)
+    for name, command in commands.choices.items():
+        command.formatter_class = GroupedHelp
+        if name in EXAMPLES:
+            add_examples(name, command)
+        if name in USUAL:
+            command.add_argument("--help-all", action=HelpAll, nargs=0, help="show every option and exit")
+    parser.epilog = "`kvproxy COMMAND --help` shows a command's options with examples."
     return parser
 
 
@@ -250,6 +263,8 @@ def _add_drain(commands: _Commands[argparse.ArgumentParser]) -> None:
         drain = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         drain.add_argument("endpoint", metavar="ENDPOINT", help="its id")
         drain.add_argument("--cluster", help="its cluster, where several have an endpoint with this id")
+        if name == "drain":
+            drain.add_argument("--wait", action="store_true", help="until the requests it has are finished")
         _admin_options(drain)
         drain.set_defaults(run="commands.operate:main_drain", draining=name == "drain")
 

@@ -153,7 +153,7 @@ def query_string(pairs: Mapping[str, str | int]) -> str:
 #: Of an error text.
 MAX_TEXT_CHARS = 200
 _NUMBER_LIST = re.compile(r"\[?\s*-?\d+(?:\s*,\s*-?\d+){3,}\s*,?\s*\]?")
-_CREDENTIAL = re.compile(r"(?i)\b(bearer|basic)\s+\S+")
+_CREDENTIAL = re.compile(r"(?i)\b(bearer|basic)\s+[^\s`\"']+")
 #: vLLM's validation errors quote the offending value: `'input': '...'` up to the end of that error.
 _INPUT_ECHO = re.compile(r"""(['"]input['"]\s*:\s*).*""", re.DOTALL)
 _SPACE = re.compile(r"[\s\x00-\x1f\x7f]+")

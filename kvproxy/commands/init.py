@@ -16,6 +16,8 @@ from typing import TextIO
 
 import httpx
 
+from kvproxy.advise.advice import Setting, spell_flag
+from kvproxy.clients.engine_metrics import EngineKind
 from kvproxy.clients.lmcache.controller import LMCacheControllerClient
 from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
 from kvproxy.clients.tokens import token_array
@@ -132,7 +134,24 @@ def _finish(options: InitOptions, engines: dict[str, str], lmcache: str, listen:
     )
     print(f"  kvproxy check{file}     # after every change of the file", file=out)
     print(f"  kvproxy serve{' -c' if given else ''}{given}", file=out)
+    if flags := list(list_flags(seen)):
+        print("\nWorth adding to the engines' command lines:\n", file=out)
+        for engines_named, flag in flags:
+            print(f"  # {engines_named}\n  {flag}", file=out)
     return 0
+
+
+def list_flags(seen: Sequence[SeenEngine]) -> Iterator[tuple[str, str]]:
+    """For vLLM and for SGLang engines: which ones, and the flags that kvproxy gains by, on one line to paste."""
+    for sglang, kind in ((False, EngineKind.VLLM), (True, EngineKind.SGLANG)):
+        members = [one for one in seen if one.models and one.sglang is sglang]
+        if not members:
+            continue
+        settings = [Setting.CACHE_REPORT, Setting.SCHEDULING]
+        if not all(one.events for one in members):
+            settings.append(Setting.KV_EVENTS)
+        flags = [spell_flag(one, kind) for one in settings]
+        yield ", ".join(one.id for one in members), " ".join(flags + (["--enable-metrics"] if sglang else []))
 
 
 def _engines(given: Sequence[str]) -> Iterator[tuple[str, str]]:

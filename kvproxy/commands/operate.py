@@ -6,7 +6,8 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,6 +21,8 @@ from kvproxy.errors import ConfigError, KvproxyError, Problem
 #: Holds the admin token where no file is named.
 TOKEN_VARIABLE = "KVPROXY_ADMIN_TOKEN"
 _TIMEOUT_S = 5.0
+#: How often a drained endpoint is looked at.
+_LOOK_AGAIN_S = 0.5
 
 
 class AdminRefused(KvproxyError):
@@ -93,7 +96,8 @@ def main_drain(args: argparse.Namespace) -> int:
     """`kvproxy drain` and `kvproxy undrain`."""
     address = AdminAddress(args.url, args.token_file)
     where = {"cluster": args.cluster, "draining": args.draining}
-    return drain_endpoint(address, args.endpoint, **where, out=sys.stdout, err=sys.stderr)
+    wait = args.draining and args.wait
+    return drain_endpoint(address, args.endpoint, **where, wait=wait, out=sys.stdout, err=sys.stderr)
 
 
 def main_reload(args: argparse.Namespace) -> int:
@@ -107,24 +111,43 @@ def drain_endpoint(
     *,
     cluster: str | None = None,
     draining: bool = True,
+    wait: bool = False,
     out: TextIO,
     err: TextIO,
     transport: httpx.BaseTransport | None = None,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Take an endpoint out of, or back into, rotation; 1 when that was not done."""
+    """Take an endpoint out of, or back into, rotation, and with `wait` until it has no request; 1 when that was not
+    done."""
     action = "drain" if draining else "undrain"
     with address.connect(transport=transport) as client:
         try:
             place = _cluster_of(ask_admin(client, address.url, "/endpoints"), endpoint, cluster)
             path = f"/endpoints/{quote(place, safe='')}/{quote(endpoint, safe='/:@')}/{action}"
-            status = ask_admin(client, address.url, path, method="POST")
+            running = ask_admin(client, address.url, path, method="POST").get("in_flight", 0)
+            said = _describe_drained(running) if draining else "gets requests again"
+            print(f"endpoint {endpoint!r} of cluster {place!r} {said}", file=out, flush=True)
+            while wait and running:
+                sleep(_LOOK_AGAIN_S)
+                running = _count_running(ask_admin(client, address.url, "/endpoints"), place, endpoint)
         except AdminRefused as error:
             print(f"kvproxy {action}: {error}", file=err)
             return 1
-    running = status.get("in_flight", 0)
-    said = f"gets no new requests; {running} in flight" if draining else "gets requests again"
-    print(f"endpoint {endpoint!r} of cluster {place!r} {said}", file=out)
+    if wait:
+        print("it has finished all of them", file=out)
     return 0
+
+
+def _describe_drained(running: int) -> str:
+    if not running:
+        return "gets no new requests and has none running"
+    return f"gets no new requests; it finishes {running} running {'request' if running == 1 else 'requests'}"
+
+
+def _count_running(answer: dict[str, Any], cluster: str, endpoint: str) -> int:
+    """Requests of an endpoint, or of all ranks of an engine; 0 for one that is gone."""
+    members = answer.get("clusters", {}).get(cluster, ())
+    return sum(one.get("in_flight", 0) for one in members if endpoint in (one.get("id"), one.get("engine_id")))
 
 
 def reload_configuration(

@@ -27,6 +27,7 @@ logger = logging.getLogger("kvproxy")
 
 def main(args: argparse.Namespace) -> int:
     """`kvproxy picker`."""
+    require_packages()
     source = ConfigSource(path=named_file(args), endpoints=args.endpoint, policy=args.policy, lenient=args.lenient)
     changes = {name: value for name, value in (("host", args.host), ("port", args.port)) if value is not None}
 
@@ -48,11 +49,18 @@ async def _open_picker(
     logger.info("kvproxy %s picks for Envoy on %s:%d", __version__, settings.host, server.port)
 
 
-def make_server(proxy: Proxy, settings: PickerSettings) -> PickerServer:
-    """Its server. ConfigError where the extra is not installed."""
+def require_packages() -> None:
+    """ConfigError where the extra is not installed, before anything listens."""
     try:
-        from kvproxy.picker.server import PickerServer
+        import kvproxy.picker.server  # noqa: F401
     except ImportError as error:
         what = f"`kvproxy picker` needs packages that are not installed: {error}"
         raise ConfigError([Problem("", what, "pip install 'kvproxy[picker]'")]) from error
+
+
+def make_server(proxy: Proxy, settings: PickerSettings) -> PickerServer:
+    """Its server. ConfigError where the extra is not installed."""
+    require_packages()
+    from kvproxy.picker.server import PickerServer
+
     return PickerServer(proxy, settings)

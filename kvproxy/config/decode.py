@@ -56,6 +56,8 @@ _TEXTS_WITH_VALUE = {
     "float_type": "must be a number",
     "finite_number": "must be a finite number",
 }
+#: Ends of paths that name a kind of value, and no setting.
+_KINDS = {"constrained-int", "constrained-str", "int", "str", "float", "bool"}
 _SHOWING_VALUE = {"enum", "literal_error", "greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 
 
@@ -85,7 +87,7 @@ def decode_model(model: type[M], raw: Any, where: Where) -> Decoded[M]:
         try:
             value = model.model_validate(tree)
         except ValidationError as error:
-            details = error.errors(include_url=False)
+            details = _fold_choices(error.errors(include_url=False))
             if number == 0:
                 problems += [describe_problem(model, _as_written(detail, raw), where) for detail in details]
             if not _cut_all(tree, details, kept):
@@ -139,6 +141,31 @@ def describe_problem(model: type[Any], detail: ErrorDetails, where: Where) -> Pr
         if kind in _TEXTS_WITH_VALUE or kind in _SHOWING_VALUE:
             text += f", not {_shown(given)}"
     return Problem(where(path), text, _nearest_choice(detail))
+
+
+def _fold_choices(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+    """One problem for a value that is none of the kinds its setting takes; pydantic has one for each kind, at a path
+    that ends with the kind's own name."""
+    folded: list[ErrorDetails] = []
+    for detail in details:
+        last = detail["loc"][-1] if detail["loc"] else ""
+        if not isinstance(last, str) or not (last in _KINDS or last.startswith("literal[")):
+            folded.append(detail)
+            continue
+        path = detail["loc"][:-1]
+        same = next((one for one in folded if one["loc"] == path), None)
+        if same is None:
+            folded.append({**detail, "loc": path})
+        else:
+            whole = _TEXTS_WITH_VALUE.get(same["type"]) or same["msg"]
+            other = re.sub("^Input should be ", "", detail["msg"])
+            merged: ErrorDetails = {
+                **same,
+                "type": "value_error",
+                "msg": f"{whole} or {other}, not {_shown(same['input'])}",
+            }
+            folded[folded.index(same)] = merged
+    return folded
 
 
 def _as_written(detail: ErrorDetails, raw: Any) -> ErrorDetails:

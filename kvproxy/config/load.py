@@ -97,6 +97,10 @@ def _read(path: FilePath) -> tuple[str | None, list[Problem]]:
 def _check_data(raw: object, *, env: Mapping[str, str], extra_filters: ExtraFilters, lenient: bool) -> Checked:
     if not isinstance(raw, dict) or not raw:
         return None, [Problem("", "a configuration is a mapping; the shortest is `endpoints: [http://host:port]`")]
+    if "model_list" in raw and "endpoints" not in raw and "clusters" not in raw:
+        what = "this is a configuration of LiteLLM's proxy"
+        hint = "docs/migrating.md#litellm-proxy shows what becomes of it: clusters, and routes by model"
+        return None, [Problem("model_list", what, hint)]
     tree, missing = substitute_variables(raw, env, dotted_path)
     if is_pixiu(tree):
         config, problems = decode_pixiu(tree, extra_filters=extra_filters, lenient=lenient, known=missing)

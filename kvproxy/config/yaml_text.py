@@ -76,7 +76,7 @@ def parse_yaml_with_places(text: str) -> tuple[Any, list[Problem], Place]:
         what = ": ".join(part for part in (error.context, error.problem) if part)
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (0, 0)
-        hint = _quoting_hint(text, mark)
+        hint = "indent with spaces, not with tabs" if "'\\t'" in what else _quoting_hint(text, mark)
         return None, [Problem("", f"YAML syntax: {what}", hint, line=line, column=column)], Place()
     except RecursionError:
         return None, [Problem("", f"nested more than {_MAX_DEPTH} levels deep")], Place()

@@ -53,10 +53,15 @@ def run(args: argparse.Namespace, *, out: TextIO, err: TextIO) -> int:
 
 def _list_models() -> list[str]:
     width = max(map(len, known_models()))
-    return [
-        f"{name:{width}}  {read_layers(model.config).bytes_per_token('bf16') / 1024:7.1f} KiB a token in bf16"
-        for name, model in known_models().items()
-    ]
+    return [f"{name:{width}}  {_describe_size(read_layers(model.config))}" for name, model in known_models().items()]
+
+
+def _describe_size(layers: KvLayers) -> str:
+    """Layers with a window keep no more for a longer prompt."""
+    per_token = layers.bytes_per_token("bf16") / 1024
+    return (
+        f"{per_token:7.1f} KiB a token in bf16" if per_token else f"{'windowed':>11}: no more than its window in bf16"
+    )
 
 
 def _plan(args: argparse.Namespace, err: TextIO) -> PlanReport:

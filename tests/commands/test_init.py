@@ -9,7 +9,7 @@ import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from kvproxy.commands.init import InitOptions, SeenEngine, SeenLmCache, look_at_all, run, write_config
+from kvproxy.commands.init import InitOptions, SeenEngine, SeenLmCache, list_flags, look_at_all, run, write_config
 from kvproxy.config.cluster_schema import PriorityOrder
 from kvproxy.config.load import load_config
 from kvproxy.errors import ConfigError
@@ -167,3 +167,18 @@ async def test_engines_of_all_kinds_are_looked_at() -> None:
     assert controller is not None
     assert controller.trouble in controller.describe()
     assert controller.trouble
+
+
+def test_flags_worth_setting_are_printed_on_one_line() -> None:
+    """For each kind of engine, without what the engines do already."""
+    seen = [
+        SeenEngine("a", "http://a:1", ("m",)),
+        SeenEngine("b", "http://b:1", ("m",), events=True),
+        SeenEngine("s", "http://s:1", ("m",), events=True, sglang=True),
+        SeenEngine("gone", "http://g:1", trouble="no answer"),
+    ]
+    (vllm, flags), (sglang, others) = list_flags(seen)
+    assert (vllm, sglang) == ("a, b", "s")
+    assert flags.startswith("--enable-prompt-tokens-details --scheduling-policy priority --kv-events-config '{")
+    assert "--kv-events-config" not in others
+    assert others.startswith("--enable-cache-report")

@@ -64,7 +64,7 @@ async def test_draining_and_back(running: tuple[Proxy, str, Path], capsys: pytes
     endpoint = proxy.clusters["default"].endpoints[0]
     assert await done(["drain", "a", "--url", url]) == 0
     assert endpoint.draining
-    assert capsys.readouterr().out == "endpoint 'a' of cluster 'default' gets no new requests; 0 in flight\n"
+    assert capsys.readouterr().out == "endpoint 'a' of cluster 'default' gets no new requests and has none running\n"
     assert await done(["undrain", "a", "--url", url]) == 0
     assert not endpoint.draining
     assert await done(["drain", "aa", "--url", url, "--cluster", "default"]) == 1
@@ -86,9 +86,26 @@ def test_an_endpoint_of_several_clusters() -> None:
     assert "clusters small, large have an endpoint 'a': name one (--cluster)" in err.getvalue()
     assert drain_endpoint(address, "a", cluster="large", out=out, err=err, transport=transport) == 0
     assert asked[-1] == "/endpoints/large/a/drain"
-    assert "3 in flight" in out.getvalue()
+    assert "it finishes 3 running requests" in out.getvalue()
     assert drain_endpoint(address, "a", cluster="larg", out=out, err=err, transport=transport) == 1
     assert "there is no cluster 'larg' (did you mean 'large'?)" in err.getvalue()
+
+
+def test_waiting_until_an_endpoint_has_finished() -> None:
+    """Its requests are counted until there are none."""
+    left = [2, 2, 1, 0]
+    pauses: list[float] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        running = left.pop(0) if request.method == "POST" or pauses else left[0]
+        return httpx.Response(200, json={"clusters": {"c": [{"id": "a", "in_flight": running}]}, "in_flight": running})
+
+    out, err = io.StringIO(), io.StringIO()
+    address, transport = AdminAddress("http://127.0.0.1:1"), httpx.MockTransport(handle)
+    options = {"out": out, "err": err, "transport": transport}
+    assert drain_endpoint(address, "a", wait=True, sleep=pauses.append, **options) == 0  # type: ignore[arg-type]
+    assert (len(pauses), left) == (3, [])
+    assert out.getvalue().endswith("it finishes 2 running requests\nit has finished all of them\n")
 
 
 async def test_reloading(running: tuple[Proxy, str, Path], capsys: pytest.CaptureFixture[str]) -> None:

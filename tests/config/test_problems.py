@@ -172,3 +172,18 @@ def test_wrong_parts_of_a_list_take_no_good_one_along() -> None:
     assert [problem.path for problem in decoded.problems] == ["endpoints[0].url", "endpoints[2].url"]
     assert decoded.value is not None
     assert [endpoint.id for endpoint in decoded.value.endpoints] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "words"),
+    [
+        ("endpoints: [http://127.0.0.1:1]\nworkers: four\n", "workers", "must be a whole number or 'auto', not 'four'"),
+        ("endpoints:\n\ta: http://127.0.0.1:1\n", "", "indent with spaces, not with tabs"),
+        ("model_list: [{model_name: m}]\nlitellm_settings: {}\n", "model_list", "configuration of LiteLLM's proxy"),
+    ],
+)
+def test_one_problem_for_one_mistake(text: str, path: str, words: str) -> None:
+    """In our words, not in those of a library, and without what only follows from it."""
+    config, [problem] = check_config(text)
+    assert (config, problem.path) == (None, path)
+    assert words in str(problem)

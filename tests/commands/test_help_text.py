@@ -1,0 +1,62 @@
+"""Help that shows commands in groups, examples that parse, and the usual options first."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+
+import pytest
+
+from kvproxy.cli import _parser, main
+from kvproxy.commands.help_text import EXAMPLES, GROUPS, USUAL
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    """All of them, but for the one that `serve --workers` starts itself."""
+    [action] = [one for one in _parser()._actions if isinstance(one, argparse._SubParsersAction)]
+    return {name: parser for name, parser in action.choices.items() if name != "worker"}
+
+
+def test_every_command_is_in_one_group_and_has_examples() -> None:
+    """A new command is found at first sight."""
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(commands())
+    assert EXAMPLES.keys() == commands().keys()
+
+
+@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
+def test_examples_parse(line: str) -> None:
+    """As they stand."""
+    line = line.removeprefix('eval "$(').removesuffix(')"').partition(" > ")[0]
+    program, *words = shlex.split(line)
+    assert program == "kvproxy"
+    assert _parser().parse_args(words).run
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_the_usual_options_first(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--help` begins with examples and is short; `--help-all` has everything, and nothing that is shown is gone."""
+    texts = {}
+    for option in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            main([name, option])
+        texts[option] = capsys.readouterr().out
+    short, whole = texts["--help"], texts["--help-all"]
+    assert short.index("examples:") < short.index("options:")
+    assert len(short.splitlines()) < 65
+    assert len(whole.splitlines()) > len(short.splitlines())
+    dests = {action.dest for action in commands()[name]._actions}
+    assert dests >= USUAL[name]
+    missing = [
+        action for action in commands()[name]._actions if action.help is None or action.help == argparse.SUPPRESS
+    ]
+    assert not missing
+
+
+def test_the_groups_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the order of a first day."""
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    places = [said.index(f"\n  {title}\n") for title in GROUPS]
+    assert places == sorted(places)
