@@ -15,6 +15,14 @@ from kvproxy.config.kvcache_actions_schema import (
 )
 from kvproxy.config.model import Duration, Model, Size
 
+#: Parameters of signed URLs, lower case: S3 and stores with its API, Google Cloud Storage, CloudFront, Azure.
+URL_SIGNATURES = (
+    *("x-amz-*", "awsaccesskeyid"),
+    *("x-goog-*", "googleaccessid"),
+    *("signature", "expires", "key-pair-id", "policy"),
+    *("sv", "se", "sr", "sp", "st", "spr", "sip", "sig", "skoid", "sktid", "skt", "ske", "sks", "skv"),
+)
+
 
 class Provider(StrEnum):
     """Which LMCache service `lmcache_endpoint` is."""
@@ -115,6 +123,9 @@ class KvCacheSettings(Model):
     policy does not weigh matches itself (kv_aware and its peers do)."""
     engine_metrics_interval: Duration = 5.0
     """How often each engine's `/metrics` is read (KV usage, queue, cache size), never for a request; 0: never."""
+    url_signatures: tuple[str, ...] = URL_SIGNATURES
+    """Parameters of URLs of pictures and other media that do not name the content: two URLs that differ in these alone
+    are one picture. `*` at the end stands for any name that begins so."""
     learn_capacity: bool = True
     """Correct the size of each engine's cache by what it reuses (an eighth to eight times what its `/metrics` say);
     other clients of the same engines are accounted for that way. KV events that miss nothing make it needless."""

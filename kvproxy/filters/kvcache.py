@@ -195,6 +195,7 @@ def result_of(exchange: Exchange) -> Result:
         prefilled=outcome.ttft_s is not None and 200 <= outcome.status < 300 and outcome.end != "engine_error",
         prompt_tokens=outcome.prompt_tokens,
         cached_tokens=outcome.cached_tokens,
+        media_tokens=outcome.media_tokens,
         completion_tokens=outcome.completion_tokens,
         response_id=outcome.response_id,
         request_id=exchange.request_id,

@@ -215,7 +215,7 @@ class _UsageTap(RequestObserver):
         usage = read_usage(self._previous[-_TAIL_BYTES:] + self._last, self._first)
         if usage is not None:
             outcome.prompt_tokens, outcome.cached_tokens = usage.prompt_tokens, usage.cached_tokens
-            outcome.completion_tokens = usage.completion_tokens
+            outcome.completion_tokens, outcome.media_tokens = usage.completion_tokens, usage.media_tokens
         if exchange.inference is not None and exchange.inference.continuable:
             outcome.response_id = read_response_id(self._first)
         notify(RequestObserver.finished, exchange, self._clock())

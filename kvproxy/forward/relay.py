@@ -187,6 +187,7 @@ def read_end(
     if usage is not None:
         outcome.prompt_tokens = usage.prompt_tokens
         outcome.cached_tokens = usage.cached_tokens
+        outcome.media_tokens = usage.media_tokens
         outcome.completion_tokens = usage.completion_tokens
     if inference is not None and inference.continuable:
         outcome.response_id = read_response_id(first)

@@ -10,6 +10,7 @@ from kvproxy.config.kvcache_schema import KvCacheSettings, TokenCacheSettings
 from kvproxy.kvcache.actions.hotness import Hotness
 from kvproxy.kvcache.actions.leases import LeaseBook
 from kvproxy.kvcache.actions.strategies import ActionRecord
+from kvproxy.kvcache.feedback.media_counts import MediaCounts
 from kvproxy.kvcache.feedback.prediction_stats import PredictionStats
 from kvproxy.kvcache.feedback.prefix_breaks import PrefixBreaks
 from kvproxy.kvcache.feedback.token_counts import BytesPerToken, CountedPrompts, HitRatioStats
@@ -34,6 +35,7 @@ class CacheState:
     hit_ratios: HitRatioStats = field(default_factory=HitRatioStats)
     bytes_per_token: BytesPerToken = field(default_factory=BytesPerToken)
     counted: CountedPrompts = field(default_factory=CountedPrompts)
+    media_counts: MediaCounts = field(default_factory=MediaCounts)
     leases: LeaseBook = field(default_factory=LeaseBook)
     indexes: dict[str, IndexState] = field(default_factory=dict)  # by cluster
     present: dict[str, Mapping[str, Endpoint]] = field(default_factory=dict)  # by cluster, at the last scrape

@@ -116,6 +116,7 @@ class Outcome(msgspec.Struct, eq=False):
     ttft_s: float | None = None  # from receipt to the first body byte from upstream
     prompt_tokens: int | None = None  # the engine's own usage, when it said so
     cached_tokens: int | None = None
+    media_tokens: int | None = None  # of the prompt's: pictures, audio and video
     completion_tokens: int | None = None
     predicted_tokens: int | None = None  # cached, as the client was told since the engine did not say
     response_id: str = ""  # by which another request may go on from this one

@@ -28,6 +28,7 @@ from kvproxy.json_scan import (
     run_at_once,
     run_in_turns,
 )
+from kvproxy.prefix.media.cut import cut_in_steps, may_hold_media
 from kvproxy.request.fields import (
     NAMING,
     NO_RAW,
@@ -133,6 +134,11 @@ class _Reader:
         parts = []
         spans_of_parts = yield from self._scan_parts(body, spans)
         for span in spans_of_parts:
+            if may_hold_media(body, span.start, span.end):
+                cut = yield from cut_in_steps(body[span.start : span.end])
+                if len(cut) < min(span.end - span.start, room.left):
+                    parts.append(room.take_cut(cut))
+                    continue
             if span.end - span.start > room.left:
                 parts.append(room.take(Span(span.start, spans_of_parts[-1].end)))
                 break
@@ -212,6 +218,11 @@ class _Room:
         self._body = body
         self.left = MAX_PROMPT_BYTES
         self.unread_bytes = 0
+
+    def take_cut(self, text: bytes) -> bytes:
+        """A message whose media were cut out, for which there is room."""
+        self.left -= len(text)
+        return text
 
     def take(self, span: Span) -> bytes:
         """The text; what there is no room for is replaced by NUL and a digest, so that other texts stay others."""

@@ -49,12 +49,23 @@ _ERROR_KINDS = ("error", "response.failed")
 _BUSY_ERRORS = frozenset({"overloaded", "serviceunavailable"})
 
 
+#: Kinds of media in one prompt, at most.
+_MAX_MODALITIES = 16
 #: Where SGLang says that cached tokens came from, if a request asks for `return_cached_tokens_details`.
 _SGLANG_TIERS = ("device", "host", "storage")
 
 
 class _Details(msgspec.Struct):
     cached_tokens: _Count = None
+    multimodal_tokens: Any = None  # vLLM's, by modality
+
+    def media(self) -> int | None:
+        """Tokens of all media; None where they are not reported."""
+        if not isinstance(self.multimodal_tokens, dict) or len(self.multimodal_tokens) > _MAX_MODALITIES:
+            return None
+        counts = [_as_count(count) for count in self.multimodal_tokens.values()]
+        known = [count for count in counts if count is not None]
+        return _sum(known) if known and len(known) == len(counts) else None
 
 
 class _Usage(msgspec.Struct):
@@ -78,6 +89,11 @@ class _Usage(msgspec.Struct):
             return self.prompt_tokens
         whole = self.input_tokens + (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
         return min(whole, MAX_COUNT)
+
+    def media(self) -> int | None:
+        """Tokens of the prompt's media."""
+        details = self.prompt_tokens_details or self.input_tokens_details
+        return None if details is None else details.media()
 
     def cached(self) -> int | None:
         """What of the prompt was cached."""
@@ -133,6 +149,7 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
+    media_tokens: int | None = None  # of the prompt's
 
 
 _NULL = msgspec.Raw(b"null")
@@ -248,11 +265,12 @@ def _merge(last: _Usage, first: _Usage) -> Usage:
     cached = last.cached()
     if last.prompt_tokens is not None and first is _NOTHING:  # OpenAI's, nearly all there are
         whole = last.prompt_tokens
-        return Usage(whole, whole if cached is not None and cached > whole else cached, last.completion_tokens)
+        cached = whole if cached is not None and cached > whole else cached
+        return Usage(whole, cached, last.completion_tokens, _most(last.media(), whole))
     cached = _either(cached, first.cached())
     completion = _either(last.completion_tokens, _either(last.output_tokens, first.output_tokens))
     prompt = _either(last.prompt(), first.prompt())
-    return Usage(prompt, _most(cached, prompt), completion)
+    return Usage(prompt, _most(cached, prompt), completion, _most(_either(last.media(), first.media()), prompt))
 
 
 def _most(cached: int | None, prompt: int | None) -> int | None:

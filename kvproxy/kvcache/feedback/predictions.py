@@ -65,9 +65,7 @@ class PredictionFeedback:
         elif endpoint is not None and prefilled:  # it was routed by another than this proxy
             indexes.enter_prompt(endpoint, facts.cursor)
         if result.prompt_tokens is not None and prefilled and facts.request.continues is None:
-            if self._state.on_counted is not None:
-                self._state.on_counted(facts.model, facts.keys, facts.prompt_bytes, result.prompt_tokens)
-            self._state.note_count(facts.model, facts.keys, facts.prompt_bytes, result.prompt_tokens)
+            self._learn_count(facts, result.prompt_tokens, result.media_tokens)
         if prefilled and endpoint is not None and facts.names is not NO_NAMES and not facts.request.session_ends:
             said = result.prompt_tokens
             indexes.last_served.note_served(
@@ -86,6 +84,22 @@ class PredictionFeedback:
         self.predictions.keep_only(present)
         self.hit_ratios.keep_only(present)
         self._losses.keep_only(present)
+
+    def _learn_count(self, facts: RequestFacts, prompt_tokens: int, media_tokens: int | None) -> None:
+        """The engine counted the prompt, and its media where it reports them apart. Text alone teaches bytes a token;
+        of media without a count of their own, what is left without the text teaches theirs."""
+        if facts.media:
+            counts = self._state.media_counts
+            if media_tokens is None:
+                if facts.mixed is not None:
+                    text_tokens = facts.overlaps.prompt_tokens - facts.mixed.media_tokens
+                    counts.observe_estimate(facts.model, facts.media, prompt_tokens - text_tokens)
+                return
+            counts.observe_count(facts.model, facts.media, media_tokens)
+            prompt_tokens -= media_tokens
+        if self._state.on_counted is not None:
+            self._state.on_counted(facts.model, facts.keys, facts.text_bytes, prompt_tokens)
+        self._state.note_count(facts.model, facts.keys, facts.text_bytes, prompt_tokens)
 
     def _compare(
         self, facts: RequestFacts, entry: SpeculativeEntry | None, endpoint: EndpointId, result: Result
@@ -137,6 +151,8 @@ class PredictionFeedback:
 
     def _count_blocks(self, facts: RequestFacts, cached_tokens: int, prompt_tokens: int | None) -> int:
         """Blocks of its text that so many cached tokens are."""
+        if facts.mixed is not None:
+            return min(facts.mixed.bytes_before(cached_tokens) // TEXT_BLOCK_BYTES, len(facts.hashes))
         history = facts.request.continues is not None
         counted = facts.prompt_bytes / prompt_tokens if prompt_tokens and not history else None
         blocks = int(cached_tokens * (counted or self._bytes_per_token.look_up(facts.model))) // TEXT_BLOCK_BYTES

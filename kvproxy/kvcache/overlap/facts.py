@@ -16,6 +16,8 @@ from kvproxy.kvcache.overlap.merge import HolderOverlap, preferred_endpoint
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
 from kvproxy.prefix.approximate.heat import Run
 from kvproxy.prefix.approximate.radix import PrefixCursor
+from kvproxy.prefix.media.cut import Medium
+from kvproxy.prefix.media.mixed import MixedPrompt
 from kvproxy.prefix.tokens.session_hashes import PromptText
 from kvproxy.prefix.tokens.token_memory import HashedTokens
 from kvproxy.request.exchange import TransferResult
@@ -39,6 +41,8 @@ class RequestFacts(msgspec.Struct):
     min_tokens: int  # that the preferred endpoint holds
     text: PromptText | None = None  # of a conversation, by message; None: of other APIs and short prompts
     names: RequestNames = NO_NAMES  # of its session and what it goes on from
+    media: tuple[Medium, ...] = ()  # in whose place stand-ins were hashed
+    mixed: MixedPrompt | None = None  # of a prompt with media: its text and media in tokens
     overlaps: OverlapFacts = NO_FACTS
     tokens: TokenIds | None = None  # of the prompt, or of its longest known beginning
     hashed_tokens: HashedTokens | None = None  # begins with these tokens
@@ -50,6 +54,11 @@ class RequestFacts(msgspec.Struct):
     holders_found: int | None = None  # by a lookup that answered in time
     entry: SpeculativeEntry | None = None  # what routing told the approximate index
     transfer: TransferResult | None = None  # of KV, before it goes there
+
+    @property
+    def text_bytes(self) -> int:
+        """Bytes of the prompt without its media."""
+        return self.prompt_bytes - sum([medium.size for medium in self.media]) if self.media else self.prompt_bytes
 
     @property
     def hashes(self) -> array[int]:
@@ -75,6 +84,7 @@ class Result(msgspec.Struct):
     prefilled: bool  # a first byte of a good answer came
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
+    media_tokens: int | None = None  # of the prompt's
     completion_tokens: int | None = None
     response_id: str = ""  # by which another request may go on from this one
     request_id: str = ""

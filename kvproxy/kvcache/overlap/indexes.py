@@ -14,13 +14,15 @@ from kvproxy.kvcache.feedback.reuse_step import ReuseSteps
 from kvproxy.kvcache.feedback.trust import MissedReuses, Trust
 from kvproxy.kvcache.overlap.denied import EVERY_ENDPOINT, Denials, DeniedPlacements, believed_tokens
 from kvproxy.kvcache.overlap.last_served import LastServed, RequestNames
-from kvproxy.kvcache.overlap.merge import NOTHING, HolderOverlap, is_contradicted, merge_overlaps
+from kvproxy.kvcache.overlap.merge import BEYOND, NOTHING, HolderOverlap, is_contradicted, merge_overlaps
 from kvproxy.prefix.approximate.capacity import Capacities
 from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
 from kvproxy.prefix.approximate.heat import Heat, Run
 from kvproxy.prefix.approximate.index import ApproximateIndex
 from kvproxy.prefix.approximate.radix import PrefixCursor
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, message_chain, root_seed, text_blocks, token_blocks
+from kvproxy.prefix.media.cut import Medium, cut_prompt
+from kvproxy.prefix.media.mixed import MixedPrompt
 from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch, precise_root
 from kvproxy.prefix.prompt_identity import RULED, prompt_identity
 from kvproxy.prefix.tokens.session_hashes import PromptText, SessionHashes
@@ -39,6 +41,9 @@ SHORT_BYTES = 4096
 
 #: An engine's start time is the same in every reading, but for the rounding of clocks.
 _SAME_START_S = 2.0
+
+#: Tokens that the last block of a known beginning may have too few to be announced.
+_LARGEST_BLOCK = 64
 
 _EVENTS = frozenset({FactSource.PRECISE})
 #: What speaks for LMCache.
@@ -136,24 +141,27 @@ class LocalIndexes:
 
     def hash_prompt(
         self, request: InferenceRequest, model: str
-    ) -> tuple[array[int], Sequence[int], int, PromptText | None]:
+    ) -> tuple[array[int], Sequence[int], int, PromptText | None, tuple[Medium, ...]]:
         """The prompt's text blocks, empty for a prompt shorter than one, a key for each message prefix, shortest
-        first, the bytes of all of it, and a conversation's text by message, as they name it (`prompt_identity`). Of a
-        short one there are keys only where something goes by them. Blocks and keys are not to be changed.
+        first, the bytes of all of it, a conversation's text by message, as they name it (`prompt_identity`), and its
+        media, in whose place stand-ins are hashed and counted. Of a short one there are keys only where something goes
+        by them. Blocks and keys are not to be changed.
         """
         seed, prompt, kind = self._seed(model, request.cache_salt), request.prompt, request.kind
         drops_header = self.state.drops_header
         short = not self._keyed and prompt.size_bytes <= SHORT_BYTES
         if kind in RULED and not short:
-            return self.sessions.identified(kind, prompt, seed, drops_header=drops_header)
+            hashes, keys, prompt_bytes, told = self.sessions.identified(kind, prompt, seed, drops_header=drops_header)
+            return hashes, keys, prompt_bytes, told, () if told is None else told.media
+        prompt, media = cut_prompt(prompt, self.sessions.signatures)
         prompt = prompt_identity(kind, prompt, drops_header=drops_header)
         keys = () if short else message_chain(prompt, seed)
         if not keys:
-            return text_blocks(prompt, seed), (), prompt.size_bytes, None
+            return text_blocks(prompt, seed), (), prompt.size_bytes, None, media
         text = PromptText.of_prompt(prompt)
         prompt_bytes = text.size - 1 - text.parts + prompt.unread_bytes  # what ends the parts is none of it
         told = text if kind is RequestKind.RESPONSES else None
-        return self.sessions.blocks_of(text, seed, keys), keys, prompt_bytes, told
+        return self.sessions.blocks_of(text, seed, keys), keys, prompt_bytes, told, media
 
     def note_kinds(self, kinds: Collection[EngineKind]) -> None:
         """What its engines are, of those that say it: they agree on most of what names a prompt, not on all."""
@@ -180,9 +188,11 @@ class LocalIndexes:
         cache_salt: str | None,
         looked_up: Sequence[HolderOverlap] = (),
         prompt_tokens: int = 0,
+        mixed: MixedPrompt | None = None,
     ) -> dict[EndpointId, Overlap]:
         """Leading tokens by endpoint. `tokens` (or as much of them as is known) also asks the precise index; `hashed`
-        begins with them. `looked_up` is what a lookup service said of this prompt of `prompt_tokens`.
+        begins with them. `looked_up` is what a lookup service said of this prompt of `prompt_tokens`. `mixed`: it has
+        media, and `tokens` end in front of the first.
         """
         in_flight: Mapping[EndpointId, int] = NOTHING
         announced, exact = None, self.exact
@@ -199,10 +209,16 @@ class LocalIndexes:
                 exact = frozenset(exact).difference(self.missed.doubted)
             if exact:
                 in_flight = self.approximate.lookup_in_flight(cursor)
+            if mixed is not None:
+                exact = _without_confirmed(exact, announced, len(tokens))
+        routed, tokens_per_block = self.approximate.lookup(cursor), TEXT_BLOCK_BYTES / bytes_per_token
+        if mixed is not None:
+            routed, in_flight = (_in_tokens(found, mixed, len(cursor.hashes)) for found in (routed, in_flight))
+            tokens_per_block = 1.0
         return merge_overlaps(
-            routed=self.approximate.lookup(cursor),
+            routed=routed,
             in_flight=in_flight,
-            tokens_per_block=TEXT_BLOCK_BYTES / bytes_per_token,
+            tokens_per_block=tokens_per_block,
             announced=announced,
             exact=exact,
             trust=self.trust,
@@ -354,6 +370,24 @@ def _test(
         trust.observe_claim(endpoint, overlap.claimed_tokens, overlap.backed_tokens, cached_tokens)
     else:
         trust.observe_claim(endpoint, 0, 0, cached_tokens)
+
+
+def _without_confirmed(
+    exact: Collection[EndpointId], announced: Mapping[EndpointId, PreciseMatch], tokens: int
+) -> frozenset[EndpointId]:
+    """The endpoints without those whose events confirm all `tokens` in front of the first medium. Of what is behind it
+    the events cannot be asked, so there counts what was routed."""
+    confirmed = {endpoint for endpoint, match in announced.items() if match.tokens + _LARGEST_BLOCK > tokens}
+    return frozenset(exact) - confirmed
+
+
+def _in_tokens(blocks: Mapping[EndpointId, int], mixed: MixedPrompt, total: int) -> dict[EndpointId, int]:
+    """Leading blocks of text as tokens; behind the last block that is held, part of the next one is."""
+    found = {}
+    for endpoint, count in blocks.items():
+        beyond = int(BEYOND * TEXT_BLOCK_BYTES) if count < total else 0
+        found[endpoint] = mixed.tokens_matched(count * TEXT_BLOCK_BYTES, beyond)
+    return found
 
 
 def _undenied(endpoint: EndpointId, match: PreciseMatch, denials: Denials) -> PreciseMatch:

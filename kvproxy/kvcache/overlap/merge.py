@@ -28,7 +28,7 @@ class HolderOverlap:
 
 
 #: Blocks of text that a prompt has in common behind the last whole one: half of one, less half a block of the engine's.
-_BEYOND = 0.375
+BEYOND = 0.375
 
 
 def merge_overlaps(
@@ -59,7 +59,7 @@ def merge_overlaps(
             if overlap is None:
                 tokens = blocks * tokens_per_block
                 if tokens + tokens_per_block <= prompt_tokens:  # there is a further block, which differs
-                    tokens += _BEYOND * tokens_per_block
+                    tokens += BEYOND * tokens_per_block
                 overlap = by_depth[blocks] = Overlap(int(tokens))
             found[endpoint] = overlap
     else:

@@ -28,6 +28,9 @@ from kvproxy.kvcache.providers import Prefix
 from kvproxy.kvcache.state import CacheState
 from kvproxy.metrics.catalog import Metrics
 from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
+from kvproxy.prefix.media.cut import cut_prompt
+from kvproxy.prefix.media.mixed import MixedPrompt
+from kvproxy.prefix.media.urls import UrlSignatures
 from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts
 from kvproxy.types import Clock, EndpointId, InferenceRequest, RequestKind
 
@@ -52,6 +55,7 @@ class OverlapSources:
         self._engines = engines
         self._clock = clock
         self._bytes_per_token, self._counted = state.bytes_per_token, state.counted
+        self._media_counts = state.media_counts
         self._own_streams = None
         if settings.kv_events and streams is None:
             streams = self._own_streams = follow_events(settings, clusters, metrics, clock)
@@ -68,7 +72,9 @@ class OverlapSources:
             for name, cluster in clusters.items()
         }
         denied = DeniedPlacements(clock)
+        signatures = UrlSignatures(settings.url_signatures)
         for name, cluster in clusters.items():
+            self.indexes[name].sessions.signatures = signatures
             self.indexes[name].store_readers = partial(_store_readers, cluster)
             self.indexes[name].denied = denied
         memory = state.token_memory(settings.token_cache, clock)
@@ -121,16 +127,17 @@ class OverlapSources:
         if request.session_key is not None or request.kind is RequestKind.RESPONSES:
             names = indexes.name_request(request, model, tenant)
         if request.continues is None:
-            hashes, keys, prompt_bytes, text = indexes.hash_prompt(request, model)
+            hashes, keys, prompt_bytes, text, media = indexes.hash_prompt(request, model)
         else:  # its text is the rest of a prompt that begins as the history does
             history = indexes.last_served.find_history(names, began)
-            hashes, keys, prompt_bytes, text = NO_BLOCKS, (), request.prompt.size_bytes, None
+            prompt, media = cut_prompt(request.prompt, indexes.sessions.signatures)
+            hashes, keys, prompt_bytes, text = NO_BLOCKS, (), prompt.size_bytes, None
             if history is not None:
                 hashes = history.root
         cursor = indexes.approximate.locate(hashes)
         least = self._min_tokens
         facts = RequestFacts(
-            cluster, indexes, request, body, model, cursor, keys, prompt_bytes, began, least, text, names
+            cluster, indexes, request, body, model, cursor, keys, prompt_bytes, began, least, text, names, media
         )
         if self._uses_tokens:
             self.tokens.recall_tokens(facts)
@@ -192,12 +199,15 @@ class OverlapSources:
         tokens = facts.tokens
         if tokens:
             bytes_per_token = max(facts.tokens_bytes, 1) / len(tokens)
-            rest = 0 if facts.tokens_exact else facts.prompt_bytes - facts.tokens_bytes
+            rest = 0 if facts.tokens_exact else facts.text_bytes - facts.tokens_bytes
             prompt_tokens = len(tokens) + int(rest / bytes_per_token)
         else:
             counted = self._counted.find_ratio(facts.keys) if facts.keys else None
             bytes_per_token = counted or self._bytes_per_token.look_up(facts.model)
-            prompt_tokens = int(facts.prompt_bytes / bytes_per_token)
+            prompt_tokens = int(facts.text_bytes / bytes_per_token)
+        if facts.media:
+            facts.mixed = self._mixed(facts, bytes_per_token)
+            prompt_tokens += facts.mixed.media_tokens
         indexes, cursor, history = facts.indexes, facts.cursor, None
         if facts.request.continues is not None:
             history = indexes.last_served.find_history(facts.names, self._clock())
@@ -211,12 +221,18 @@ class OverlapSources:
             cache_salt=facts.request.cache_salt,
             looked_up=facts.lookup_overlaps,
             prompt_tokens=prompt_tokens,
+            mixed=facts.mixed,
         )
         if history is not None:
             _add_history(found, history, indexes.steps.known.get(history.endpoint), prompt_tokens)
         block_tokens = TEXT_BLOCK_BYTES / bytes_per_token
         hot_tokens = int(indexes.approximate.hot_blocks(cursor) * block_tokens)
         facts.overlaps = OverlapFacts(prompt_tokens, found, hot_tokens, cursor.hashes, block_tokens)
+
+    def _mixed(self, facts: RequestFacts, bytes_per_token: float) -> MixedPrompt:
+        """The prompt's text and media in tokens, as its model makes them."""
+        counts = [self._media_counts.look_up(facts.model, medium) for medium in facts.media]
+        return MixedPrompt(facts.media, counts, bytes_per_token=bytes_per_token)
 
     def _connect(self, starting: AsyncExitStack) -> None:
         connection = Connection(

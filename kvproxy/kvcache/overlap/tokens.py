@@ -99,6 +99,9 @@ class TokenSource:
                 rest = sum(map(len, request.prompt.parts[known.parts_known :]))
                 unread = 0 if known.exact else request.prompt.unread_bytes
                 facts.tokens_bytes = facts.prompt_bytes - rest - unread
+                if facts.media:  # all in front of the first
+                    known_parts = request.prompt.parts[: known.parts_known]
+                    facts.tokens_bytes = sum(map(len, known_parts), len(request.prompt.shape))
                 return
         if request.kind is RequestKind.COMPLETION and request.prompt.parts[0].startswith(b"["):
             _take_given(facts)
@@ -106,7 +109,7 @@ class TokenSource:
     def may_ask(self, facts: RequestFacts) -> bool:
         """Whether asking an engine makes sense and is possible at the moment."""
         return (
-            len(facts.body) <= MAX_ASKED_BYTES
+            (facts.text_bytes if facts.media else len(facts.body)) <= MAX_ASKED_BYTES
             and len(self._tasks) < self._settings.tokenize.max_concurrent
             and _is_askable(facts.request)
             and self._breakers.admits(_OPERATIONS[facts.request.kind])

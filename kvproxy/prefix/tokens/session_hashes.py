@@ -18,12 +18,15 @@ from kvproxy.prefix.hashing import (
     text_blocks,
     text_chain,
 )
+from kvproxy.prefix.media.cut import Medium, cut_part, find_stand_ins
+from kvproxy.prefix.media.urls import UrlSignatures
 from kvproxy.prefix.prompt_identity import HEADERS, HEADS_OF_TEXT, PartRules, are_texts
 from kvproxy.prefix.shape_identity import header_span, shape_identity
 from kvproxy.types import Prompt, RequestKind
 
 _MAX_NAMED_BYTES = 16 * 1024 * 1024
 _ENTRY_BYTES = 250  # an entry's objects besides the hashes themselves
+_MEDIUM_BYTES = 250
 #: Marked messages of one prompt before each of which the chat is kept as it began: the API takes four marks.
 _MARKS = 4
 _MAX_SHAPES, _SHAPE_BYTES = 4096, 300
@@ -32,8 +35,9 @@ _STRING = b'system:"'
 _HEADER = _STRING + b"x-anthropic-billing-header"
 
 
-#: Messages that came before: the API, whether its engines drop the header, their keys, and the bytes that name them.
-_Named: TypeAlias = "tuple[RequestKind, bool, array[int], int]"
+#: Messages that came before: the API, whether its engines drop the header, their keys, the number of bytes that name
+#: them, and their media.
+_Named: TypeAlias = "tuple[RequestKind, bool, array[int], int, tuple[Medium, ...]]"
 
 
 class PromptText(msgspec.Struct):
@@ -44,6 +48,7 @@ class PromptText(msgspec.Struct):
     parts: int
     size: int  # of `canonical_bytes`
     whole: Sequence[bytes] | None = None  # all of them, where they are at hand
+    media: tuple[Medium, ...] = ()  # in their order
 
     @classmethod
     def of_prompt(cls, prompt: Prompt) -> PromptText:
@@ -67,7 +72,8 @@ class SessionHashes:
     against 3.1 for a chat's next turn, 35 calls against 26).
     """
 
-    def __init__(self, *, max_bytes: int = 64 * 1024 * 1024) -> None:
+    def __init__(self, *, max_bytes: int = 64 * 1024 * 1024, signatures: UrlSignatures | None = None) -> None:
+        self.signatures = UrlSignatures() if signatures is None else signatures  # of URLs of media
         self._max_bytes = max_bytes
         self._known: dict[int, array[int]] = {}
         self._named: dict[int, _Named] = {}  # by the messages as they were sent
@@ -109,25 +115,27 @@ class SessionHashes:
         if (hashes := self._find_plain(text, raw, seed, sent)) is not None:
             return hashes, sent, text.size - 1 - len(raw) + prompt.unread_bytes, text
         known, count = self._find_named(sent, kind, drops_header)
-        keys, size = (array("Q"), text.size) if known is None else (known[2][:], known[3])
-        rules = PartRules(kind, drops_header=drops_header)
+        keys, size, media = (array("Q"), text.size, ()) if known is None else (known[2][:], *known[3:])
+        rules, signatures = PartRules(kind, drops_header=drops_header), self.signatures
         new: list[bytes] = []
         if count < len(raw):
             key = keys[-1] if keys else begun
-            new = rules.apply(raw[count:], count)
+            new = rules.apply([cut_part(part, signatures) for part in raw[count:]], count)
             keys.extend([key := xxh3_64_intdigest(part, key) for part in new])
             for index in sorted(rules.marked)[-_MARKS:]:  # how the chat begins when the mark has moved on
                 if index > count:
                     before = sum(map(len, new[: index - count]), size + index - count)
-                    self._name(sent[index - 1], (kind, drops_header, keys[:index], before))
+                    begun_media = (*media, *find_stand_ins(new[: index - count], size))
+                    self._name(sent[index - 1], (kind, drops_header, keys[:index], before, begun_media))
+            media = (*media, *find_stand_ins(new, size))
             size = sum(map(len, new), size + len(new))
-            self._name(sent[-1], (kind, drops_header, keys, size))
+            self._name(sent[-1], (kind, drops_header, keys, size, media))
 
         def part_at(index: int) -> bytes:
-            return new[index - count] if index >= count else rules.apply((raw[index],), index)[0]
+            return new[index - count] if index >= count else rules.apply((cut_part(raw[index], signatures),), index)[0]
 
         prompt_bytes = size - 1 - len(raw) + prompt.unread_bytes  # what ends the parts is none of it
-        text.part_at, text.size, text.whole = part_at, size, None if count else new
+        text.part_at, text.size, text.whole, text.media = part_at, size, None if count else new, media
         return self.blocks_of(text, seed, keys), keys, prompt_bytes, text
 
     def _find_shape(self, kind: RequestKind, shape: bytes, text: PromptText, seed: int, *, drops_header: bool) -> int:
@@ -182,12 +190,12 @@ class SessionHashes:
     def _name(self, sent: int, messages: _Named) -> None:
         """Its keys are not changed from now on."""
         named = self._named
-        if sent in named or _size(messages[2]) > _MAX_NAMED_BYTES:
+        if sent in named or _size_of_named(messages) > _MAX_NAMED_BYTES:
             return
         named[sent] = messages
-        self._named_bytes += _size(messages[2])
+        self._named_bytes += _size_of_named(messages)
         while self._named_bytes > _MAX_NAMED_BYTES:
-            self._named_bytes -= _size(named.pop(next(iter(named)))[2])
+            self._named_bytes -= _size_of_named(named.pop(next(iter(named))))
 
     def blocks_of(self, text: PromptText, seed: int, keys: Sequence[int]) -> array[int]:
         """As `hashing.text_blocks` of a text with messages, whose keys these are. Not to be changed."""
@@ -224,6 +232,10 @@ def _is_string(shape: bytes) -> bool:
 
 def _size(hashes: array[int]) -> int:
     return _ENTRY_BYTES + hashes.itemsize * len(hashes)
+
+
+def _size_of_named(messages: _Named) -> int:
+    return _size(messages[2]) + _MEDIUM_BYTES * len(messages[4])
 
 
 def _continued(earlier: array[int], text: PromptText) -> array[int]:

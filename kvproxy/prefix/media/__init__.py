@@ -1,0 +1,1 @@
+"""Pictures, audio and video in prompts: found, named, measured and counted."""

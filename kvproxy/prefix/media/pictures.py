@@ -1,0 +1,92 @@
+"""Width, height and colors of a picture, read from its first bytes. Pure."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import msgspec
+
+#: Bytes of a picture that are read at most; the EXIF data of a JPEG stand in front of its size.
+HEAD_BYTES = 64 * 1024
+#: Larger sides are not those of a picture that an engine takes.
+_MAX_SIDE = 65_535
+_PNG, _GIF = b"\x89PNG\r\n\x1a\n", (b"GIF87a", b"GIF89a")
+_PNG_RGB = 2  # color type
+#: JPEG markers that begin a frame; DHT (C4), JPG (C8) and DAC (CC) do not.
+_JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_JPEG_ALONE = frozenset({0x01, *range(0xD0, 0xD9)})  # markers without a length
+_RGB_COMPONENTS = 3
+_WEBP_HEAD_BYTES = 30
+_WEBP_ALPHA = 0x10  # flag of VP8X
+_VP8L_ALPHA = 1 << 28
+
+
+class Picture(msgspec.Struct, frozen=True):
+    """Size of a picture in pixels, and whether it decodes as plain RGB."""
+
+    width: int
+    height: int
+    rgb: bool
+
+
+def read_picture(head: bytes) -> Picture | None:
+    """Return the picture that begins with `head`, or None for another format or one that cannot be read."""
+    try:
+        found = _read(head)
+    except (struct.error, IndexError):
+        return None
+    if found is None or not (0 < found.width <= _MAX_SIDE and 0 < found.height <= _MAX_SIDE):
+        return None
+    return found
+
+
+def _read(head: bytes) -> Picture | None:
+    if head.startswith(_PNG) and head[12:16] == b"IHDR":
+        width, height, _, color = struct.unpack(">IIBB", head[16:26])
+        return Picture(width, height, color == _PNG_RGB)
+    if head.startswith(b"\xff\xd8"):
+        return _read_jpeg(head)
+    if head.startswith(_GIF):
+        width, height = struct.unpack("<HH", head[6:10])
+        return Picture(width, height, rgb=False)
+    if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
+        return _read_webp(head)
+    return None
+
+
+def _read_jpeg(head: bytes) -> Picture | None:
+    for marker, at in _jpeg_segments(head):
+        if marker in _JPEG_FRAMES:
+            height, width, components = struct.unpack(">HHB", head[at + 3 : at + 8])
+            return Picture(width, height, components == _RGB_COMPONENTS)
+    return None
+
+
+def _jpeg_segments(head: bytes) -> Iterator[tuple[int, int]]:
+    """Yield the marker and the position of each segment's length."""
+    at = 2
+    while head[at] == 0xFF:
+        marker = head[at + 1]
+        at += 2 if marker != 0xFF else 1  # a fill byte may stand in front
+        if marker == 0xFF or marker in _JPEG_ALONE:
+            continue
+        yield marker, at
+        (length,) = struct.unpack(">H", head[at : at + 2])
+        at += max(length, 2)
+
+
+def _read_webp(head: bytes) -> Picture | None:
+    kind = head[12:16]
+    if len(head) < _WEBP_HEAD_BYTES:
+        return None
+    if kind == b"VP8X":
+        width, height = (int.from_bytes(head[at : at + 3], "little") + 1 for at in (24, 27))
+        return Picture(width, height, not head[20] & _WEBP_ALPHA)
+    if kind == b"VP8L" and head[20] == 0x2F:
+        (bits,) = struct.unpack("<I", head[21:25])
+        return Picture((bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1, not bits & _VP8L_ALPHA)
+    if kind == b"VP8 " and head[23:26] == b"\x9d\x01\x2a":
+        width, height = struct.unpack("<HH", head[26:30])
+        return Picture(width & 0x3FFF, height & 0x3FFF, rgb=True)
+    return None
