@@ -48,7 +48,7 @@ def served(
     """The whole request, as the filter tells of it."""
     facts = service.kv.gather(*request, cluster=service.cluster, tenant=tenant)
     service.kv.placed(facts, endpoint)
-    service.kv.finished(facts, Result(endpoint, True, tokens, cached, answer, response))
+    service.kv.finished(facts, Result(endpoint, True, tokens, cached, completion_tokens=answer, response_id=response))
     return facts
 
 
