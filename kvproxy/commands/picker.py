@@ -52,7 +52,7 @@ async def _open_picker(
 def require_packages() -> None:
     """ConfigError where the extra is not installed, before anything listens."""
     try:
-        import kvproxy.picker.server  # noqa: F401
+        from kvproxy.picker import server as _server  # noqa: F401
     except ImportError as error:
         what = f"`kvproxy picker` needs packages that are not installed: {error}"
         raise ConfigError([Problem("", what, "pip install 'kvproxy[picker]'")]) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path as FilePath
@@ -64,12 +63,6 @@ def check_config(
         config, problems = _check_data(raw, env=env, extra_filters=extra_filters, lenient=lenient)
         return (None if faults else config), sort_in_file_order([*faults, *problems], places)
     return _check_data(source, env=env, extra_filters=extra_filters, lenient=lenient)
-
-
-def load_text(text: str, **options: Any) -> Config:
-    """Deprecated: `load_config`."""
-    warnings.warn("load_text is load_config", DeprecationWarning, stacklevel=2)
-    return load_config(text, **options)
 
 
 def load_endpoints(endpoints: Sequence[str], *, host: str, port: int, policy: str | None = None) -> Config:

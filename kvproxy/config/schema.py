@@ -5,14 +5,13 @@ Every field's description is its documentation; `docs/configuration.md` and the 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
+from kvproxy.config.cluster_schema import ClusterSettings
 from kvproxy.config.ledger_schema import LedgerSettings
 from kvproxy.config.listener_schema import AdminSettings, ListenerSettings, PickerSettings
 from kvproxy.config.model import Duration, Fraction, Model, Name, Size
@@ -224,13 +223,3 @@ class Config(Model):
     """Decision receipts, for `kvproxy explain` and `kvproxy replay --receipts`; off unless they have a path."""
     ledger: LedgerSettings = LedgerSettings()
     """Tokens by tenant and model, to be billed; off unless it has a path."""
-
-
-if not TYPE_CHECKING:  # or every misspelt name of this module would pass
-
-    def __getattr__(name: str) -> object:
-        """`Endpoint`, as apps with KVCacheMiddleware were told to call EndpointSettings."""
-        if name != "Endpoint":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        warnings.warn("Endpoint is kvproxy.config.cluster_schema.EndpointSettings", DeprecationWarning, stacklevel=2)
-        return EndpointSettings

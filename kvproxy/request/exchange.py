@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, Protocol
 
@@ -184,24 +183,6 @@ class Exchange(msgspec.Struct, eq=False, kw_only=True):
         for observer in observers:
             self.hooks |= observer.hooks
 
-    @property
-    def on_pick(self) -> list[Callable[[Exchange], None]]:
-        """Deprecated: `attach` a RequestObserver. Called after every pick, with the outcome's endpoint."""
-        return self._callbacks().after_pick
-
-    @property
-    def on_complete(self) -> list[Callable[[Exchange], None]]:
-        """Deprecated: `attach` a RequestObserver. Called once when the request is over."""
-        return self._callbacks().at_end
-
-    def _callbacks(self) -> _Callbacks:
-        warnings.warn("`exchange.attach` a RequestObserver", DeprecationWarning, stacklevel=3)
-        for observer in self.observers:
-            if isinstance(observer, _Callbacks):
-                return observer
-        self.attach(callbacks := _Callbacks())
-        return callbacks
-
     @classmethod
     def of(cls, scope: MutableMapping[str, Any], *, now: float) -> Exchange:
         """The exchange of this scope, made on first use."""
@@ -210,24 +191,6 @@ class Exchange(msgspec.Struct, eq=False, kw_only=True):
             exchange = scope[SCOPE_KEY] = cls(received_at=now)
         assert isinstance(exchange, cls)
         return exchange
-
-
-class _Callbacks:
-    """The observer behind `on_pick` and `on_complete`, for plug-ins that were written for these."""
-
-    hooks = frozenset({"attempt_began", "finished"})
-
-    def __init__(self) -> None:
-        self.after_pick: list[Callable[[Exchange], None]] = []
-        self.at_end: list[Callable[[Exchange], None]] = []
-
-    def attempt_began(self, exchange: Exchange, pick: object) -> None:
-        for callback in self.after_pick:
-            callback(exchange)
-
-    def finished(self, exchange: Exchange, now: float) -> None:
-        for callback in self.at_end:
-            callback(exchange)
 
 
 class RandomHex:

@@ -73,17 +73,3 @@ def test_every_hook_is_a_method() -> None:
     """The list and the class say the same."""
     public = {name for name in vars(RequestObserver) if not name.startswith("_")} - {"hooks"}
     assert public == set(HOOKS)
-
-
-def test_the_callbacks_of_older_plug_ins_still_work() -> None:
-    """`on_pick` and `on_complete` are observers by now; using them warns."""
-    exchange = Exchange(received_at=0.0)
-    called: list[str] = []
-    with pytest.warns(DeprecationWarning, match="RequestObserver"):
-        exchange.on_pick.append(lambda _: called.append("pick"))
-    with pytest.warns(DeprecationWarning, match="RequestObserver"):
-        exchange.on_complete.append(lambda _: called.append("complete"))
-    notify(RequestObserver.attempt_began, exchange, None)  # type: ignore[arg-type]
-    notify(RequestObserver.finished, exchange, 1.0)
-    assert called == ["pick", "complete"]
-    assert len(exchange.observers) == 1
