@@ -23,8 +23,8 @@ import uvloop
 
 from benchmarks.processes import free_port
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_config
-from kvproxy.listener.server import Server
+from kvproxy.operate.config.load import load_config
+from kvproxy.proxy.listener.server import Server
 
 MIB = 1024 * 1024
 #: Longer than the longest body, which is the default of `limits.body`.

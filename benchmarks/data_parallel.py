@@ -28,10 +28,10 @@ from typing import Any
 import httpx
 
 from benchmarks.real_engines import Session, Shape, Turn
-from kvproxy.simulator.engine_io import EngineSettings
-from kvproxy.simulator.kv_event_publisher import PublisherSettings
-from kvproxy.simulator.vllm_ranks import RankedSettings, RankedVllm
-from kvproxy.simulator.vllm_settings import VllmSettings
+from kvproxy.lab.simulator.engine_io import EngineSettings
+from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.lab.simulator.vllm_ranks import RankedSettings, RankedVllm
+from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from tests.real.engines import vllm
 from tests.real.engines.place import MID, TINY, missing
 from tests.real.engines.vllm import BLOCK_TOKENS, Vllm

@@ -55,11 +55,14 @@ class World:
     def __init__(self, endpoints: int, holders: float, in_flight: int, lengths: int = 0) -> None:
         self.lengths = lengths
         self.rng, self.now = random.Random(7), 1000.0
-        clusters, schema = module("config.cluster_schema"), module("config.schema")
+        clusters, schema = (
+            module("cluster.settings", "config.cluster_schema"),
+            module("operate.config.schema", "config.schema"),
+        )
         settings_of = getattr(schema, "ClusterSettings", None) or schema.Cluster
         endpoint_of = getattr(clusters, "EndpointSettings", None) or clusters.Endpoint
         health_of = getattr(clusters, "HealthCheckSettings", None) or clusters.HealthCheck
-        self.policy = module("routing.policy", "balancing.policy")
+        self.policy = module("cluster.routing.policy", "routing.policy", "balancing.policy")
         self.names = [f"e{number}" for number in range(endpoints)]
         settings = settings_of(
             policy="kv_aware",
@@ -68,13 +71,13 @@ class World:
             ),
             health=health_of(active=False),
         )
-        metrics, clock = module("metrics.catalog").Metrics(), lambda: self.now
+        metrics, clock = module("operate.metrics.catalog", "metrics.catalog").Metrics(), lambda: self.now
         cluster_of = module("cluster.cluster").Cluster
         self.cluster = cluster_of("bench", settings, metrics=metrics, clock=clock, rng=random.Random(1))
         self.cancelled = module("cluster.pick").AttemptOutcome.CANCELLED
         self.holders, self.most = round(holders * endpoints), in_flight * endpoints
         self.under_way: deque[Any] = deque()
-        features_of = module("routing.work", "routing.load", "balancing.load").features_of
+        features_of = module("cluster.routing.work", "routing.work", "routing.load", "balancing.load").features_of
         for name in self.names:
             self.cluster.policy.observe_sample(name, features_of(4000, 0), self.rng.uniform(0.3, 0.9), self.now)
         for _ in range(3 * self.most + BATCH):

@@ -15,18 +15,18 @@ from time import perf_counter
 
 import msgspec
 
-from kvproxy.clients.kv_events.events import BlockStored
+from kvproxy.base.types import EndpointId, InferenceRequest, Prompt, RequestKind
+from kvproxy.cache.kv_events.events import BlockStored
+from kvproxy.cache.overlap.facts import RequestFacts, Result
+from kvproxy.cache.prefix.hashing import token_blocks
+from kvproxy.cache.service import KvCache
+from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import AttemptOutcome, Pick
-from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, HealthCheckSettings, PolicyName
-from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.kvcache.overlap.facts import RequestFacts, Result
-from kvproxy.kvcache.service import KvCache
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.prefix.hashing import token_blocks
-from kvproxy.request.parse import parse_body
-from kvproxy.routing.policy import PickRequest
-from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind
+from kvproxy.cluster.routing.policy import PickRequest
+from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, HealthCheckSettings, PolicyName
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.request.parse import parse_body
 
 BYTES_PER_TOKEN = 4
 BLOCK_TOKENS = 16

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.routing_cells import ROOT, TRACES, trace_of
-from kvproxy.prefix.eviction import Weights
-from kvproxy.replay.trace import Trace, Turn
-from kvproxy.simulator.block_cache import BlockCache
-from kvproxy.simulator.engine_io import BlockStored
-from kvproxy.simulator.retention import Eviction, Future, Ranking
+from kvproxy.cache.prefix.eviction import Weights
+from kvproxy.lab.replay.trace import Trace, Turn
+from kvproxy.lab.simulator.block_cache import BlockCache
+from kvproxy.lab.simulator.engine_io import BlockStored
+from kvproxy.lab.simulator.retention import Eviction, Future, Ranking
 
 SIZES = (0.05, 0.1, 0.2)
 #: Weighted without the fourth term.

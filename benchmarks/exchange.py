@@ -30,17 +30,17 @@ from random import Random
 from typing import Any
 
 from benchmarks.routing_cells import ROOT
-from kvproxy.commands.garbage import GarbageCollections
-from kvproxy.config.load import load_config
-from kvproxy.kvcache.overlap.indexes import IndexState, LocalIndexes
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.replay.replicas import RoutersCluster
-from kvproxy.replay.router import SimEndpoint
-from kvproxy.routing.kv_aware import KvAware
-from kvproxy.sync.datagrams import Siblings
-from kvproxy.sync.service import SyncService
-from kvproxy.sync.world import World
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.overlap.local_indexes import IndexState, LocalIndexes
+from kvproxy.cluster.routing.kv_aware import KvAware
+from kvproxy.features.exchange.datagrams import Siblings
+from kvproxy.features.exchange.service import SyncService
+from kvproxy.features.exchange.world import World
+from kvproxy.lab.replay.replicas import RoutersCluster
+from kvproxy.lab.replay.router import SimEndpoint
+from kvproxy.operate.commands.garbage import GarbageCollections
+from kvproxy.operate.config.load import load_config
+from kvproxy.operate.metrics.catalog import Metrics
 
 ENDPOINTS, BLOCKS, SESSIONS = 8, 16, 2000
 

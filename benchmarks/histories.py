@@ -3,7 +3,7 @@
     python -m benchmarks.histories            # writes benchmarks/reports/histories.md
 
 A trace of sessions is played in virtual time on eight engines. Of a later turn the router sees no text: its prompt
-begins with what only an engine has. It goes by nothing, by the session (`kvcache/overlap/last_served.py`, the class the
+begins with what only an engine has. It goes by nothing, by the session (`cache/overlap/last_served.py`, the class the
 proxy uses), or, to compare, by the text that a client with the whole history sends.
 """
 
@@ -15,14 +15,14 @@ from random import Random
 
 import msgspec
 
-from kvproxy.kvcache.overlap.last_served import LastServed, RequestNames
-from kvproxy.replay.compare import PolicySpec, play_policy
-from kvproxy.replay.pooled import measure_bound
-from kvproxy.replay.results import summarize_outcomes
-from kvproxy.replay.router import LiveRequest, Placement, VirtualRouter
-from kvproxy.replay.settings import ReplayFleet
-from kvproxy.replay.trace import read_trace
-from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts
+from kvproxy.cache.overlap.last_served import LastServed, RequestNames
+from kvproxy.cluster.routing.policy import FactSource, Overlap, OverlapFacts
+from kvproxy.lab.replay.compare import PolicySpec, play_policy
+from kvproxy.lab.replay.pooled import measure_bound
+from kvproxy.lab.replay.results import summarize_outcomes
+from kvproxy.lab.replay.router import LiveRequest, Placement, VirtualRouter
+from kvproxy.lab.replay.settings import ReplayFleet
+from kvproxy.lab.replay.trace import read_trace
 
 HERE = Path(__file__).parent
 TRACE, CAPACITY_TOKENS, INSTANCES = "agent_dev", 500_000, 8

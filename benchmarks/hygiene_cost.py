@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.hygiene_traffic import CLIENTS, Client, Dialogue
+from kvproxy.base.types import EndpointId, InferenceRequest
+from kvproxy.cache.overlap.facts import RequestFacts, Result
+from kvproxy.cache.service import KvCache
+from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
-from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.filters.inference_request import KIND_OF_PATH
-from kvproxy.kvcache.overlap.facts import RequestFacts, Result
-from kvproxy.kvcache.service import KvCache
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.request.parse import parse_body
-from kvproxy.types import EndpointId, InferenceRequest
+from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.filters.inference_request import KIND_OF_PATH
+from kvproxy.proxy.request.parse import parse_body
 
 #: Lines of the system prompt, and turns of a session.
 SHAPES: dict[str, tuple[int, int]] = {

@@ -14,12 +14,12 @@ import httpx
 
 from benchmarks.hygiene_traffic import CLIENTS, HABITS, Client, Dialogue, words
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_config
-from kvproxy.listener.server import Server
-from kvproxy.simulator.engine_io import EngineSettings
-from kvproxy.simulator.fleet import Fleet, FleetSettings
-from kvproxy.simulator.timing import EngineTiming
-from kvproxy.simulator.vllm_settings import VllmSettings
+from kvproxy.lab.simulator.engine_io import EngineSettings
+from kvproxy.lab.simulator.fleet import Fleet, FleetSettings
+from kvproxy.lab.simulator.timing import EngineTiming
+from kvproxy.lab.simulator.vllm_settings import VllmSettings
+from kvproxy.operate.config.load import load_config
+from kvproxy.proxy.listener.server import Server
 
 TURNS = 6
 SPARED_TOKENS, SPARED_SHARE = 256, 0.1

@@ -177,9 +177,9 @@ class Case:
     """One prompt and the turn before it, and how this checkout hashes them."""
 
     def __init__(self, name: str) -> None:
-        from kvproxy.kvcache.overlap.indexes import IndexState, LocalIndexes
-        from kvproxy.request.parse import parse_body
-        from kvproxy.types import RequestKind
+        from kvproxy.base.types import RequestKind
+        from kvproxy.cache.overlap.local_indexes import IndexState, LocalIndexes
+        from kvproxy.proxy.request.parse import parse_body
 
         api, compact, make = CASES[name]
         body, separators = make(), (",", ":") if compact else None
@@ -242,10 +242,10 @@ def _steps() -> str:
     """What the parts of it take in this checkout, the least of many."""
     from xxhash import xxh3_64_intdigest
 
-    from kvproxy.prefix.cache_marks import count_marks
-    from kvproxy.prefix.hashing import text_chain
-    from kvproxy.prefix.prompt_identity import PartRules
-    from kvproxy.types import RequestKind
+    from kvproxy.base.types import RequestKind
+    from kvproxy.cache.prefix.cache_marks import count_marks
+    from kvproxy.cache.prefix.hashing import text_chain
+    from kvproxy.cache.prefix.prompt_identity import PartRules
 
     prose, names = (json.dumps(write(random.Random(1), SIZE)).encode() for write in (_prose, _snake_case))
     messages = [

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from kvproxy.replay.pooled import average_seconds
-from kvproxy.replay.settings import ReplayFleet
-from kvproxy.replay.view import endpoint_id
-from kvproxy.routing.kv_aware import KvAware
-from kvproxy.routing.speeds import SpeedModel
-from kvproxy.routing.work import Features
-from kvproxy.simulator.timing import EngineTiming
-from kvproxy.types import EndpointId, LowerTokens
+from kvproxy.base.types import EndpointId, LowerTokens
+from kvproxy.cluster.routing.kv_aware import KvAware
+from kvproxy.cluster.routing.speeds import SpeedModel
+from kvproxy.cluster.routing.work import Features
+from kvproxy.lab.replay.pooled import average_seconds
+from kvproxy.lab.replay.settings import ReplayFleet
+from kvproxy.lab.replay.view import endpoint_id
+from kvproxy.lab.simulator.timing import EngineTiming
 
 
 class KnownSpeeds(SpeedModel):

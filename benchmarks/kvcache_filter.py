@@ -25,17 +25,17 @@ import uvloop
 
 from benchmarks.stub import Engine
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_config
-from kvproxy.filters.kvcache import STATE_KEY
-from kvproxy.kvcache.service import KvCache
-from kvproxy.listener.server import Server
-from kvproxy.request.parse import parse_body
-from kvproxy.simulator.engine_io import EngineSettings
-from kvproxy.simulator.fleet import Fleet, FleetSettings, clone_engines
-from kvproxy.simulator.lmcache_chunks import WorkerSettings
-from kvproxy.simulator.lmcache_controller import ControllerSettings, create_controller_app
-from kvproxy.simulator.vllm_settings import VllmSettings
-from kvproxy.types import InferenceRequest, RequestKind
+from kvproxy.base.types import InferenceRequest, RequestKind
+from kvproxy.cache.service import KvCache
+from kvproxy.lab.simulator.engine_io import EngineSettings
+from kvproxy.lab.simulator.fleet import Fleet, FleetSettings, clone_engines
+from kvproxy.lab.simulator.lmcache_chunks import WorkerSettings
+from kvproxy.lab.simulator.lmcache_controller import ControllerSettings, create_controller_app
+from kvproxy.lab.simulator.vllm_settings import VllmSettings
+from kvproxy.operate.config.load import load_config
+from kvproxy.proxy.filters.kvcache import STATE_KEY
+from kvproxy.proxy.listener.server import Server
+from kvproxy.proxy.request.parse import parse_body
 
 PATH = "/v1/chat/completions"
 SIZES = {"2 KB": 2_048, "64 KB": 65_536}

@@ -24,26 +24,26 @@ from typing import Any
 from benchmarks.by_trace import Rows, measure_traces
 from benchmarks.markdown import table
 from benchmarks.routing_cells import capacity_tokens_of, trace_of
-from kvproxy.config.kvcache_actions_schema import LeaseSettings
-from kvproxy.kvcache.actions.conversations import Waiting, choose_duration
-from kvproxy.kvcache.actions.hotness import KnownPrefix
-from kvproxy.kvcache.actions.leases import Lease, LeaseBook, Lever, Why
-from kvproxy.kvcache.actions.touching import LAST_TOKENS, Insertions, chance_of_return, is_worth
-from kvproxy.replay.compare import PolicySpec
-from kvproxy.replay.pooled import measure_bound
-from kvproxy.replay.results import summarize_outcomes
-from kvproxy.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
-from kvproxy.replay.settings import Pace, ReplayFleet
-from kvproxy.replay.tier_plan import TierPlan
-from kvproxy.replay.trace import Trace
-from kvproxy.replay.view import IndexView, endpoint_id
-from kvproxy.replay.virtual_time import VirtualTime
-from kvproxy.routing.policy import Policy
-from kvproxy.routing.work import prefill_s
-from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import EngineOutput, FirstToken, KvEvent, SimRequest
-from kvproxy.simulator.lower_tiers import LowerTier
-from kvproxy.simulator.retention import Eviction, Future, TierSettings
+from kvproxy.cache.action_settings import LeaseSettings
+from kvproxy.cache.actions.hotness import KnownPrefix
+from kvproxy.cluster.routing.policy import Policy
+from kvproxy.cluster.routing.work import prefill_s
+from kvproxy.features.leases.conversations import Waiting, choose_duration
+from kvproxy.features.leases.leases import Lease, LeaseBook, Lever, Why
+from kvproxy.features.leases.touching import LAST_TOKENS, Insertions, chance_of_return, is_worth
+from kvproxy.lab.replay.compare import PolicySpec
+from kvproxy.lab.replay.pooled import measure_bound
+from kvproxy.lab.replay.results import summarize_outcomes
+from kvproxy.lab.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
+from kvproxy.lab.replay.settings import Pace, ReplayFleet
+from kvproxy.lab.replay.tier_plan import TierPlan
+from kvproxy.lab.replay.trace import Trace
+from kvproxy.lab.replay.view import IndexView, endpoint_id
+from kvproxy.lab.replay.virtual_time import VirtualTime
+from kvproxy.lab.simulator.engine import Engine
+from kvproxy.lab.simulator.engine_io import EngineOutput, FirstToken, KvEvent, SimRequest
+from kvproxy.lab.simulator.lower_tiers import LowerTier
+from kvproxy.lab.simulator.retention import Eviction, Future, TierSettings
 
 #: Shares of an engine's memory that are left: enough for what runs, and too little for all that pauses.
 MEMORY = {"cc_dev": (0.25, 0.125), "agent_dev": (0.03, 0.01)}

@@ -18,12 +18,12 @@ from typing import Any
 from benchmarks.by_trace import Rows, measure_traces, ratio_row
 from benchmarks.markdown import table
 from benchmarks.routing_cells import capacity_tokens_of, trace_of
-from kvproxy.replay.compare import PolicySpec, play_policy
-from kvproxy.replay.pooled import average_seconds, measure_bound, play_on_pool
-from kvproxy.replay.results import ReplayOutcome, summarize_outcomes
-from kvproxy.replay.settings import ReplayFleet
-from kvproxy.replay.transfers import LinkPlan
-from kvproxy.routing.work import Features, features_of, seconds_of
+from kvproxy.cluster.routing.work import Features, features_of, seconds_of
+from kvproxy.lab.replay.compare import PolicySpec, play_policy
+from kvproxy.lab.replay.pooled import average_seconds, measure_bound, play_on_pool
+from kvproxy.lab.replay.results import ReplayOutcome, summarize_outcomes
+from kvproxy.lab.replay.settings import ReplayFleet
+from kvproxy.lab.replay.transfers import LinkPlan
 
 LOADS, INSTANCES, SPEEDS = (0.7, 0.9), 8, (12.5, 2.5)
 FREE = 1e6  # GB/s, with no latency: what copies are worth that take no time

@@ -28,12 +28,12 @@ import yaml
 from benchmarks import load
 from benchmarks.data_plane import PROBE, Case, stub_engines
 from benchmarks.processes import Process, free_ports
-from kvproxy.commands.serving import run_loop
-from kvproxy.picker import messages
-from kvproxy.picker.grpc import GrpcServer, Replies
-from kvproxy.picker.messages import BodyMode
-from kvproxy.picker.protocol import PROCESS
-from kvproxy.request.body import HeldBodies
+from kvproxy.features.picker import messages
+from kvproxy.features.picker.grpc import GrpcServer, Replies
+from kvproxy.features.picker.messages import BodyMode
+from kvproxy.features.picker.protocol import PROCESS
+from kvproxy.operate.commands.serving import run_loop
+from kvproxy.proxy.request.body import HeldBodies
 
 SAMPLE = Path(__file__).parent.parent / "samples" / "envoy" / "envoy.yaml"
 CASES = (

@@ -19,20 +19,20 @@ from random import Random
 
 from benchmarks.report import machine
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_config
-from kvproxy.listener.server import Server
-from kvproxy.planner.traffic import Row, TrafficPlan, play_sizes
-from kvproxy.replay.compare import PolicySpec
-from kvproxy.replay.live import LiveReplay, LiveSettings
-from kvproxy.replay.pooled import measure_bound
-from kvproxy.replay.results import summarize_outcomes
-from kvproxy.replay.settings import ENGINES, Pace, ReplayFleet, make_prompt
-from kvproxy.replay.trace import Trace, read_trace
-from kvproxy.simulator.engine_io import EngineSettings
-from kvproxy.simulator.fleet import Fleet, FleetSettings, clone_engines
-from kvproxy.simulator.kv_event_publisher import PublisherSettings
-from kvproxy.simulator.tokenizer import Tokenizer
-from kvproxy.simulator.vllm_settings import VllmSettings
+from kvproxy.lab.planner.traffic import Row, TrafficPlan, play_sizes
+from kvproxy.lab.replay.compare import PolicySpec
+from kvproxy.lab.replay.live import LiveReplay, LiveSettings
+from kvproxy.lab.replay.pooled import measure_bound
+from kvproxy.lab.replay.results import summarize_outcomes
+from kvproxy.lab.replay.settings import ENGINES, Pace, ReplayFleet, make_prompt
+from kvproxy.lab.replay.trace import Trace, read_trace
+from kvproxy.lab.simulator.engine_io import EngineSettings
+from kvproxy.lab.simulator.fleet import Fleet, FleetSettings, clone_engines
+from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.lab.simulator.tokenizer import Tokenizer
+from kvproxy.lab.simulator.vllm_settings import VllmSettings
+from kvproxy.operate.config.load import load_config
+from kvproxy.proxy.listener.server import Server
 
 HERE = Path(__file__).parent
 LOAD, ENGINES_COUNT = 0.5, 2

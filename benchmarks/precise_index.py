@@ -21,10 +21,10 @@ HERE = Path(__file__).parents[1]
 _LOOKUPS = """
 import json, sys, time
 from array import array
-from kvproxy.clients.kv_events.events import BlockStored
-from kvproxy.prefix.hashing import token_blocks
+from kvproxy.cache.kv_events.events import BlockStored
+from kvproxy.cache.prefix.hashing import token_blocks
 try:
-    from kvproxy.prefix.precise.index import PreciseIndex, precise_root
+    from kvproxy.cache.indexes.precise import PreciseIndex, precise_root
 except ImportError:
     from kvproxy.prefix.precise import PreciseIndex, precise_root
 found = {}

@@ -28,11 +28,11 @@ import msgspec
 
 from benchmarks import prefix_data as data
 from benchmarks.prefix_steady import steady
-from kvproxy.clients.kv_events.events import Skipped, decode_batch
-from kvproxy.prefix.approximate.index import ApproximateIndex
-from kvproxy.prefix.hashing import root_seed, token_blocks
-from kvproxy.prefix.precise.index import PreciseIndex, precise_root
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.indexes.approximate import ApproximateIndex
+from kvproxy.cache.indexes.precise import PreciseIndex, precise_root
+from kvproxy.cache.kv_events.events import Skipped, decode_batch
+from kvproxy.cache.prefix.hashing import root_seed, token_blocks
 
 PEER = "NVIDIA RadixTree"
 LIMITS = {"blocks_per_s": 2e6, "lookup_p50_us": 20.0, "bytes_per_entry": 80.0}  # at least, under, at most
@@ -47,7 +47,7 @@ reading the msgpack in which engines publish it. The peer gets block hashes with
 
 Where the precise index misses its limits: each block has a key in a plain dict, which costs some hundred bytes and some
 hundred nanoseconds; what an event costs by itself, and a run besides its blocks, weighs as much where runs are short
-(kvproxy/prefix/README.md, benchmarks/precise_index.py).
+(kvproxy/cache/prefix/README.md, benchmarks/precise_index.py).
 """
 _NAMES = [EndpointId(f"endpoint-{n}") for n in range(data.ENDPOINTS)]
 _BLOCK_TOKENS = 16

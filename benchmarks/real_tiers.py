@@ -29,8 +29,8 @@ import httpx
 
 from benchmarks.markdown import table
 from benchmarks.routing_cells import ROOT
-from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
-from kvproxy.clients.lmcache.coordinator_wire import CacheScope
+from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
+from kvproxy.cache.clients.lmcache_coordinator_wire import CacheScope
 from tests.real.engines.place import MID
 from tests.real.kvcache import chat_tokens, with_kvcache
 from tests.real.prompts import chat, text

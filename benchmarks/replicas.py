@@ -3,9 +3,9 @@
     python -m benchmarks.replicas [--requests N] [--jobs N] [--traces T,T...] [--seeds N,N...]
 
 Every request of a trace goes to a router by chance. Each router has its own ledgers, approximate index, learned speeds
-and policy (kv_aware), and the proxy's own code of the exchange (kvproxy/sync) carries what it does to the others, each
-word so many milliseconds late. *Unseen*: the prefill that a request stands behind since another router placed it on the
-same endpoint within the delay. Writes replicas.md of benchmarks/reports.
+and policy (kv_aware), and the proxy's own code of the exchange (kvproxy/features/exchange) carries what it does to the
+others, each word so many milliseconds late. *Unseen*: the prefill that a request stands behind since another router
+placed it on the same endpoint within the delay. Writes replicas.md of benchmarks/reports.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from random import Random
 from typing import Any
 
 from benchmarks.routing_cells import ROOT, capacity_tokens_of, trace_of
-from kvproxy.replay.compare import PolicySpec
-from kvproxy.replay.pooled import Bound, measure_bound
-from kvproxy.replay.replicas import ManyRouters, Replica
-from kvproxy.replay.results import ReplayOutcome
-from kvproxy.replay.router import LiveRequest, Placement, SimEndpoint
-from kvproxy.replay.settings import IndexMode, ReplayFleet
-from kvproxy.replay.view import IndexView, endpoint_id
-from kvproxy.replay.virtual_time import VirtualTime
-from kvproxy.simulator.engine import Engine
+from kvproxy.lab.replay.compare import PolicySpec
+from kvproxy.lab.replay.pooled import Bound, measure_bound
+from kvproxy.lab.replay.replicas import ManyRouters, Replica
+from kvproxy.lab.replay.results import ReplayOutcome
+from kvproxy.lab.replay.router import LiveRequest, Placement, SimEndpoint
+from kvproxy.lab.replay.settings import IndexMode, ReplayFleet
+from kvproxy.lab.replay.view import IndexView, endpoint_id
+from kvproxy.lab.replay.virtual_time import VirtualTime
+from kvproxy.lab.simulator.engine import Engine
 
 TRACES = ("conv_dev", "toolagent_like_dev", "msyn_dev")
 INSTANCES, LOAD = 8, 0.7

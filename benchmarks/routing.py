@@ -26,17 +26,20 @@ from benchmarks import routing_report
 from benchmarks.routing_cells import ROOT, Cell, cells, run_cell
 
 REFERENCE_DEPENDS_ON = (
-    *(f"kvproxy/replay/{name}.py" for name in ("pooled", "trace", "workloads", "catalogue", "settings", "results")),
-    *(f"kvproxy/simulator/{name}.py" for name in ("block_cache", "engine", "engine_io", "scheduler", "timing")),
+    *(f"kvproxy/lab/replay/{name}.py" for name in ("pooled", "trace", "workloads", "catalogue", "settings", "results")),
+    *(f"kvproxy/lab/simulator/{name}.py" for name in ("block_cache", "engine", "engine_io", "scheduler", "timing")),
     "benchmarks/routing_cells.py",
 )
 DEPENDS_ON = (
-    "kvproxy/routing",
-    "kvproxy/kvcache/overlap/merge.py",
-    "kvproxy/kvcache/overlap/indexes.py",
-    "kvproxy/replay",
-    "kvproxy/prefix",
-    "kvproxy/simulator",
+    "kvproxy/cluster/routing",
+    "kvproxy/cache/overlap/merge.py",
+    "kvproxy/cache/overlap/local_indexes.py",
+    "kvproxy/lab/replay",
+    "kvproxy/cache/prefix",
+    "kvproxy/cache/indexes",
+    "kvproxy/features/transfers/planner.py",
+    "kvproxy/lab/published.py",
+    "kvproxy/lab/simulator",
     *REFERENCE_DEPENDS_ON,
 )
 _NAMES = [each.name for each in fields(Cell)]

@@ -12,15 +12,15 @@ from random import Random
 from typing import Any
 
 from benchmarks.known_speeds import knowing
-from kvproxy.config.cluster_schema import ClusterSettings, KvAwareSettings, PolicyParameters
-from kvproxy.replay.catalogue import SCENARIOS
-from kvproxy.replay.compare import PolicySpec, play_policy
-from kvproxy.replay.pooled import Bound, measure_bound, play_on_pool
-from kvproxy.replay.results import summarize_outcomes
-from kvproxy.replay.settings import IndexMode, ReplayFleet
-from kvproxy.replay.trace import Half, Trace, read_trace
-from kvproxy.routing.policy import Policy
-from kvproxy.simulator.timing import TokenGaps
+from kvproxy.cluster.routing.policy import Policy
+from kvproxy.cluster.settings import ClusterSettings, KvAwareSettings, PolicyParameters
+from kvproxy.lab.replay.catalogue import SCENARIOS
+from kvproxy.lab.replay.compare import PolicySpec, play_policy
+from kvproxy.lab.replay.pooled import Bound, measure_bound, play_on_pool
+from kvproxy.lab.replay.results import summarize_outcomes
+from kvproxy.lab.replay.settings import IndexMode, ReplayFleet
+from kvproxy.lab.replay.trace import Half, Trace, read_trace
+from kvproxy.lab.simulator.timing import TokenGaps
 
 ROOT = Path(__file__).parents[1]
 TRACES = ("conv_dev", "msyn_dev", "toolagent_like_dev", "cc_dev", "agent_dev")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvproxy.replay.results import Ratio, mean_ratio
+from kvproxy.lab.replay.results import Ratio, mean_ratio
 
 Row = Mapping[str, Any]
 

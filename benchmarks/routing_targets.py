@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from benchmarks.routing_cells import OURS, SCENARIO_PEERS, TARGETED
 from benchmarks.routing_ratios import REFERENCE, Row, of_policy, ratio
-from kvproxy.replay.results import Ratio
+from kvproxy.lab.replay.results import Ratio
 
 #: (policy, against, mean TTFT at most) over all cells of the grid.
 MEAN_TARGETS = (

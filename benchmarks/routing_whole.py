@@ -16,10 +16,10 @@ from random import Random
 from statistics import geometric_mean
 
 from benchmarks.routing_cells import ROOT, TRACES, Cell, fleet_of
-from kvproxy.replay.compare import PolicySpec, play_policy
-from kvproxy.replay.pooled import measure_bound
-from kvproxy.replay.results import summarize_outcomes
-from kvproxy.replay.trace import read_trace
+from kvproxy.lab.replay.compare import PolicySpec, play_policy
+from kvproxy.lab.replay.pooled import measure_bound
+from kvproxy.lab.replay.results import summarize_outcomes
+from kvproxy.lab.replay.trace import read_trace
 
 ENGINES, LOADS = 8, (0.5, 0.7, 0.9)
 OURS = ("kv_aware", "kv_aware+priority", "kv_aware+queue+priority")

@@ -12,13 +12,13 @@ from contextlib import AsyncExitStack
 
 import uvloop
 
-from kvproxy.listener.server import Server
-from kvproxy.simulator.engine_io import EngineSettings
-from kvproxy.simulator.fleet import Fleet, FleetSettings
-from kvproxy.simulator.kv_event_publisher import PublisherSettings
-from kvproxy.simulator.lmcache_controller import ControllerSettings
-from kvproxy.simulator.timing import EngineTiming
-from kvproxy.simulator.vllm_settings import VllmSettings
+from kvproxy.lab.simulator.engine_io import EngineSettings
+from kvproxy.lab.simulator.fleet import Fleet, FleetSettings
+from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.lab.simulator.lmcache_controller import ControllerSettings
+from kvproxy.lab.simulator.timing import EngineTiming
+from kvproxy.lab.simulator.vllm_settings import VllmSettings
+from kvproxy.proxy.listener.server import Server
 
 MODEL = "sim"
 

@@ -19,12 +19,12 @@ from benchmarks.by_trace import Rows, measure_traces, ratio_row
 from benchmarks.markdown import table
 from benchmarks.moves import find_parts
 from benchmarks.routing_cells import capacity_tokens_of, trace_of
-from kvproxy.replay.compare import PolicySpec, play_policy
-from kvproxy.replay.pooled import Bound, average_seconds, measure_bound, play_on_pool
-from kvproxy.replay.results import summarize_outcomes
-from kvproxy.replay.settings import ReplayFleet
-from kvproxy.replay.tier_plan import TierPlan
-from kvproxy.replay.trace import Trace
+from kvproxy.lab.replay.compare import PolicySpec, play_policy
+from kvproxy.lab.replay.pooled import Bound, average_seconds, measure_bound, play_on_pool
+from kvproxy.lab.replay.results import summarize_outcomes
+from kvproxy.lab.replay.settings import ReplayFleet
+from kvproxy.lab.replay.tier_plan import TierPlan
+from kvproxy.lab.replay.trace import Trace
 
 LOADS, INSTANCES = (0.7, 0.9), 8
 SPEEDS = (20.0, 5.0, 1.5)

@@ -40,7 +40,7 @@ TRIED = 30
 
 STREAM_TOKENS = 6
 #: Scrapes of the engines go through these as requests do.
-SOCKETS = ("kvproxy.upstream", "kvproxy.listener")
+SOCKETS = ("kvproxy.base.upstream", "kvproxy.proxy.listener", "kvproxy.upstream", "kvproxy.listener")
 #: That reach the client (head, tokens one by one, usage, end). A busy machine joins some, and such turns
 #: are not counted.
 STREAM_PIECES = 6

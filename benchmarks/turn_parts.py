@@ -33,27 +33,27 @@ from uvicorn.server import ServerState
 
 from benchmarks.report import machine
 from kvproxy.app import Proxy
-from kvproxy.cluster.autoscaling import Autoscaling
+from kvproxy.cache.feedback.predictions import PredictionFeedback
+from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
+from kvproxy.cache.overlap import local_indexes as indexes
+from kvproxy.cache.overlap.local_indexes import LocalIndexes
+from kvproxy.cache.overlap.sources import OverlapSources
+from kvproxy.cache.prefix.session_hashes import SessionHashes
 from kvproxy.cluster.pick import Pick
-from kvproxy.commands.logging_setup import log_to
-from kvproxy.config.load import load_config
-from kvproxy.forward import relay
-from kvproxy.forward.body_guard import BodyGuard
-from kvproxy.forward.headers import RequestHeaders
-from kvproxy.forward.metrics import RouteMetrics
-from kvproxy.kvcache.feedback.predictions import PredictionFeedback
-from kvproxy.kvcache.feedback.prefix_breaks import PrefixBreaks
-from kvproxy.kvcache.overlap import indexes
-from kvproxy.kvcache.overlap.indexes import LocalIndexes
-from kvproxy.kvcache.overlap.sources import OverlapSources
-from kvproxy.listener.parser import ListenerLimits
-from kvproxy.listener.protocol import ClientProtocol
-from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
-from kvproxy.prefix.tokens.session_hashes import SessionHashes
-from kvproxy.request.observer import RecentDecisions
-from kvproxy.routing.kv_aware import KvAware
-from kvproxy.routing.policy import Choice, OverlapFacts
-from kvproxy.routing.speeds import SpeedModel
+from kvproxy.cluster.routing.kv_aware import KvAware
+from kvproxy.cluster.routing.policy import Choice, OverlapFacts
+from kvproxy.cluster.routing.speeds import SpeedModel
+from kvproxy.features.autoscaling import Autoscaling
+from kvproxy.features.hygiene.prefix_breaks import PrefixBreaks
+from kvproxy.operate.commands.logging_setup import log_to
+from kvproxy.operate.config.load import load_config
+from kvproxy.proxy.forward import relay
+from kvproxy.proxy.forward.body_guard import BodyGuard
+from kvproxy.proxy.forward.headers import RequestHeaders
+from kvproxy.proxy.forward.metrics import RouteMetrics
+from kvproxy.proxy.listener.parser import ListenerLimits
+from kvproxy.proxy.listener.protocol import ClientProtocol
+from kvproxy.proxy.request.observer import RecentDecisions
 
 NOTES = Path(__file__).with_name("turn_parts_notes.md")
 CHAIN = ("request_id", "access_log", "inference_request", "kvcache", "router")

@@ -22,19 +22,19 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks.leases import TOUCH, TouchedEngine
-from kvproxy.config.kvcache_actions_schema import CacheStrategySettings, WarmingSettings
-from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.kvcache.actions.warmer import PIECE_TOKENS
-from kvproxy.replay.compare import PolicySpec
-from kvproxy.replay.pooled import Bound, measure_bound
-from kvproxy.replay.results import ReplayOutcome, percentile
-from kvproxy.replay.router import LiveRequest, SimEndpoint, VirtualRouter
-from kvproxy.replay.settings import ReplayFleet
-from kvproxy.replay.trace import Trace, TraceSession
-from kvproxy.replay.view import IndexView, endpoint_id
-from kvproxy.replay.virtual_time import Change, VirtualTime
-from kvproxy.replay.workloads import Draw
-from kvproxy.simulator.engine_io import SimRequest
+from kvproxy.cache.action_settings import CacheStrategySettings, WarmingSettings
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.features.warming.warmer import PIECE_TOKENS
+from kvproxy.lab.replay.compare import PolicySpec
+from kvproxy.lab.replay.pooled import Bound, measure_bound
+from kvproxy.lab.replay.results import ReplayOutcome, percentile
+from kvproxy.lab.replay.router import LiveRequest, SimEndpoint, VirtualRouter
+from kvproxy.lab.replay.settings import ReplayFleet
+from kvproxy.lab.replay.trace import Trace, TraceSession
+from kvproxy.lab.replay.view import IndexView, endpoint_id
+from kvproxy.lab.replay.virtual_time import Change, VirtualTime
+from kvproxy.lab.replay.workloads import Draw
+from kvproxy.lab.simulator.engine_io import SimRequest
 
 INSTANCES, SESSIONS, BLOCK = 4, 1600, 64
 AWAY_S, FIRST = 30.0, 50

@@ -11,26 +11,26 @@ from datetime import UTC, datetime
 
 from starlette.types import Receive, Scope, Send
 
-from kvproxy.admin.app import build_admin_app
-from kvproxy.admin.history import History
-from kvproxy.admin.operated import AdviceRuns, ConfigReloader, OperatorFinding, Reloaded
+from kvproxy.base.metrics.present import LoopLag
+from kvproxy.base.types import Clock
+from kvproxy.base.upstream.pool import UpstreamPool
+from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import Routes, show_learned
-from kvproxy.config.schema import Config
-from kvproxy.filters.chain import FilterType, WallClock
-from kvproxy.kvcache.service import KvCache
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.metrics.present import LoopLag
-from kvproxy.receipts.ledger import make_ledger
-from kvproxy.receipts.recorder import make_recorder
-from kvproxy.request.body import HeldBodies
-from kvproxy.request.observer import RecentDecisions, RequestObserver
-from kvproxy.runtime.generation import Generation, Reloader, Shared, StateStore
-from kvproxy.sync.datagrams import Siblings
-from kvproxy.sync.service import SyncService
-from kvproxy.sync.world import World
-from kvproxy.types import Clock
-from kvproxy.upstream.pool import UpstreamPool
+from kvproxy.features.exchange.datagrams import Siblings
+from kvproxy.features.exchange.service import SyncService
+from kvproxy.features.exchange.world import World
+from kvproxy.features.ledger.ledger import make_ledger
+from kvproxy.operate.admin.app import build_admin_app
+from kvproxy.operate.admin.history import History
+from kvproxy.operate.admin.operated import AdviceRuns, ConfigReloader, OperatorFinding, Reloaded
+from kvproxy.operate.config.schema import Config
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.operate.receipts.recorder import make_recorder
+from kvproxy.operate.runtime.generation import Generation, Reloader, Shared, StateStore
+from kvproxy.proxy.filters.chain import FilterType, WallClock
+from kvproxy.proxy.request.body import HeldBodies
+from kvproxy.proxy.request.observer import RecentDecisions, RequestObserver
 
 
 def _utc_now() -> datetime:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvproxy import __version__
-from kvproxy.commands.help_text import EXAMPLES, USUAL, GroupedHelp, HelpAll, add_examples, hide_options
-from kvproxy.errors import ConfigError, describe_os_error
+from kvproxy.base.errors import ConfigError, describe_os_error
+from kvproxy.operate.commands.help_text import EXAMPLES, USUAL, GroupedHelp, HelpAll, add_examples, hide_options
 
 _BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
 
@@ -63,7 +63,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        from kvproxy.config.paths import closest_word  # heavy, and --help must be quick
+        from kvproxy.base.settings.paths import closest_word  # heavy, and --help must be quick
 
         close = wrong and closest_word(wrong[1], re.findall(r"[\w-]+", wrong[2]))
         super().error(f"{message}: did you mean {close!r}?" if close else message)
@@ -134,7 +134,7 @@ def _add_init(commands: _Commands[argparse.ArgumentParser]) -> None:
     init.add_argument("-o", "--output", metavar="FILE", default="config.yaml", help="file to write (%(default)s)")
     init.add_argument("-y", "--yes", action="store_true", help="ask nothing: take what is given and the defaults")
     init.add_argument("--force", action="store_true", help="replace the file if there is one")
-    init.set_defaults(run="commands.init:main")
+    init.set_defaults(run="operate.commands.init:main")
 
 
 def _add_serve(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -146,7 +146,7 @@ def _add_serve(commands: _Commands[argparse.ArgumentParser]) -> None:
     serve.add_argument("--policy", help="balancing policy (with --endpoint)")
     serve.add_argument("--workers", type=_workers, metavar="N", help="processes behind the one socket, or `auto`")
     serve.add_argument("--no-admin", action="store_true", help="no admin listener (with --endpoint)")
-    serve.set_defaults(run="commands.serve:main")
+    serve.set_defaults(run="operate.commands.serve:main")
 
 
 def _add_picker(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -161,7 +161,7 @@ def _add_picker(commands: _Commands[argparse.ArgumentParser]) -> None:
     picker.add_argument("--port", type=int, help="its port (else `picker.port`: 9002); 0 takes a free one")
     picker.add_argument("--endpoint", action="append", default=[], metavar="ID=URL", help="an engine; repeat for more")
     picker.add_argument("--policy", help="balancing policy (with --endpoint)")
-    picker.set_defaults(run="commands.picker:main")
+    picker.set_defaults(run="features.picker.command:main")
 
 
 def _workers(text: str) -> int | str:
@@ -190,7 +190,7 @@ def _add_check(commands: _Commands[argparse.ArgumentParser]) -> None:
     check.add_argument("file", nargs="?", metavar="FILE", help="else $KVPROXY_CONFIG or ./config.yaml")
     check.add_argument("--schema", action="store_true", help="print the JSON Schema of the native dialect instead")
     _lenient_option(check)
-    check.set_defaults(run="commands.configuration:main_check")
+    check.set_defaults(run="operate.commands.configuration:main_check")
 
 
 def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -218,7 +218,7 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
     advise.add_argument("--advise-budget", default="60s", metavar="DURATION",
                         help="for simulations; 0s: only what needs none (default %(default)s)")  # fmt: skip
     advise.add_argument("--receipts", type=Path, metavar="FILE", help="else `receipts.path` of the configuration")
-    doctor.set_defaults(run="commands.doctor:main")
+    doctor.set_defaults(run="operate.commands.doctor:main")
 
 
 def _add_status(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -226,7 +226,7 @@ def _add_status(commands: _Commands[argparse.ArgumentParser]) -> None:
     _admin_options(status)
     status.add_argument("--watch", action="store_true", help="every second, until Ctrl-C")
     status.add_argument("--json", action="store_true", help="what /live answers, one JSON object a line")
-    status.set_defaults(run="commands.status:main")
+    status.set_defaults(run="operate.commands.status:main")
 
 
 def _add_explain(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -240,7 +240,7 @@ def _add_explain(commands: _Commands[argparse.ArgumentParser]) -> None:
     explain.add_argument("--file", type=Path, help="receipts, rotated ones included (else ./receipts.jsonl)")
     _admin_options(explain)
     explain.add_argument("--json", action="store_true", help="the receipt itself")
-    explain.set_defaults(run="commands.explain:main")
+    explain.set_defaults(run="operate.commands.explain:main")
 
 
 def _add_ledger(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -251,7 +251,7 @@ def _add_ledger(commands: _Commands[argparse.ArgumentParser]) -> None:
     form = ledger.add_mutually_exclusive_group()
     form.add_argument("--json", dest="form", action="store_const", const="json", help="one JSON object")
     form.add_argument("--csv", dest="form", action="store_const", const="csv", help="comma-separated, with a header")
-    ledger.set_defaults(run="commands.ledger:main")
+    ledger.set_defaults(run="features.ledger.command:main")
 
 
 def _add_drain(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -266,37 +266,37 @@ def _add_drain(commands: _Commands[argparse.ArgumentParser]) -> None:
         if name == "drain":
             drain.add_argument("--wait", action="store_true", help="until the requests it has are finished")
         _admin_options(drain)
-        drain.set_defaults(run="commands.operate:main_drain", draining=name == "drain")
+        drain.set_defaults(run="operate.commands.operate:main_drain", draining=name == "drain")
 
 
 def _add_reload(commands: _Commands[argparse.ArgumentParser]) -> None:
     text = "have a running proxy read its configuration file again"
     reload = commands.add_parser("reload", help=text, description=f"{text[0].upper()}{text[1:]}.")
     _admin_options(reload)
-    reload.set_defaults(run="commands.operate:main_reload")
+    reload.set_defaults(run="operate.commands.operate:main_reload")
 
 
 def _add_worker(commands: _Commands[argparse.ArgumentParser]) -> None:
     """What `serve --workers` starts; without a help it is not shown."""
     worker = commands.add_parser("worker")
     worker.add_argument("line", type=int, metavar="DESCRIPTOR", help="of the line to the supervisor")
-    worker.set_defaults(run="commands.worker:main")
+    worker.set_defaults(run="features.workers.command:main")
 
 
 def _add_replay(commands: _Commands[argparse.ArgumentParser]) -> None:
-    from kvproxy.replay.options import add_arguments
+    from kvproxy.lab.replay.options import add_arguments
 
     replay = commands.add_parser("replay", help="routing policies side by side on a trace, in virtual time or live")
     add_arguments(replay)
-    replay.set_defaults(run="replay.command:main")
+    replay.set_defaults(run="lab.replay.command:main")
 
 
 def _add_plan(commands: _Commands[argparse.ArgumentParser]) -> None:
-    from kvproxy.planner.options import add_arguments
+    from kvproxy.lab.planner.options import add_arguments
 
     plan = commands.add_parser("plan", help="how much KV a model keeps, what fits where, and what that is worth")
     add_arguments(plan)
-    plan.set_defaults(run="planner.command:main")
+    plan.set_defaults(run="lab.planner.command:main")
 
 
 def _add_warm(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -314,7 +314,7 @@ def _add_warm(commands: _Commands[argparse.ArgumentParser]) -> None:
                       help="for an endpoint that is busy (default %(default)s)")  # fmt: skip
     warm.add_argument("--url", help="a running proxy's admin listener instead of -c: its routing learns of it, too")
     warm.add_argument("--token-file", metavar="FILE", help="file with the admin token (else $KVPROXY_ADMIN_TOKEN)")
-    warm.set_defaults(run="commands.warm:main")
+    warm.set_defaults(run="features.warming.command:main")
 
 
 def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -328,7 +328,7 @@ def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
     demo.add_argument("--sessions", type=_count, help="conversations (default 15; with --tiers 12)")
     demo.add_argument("--turns", type=_count, default=5, help="turns of each (default 5)")
     demo.add_argument("--stay", action="store_true", help="leave everything running until Ctrl-C")
-    demo.set_defaults(run="commands.demo:main")
+    demo.set_defaults(run="lab.demo.demo:main")
 
 
 def _add_simulate(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -354,7 +354,7 @@ def _add_simulate(commands: _Commands[argparse.ArgumentParser]) -> None:
                           help="prompt tokens computed a second (default 10000)")  # fmt: skip
     simulate.add_argument("--fault", action="append", default=[], metavar="[ENGINE:]NAME=VALUE",
                           help="as in sim-1:stall_first_byte_s=2 or fail_next=10; repeat for more")  # fmt: skip
-    simulate.set_defaults(run="commands.simulate:main")
+    simulate.set_defaults(run="lab.simulate:main")
 
 
 def _tokens(text: str) -> int:
@@ -372,4 +372,4 @@ def _count(text: str) -> int:
 def _add_completion(commands: _Commands[argparse.ArgumentParser], parser: argparse.ArgumentParser) -> None:
     completion = commands.add_parser("completion", help="a script that completes commands and options in your shell")
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
-    completion.set_defaults(run="commands.completion:main", parser=parser)
+    completion.set_defaults(run="operate.commands.completion:main", parser=parser)

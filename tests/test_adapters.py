@@ -14,13 +14,13 @@ import httpx
 import pytest
 from starlette.types import Send
 
-from kvproxy.admin.findings import find_lost_adapters
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.service import KvCache
 from kvproxy.cluster.adapters import AdapterState
-from kvproxy.kvcache.service import KvCache
-from kvproxy.simulator.fleet import Fleet, FleetSettings
-from kvproxy.simulator.kv_event_publisher import PublisherSettings
-from kvproxy.simulator.vllm_settings import VllmSettings
-from kvproxy.types import EndpointId
+from kvproxy.lab.simulator.fleet import Fleet, FleetSettings
+from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.lab.simulator.vllm_settings import VllmSettings
+from kvproxy.operate.admin.findings import find_lost_adapters
 from tests.admin.support import admin_of
 from tests.kvcache.support import long_text
 from tests.simulator.support import TINY

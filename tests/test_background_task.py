@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Generator
 
-from kvproxy.background_task import BackgroundTask, cancel_tasks, run_in_slices
+from kvproxy.base.background_task import BackgroundTask, cancel_tasks, run_in_slices
 
 
 class Waiting(BackgroundTask):

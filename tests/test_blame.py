@@ -14,7 +14,7 @@ from kvproxy.cluster.endpoint import Condition
 from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.verdicts import Verdicts
-from kvproxy.listener.server import serve
+from kvproxy.proxy.listener.server import serve
 from tests.support.fake_engine import Behaviour, Call, FakeEngine, answer_ok, event, reply, start_stream
 from tests.support.proxy import RunningProxy, chat, running_proxy
 from tests.support.scripted import answer, scripted

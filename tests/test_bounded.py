@@ -7,7 +7,7 @@ from collections import OrderedDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.bounded import BoundedMapping, BoundedQueue
+from kvproxy.base.bounded import BoundedMapping, BoundedQueue
 
 
 def test_the_least_recently_used_leaves_first() -> None:

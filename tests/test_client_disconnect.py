@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from starlette.types import Send
 
-from kvproxy.listener.server import serve
+from kvproxy.proxy.listener.server import serve
 from tests.support.fake_engine import Call, FakeEngine, event, start_stream
 from tests.support.proxy import RunningProxy, ask_in_process, chat, running_proxy
 from tests.support.until import until

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.kvcache.service import KvCache
-from kvproxy.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.cache.service import KvCache
+from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
 from tests.admin.support import admin_of
 from tests.kvcache.fleet import Place, simulated
 from tests.kvcache.support import long_text

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from starlette.types import Send
 
-from kvproxy.listener.server import serve
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.proxy.listener.server import serve
 from tests.support.fake_engine import Call, FakeEngine, answer_ok, reply
 from tests.support.proxy import RunningProxy, chat, running_proxy
 

@@ -13,11 +13,11 @@ import httpx
 import pytest
 from starlette.types import Send
 
-from kvproxy.listener.server import serve
-from kvproxy.routing import priority_trial
-from kvproxy.simulator.engine_io import EngineSettings, Scheduling
-from kvproxy.simulator.timing import EngineTiming
-from kvproxy.simulator.vllm_server import create_engine_app
+from kvproxy.features.priority import priority_trial
+from kvproxy.lab.simulator.engine_io import EngineSettings, Scheduling
+from kvproxy.lab.simulator.timing import EngineTiming
+from kvproxy.lab.simulator.vllm_server import create_engine_app
+from kvproxy.proxy.listener.server import serve
 from tests.simulator.support import TINY
 from tests.support.fake_engine import Call, FakeEngine, answer_ok, event, reply, start_stream
 from tests.support.proxy import RunningProxy, chat, running_proxy

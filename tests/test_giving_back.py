@@ -11,10 +11,10 @@ import httpx
 import pytest
 from starlette.types import Send
 
+from kvproxy.base.types import EndpointId
 from kvproxy.cluster.endpoint import Condition, Endpoint
-from kvproxy.forward.request_body import START_BYTES
-from kvproxy.listener.server import serve
-from kvproxy.types import EndpointId
+from kvproxy.proxy.forward.request_body import START_BYTES
+from kvproxy.proxy.listener.server import serve
 from tests.support.fake_engine import Call, FakeEngine, answer_ok, event, start_stream
 from tests.support.proxy import RunningProxy, ask_in_process, chat, running_proxy
 from tests.support.until import until

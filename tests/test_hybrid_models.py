@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvproxy.simulator.engine_io import Checkpoints
-from kvproxy.simulator.kv_event_publisher import EventEncoding, PublisherSettings
+from kvproxy.lab.simulator.engine_io import Checkpoints
+from kvproxy.lab.simulator.kv_event_publisher import EventEncoding, PublisherSettings
 from tests.admin.support import admin_of
 from tests.kvcache.fleet import Place, simulated
 from tests.kvcache.support import long_text

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvproxy import json_scan
-from kvproxy.json_scan import (
+from kvproxy.base import json_scan
+from kvproxy.base.json_scan import (
     MAX_DEPTH,
     MAX_FOUND,
     MAX_MARKS,

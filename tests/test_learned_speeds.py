@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-from kvproxy.simulator.engine_io import EngineSettings
-from kvproxy.simulator.timing import EngineTiming
-from kvproxy.simulator.vllm_server import create_engine_app
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.lab.simulator.engine_io import EngineSettings
+from kvproxy.lab.simulator.timing import EngineTiming
+from kvproxy.lab.simulator.vllm_server import create_engine_app
 from tests.kvcache.support import long_text
 from tests.simulator.support import TINY
 from tests.support.loopback import serve

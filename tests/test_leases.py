@@ -16,23 +16,23 @@ import httpx
 import pytest
 
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_config
-from kvproxy.kvcache.actions.conversations import FIRST_S
-from kvproxy.kvcache.actions.hotness import common_tokens
-from kvproxy.kvcache.actions.strategies import Action
-from kvproxy.kvcache.providers import ActionKind
-from kvproxy.kvcache.service import KvCache
-from kvproxy.listener.server import serve
-from kvproxy.receipts.receipt import Receipt, decode_receipt
-from kvproxy.routing.work import features_of
-from kvproxy.simulator.engine_io import EngineSettings
-from kvproxy.simulator.http_call import HttpCall
-from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
-from kvproxy.simulator.sglang.server import SglangApp, create_sglang_app
-from kvproxy.simulator.sglang.settings import SglangSettings
-from kvproxy.simulator.timing import EngineTiming
-from kvproxy.sync.datagrams import Siblings
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.actions.hotness import common_tokens
+from kvproxy.cache.actions.strategies import Action
+from kvproxy.cache.providers import ActionKind
+from kvproxy.cache.service import KvCache
+from kvproxy.cluster.routing.work import features_of
+from kvproxy.features.exchange.datagrams import Siblings
+from kvproxy.features.leases.conversations import FIRST_S
+from kvproxy.lab.simulator.engine_io import EngineSettings
+from kvproxy.lab.simulator.http_call import HttpCall
+from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
+from kvproxy.lab.simulator.sglang_server import SglangApp, create_sglang_app
+from kvproxy.lab.simulator.sglang_settings import SglangSettings
+from kvproxy.lab.simulator.timing import EngineTiming
+from kvproxy.operate.config.load import load_config
+from kvproxy.operate.receipts.receipt import Receipt, decode_receipt
+from kvproxy.proxy.listener.server import serve
 from tests.admin.support import NOON, admin_of, audited
 from tests.kvcache.fleet import Place, simulated
 from tests.kvcache.support import Fake, controller, engine, long_text, words

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from kvproxy.simulator.fleet import Fleet, FleetSettings
-from kvproxy.simulator.lmcache_controller import ControllerSettings
+from kvproxy.lab.simulator.fleet import Fleet, FleetSettings
+from kvproxy.lab.simulator.lmcache_controller import ControllerSettings
 from tests.doctor.setup import BUDGET, ENGINE
 from tests.kvcache.support import long_text
 from tests.support.fake_kubernetes import PODS, FakeKubernetes, pod

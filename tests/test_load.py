@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 from starlette.types import Send
 
-from kvproxy.listener.server import Server, serve
-from kvproxy.upstream.pool import UpstreamPool
-from kvproxy.upstream.transport import PoolTransport
+from kvproxy.base.upstream.pool import UpstreamPool
+from kvproxy.base.upstream.transport import PoolTransport
+from kvproxy.proxy.listener.server import Server, serve
 from tests.support.fake_engine import Call, FakeEngine, event, start_stream
 from tests.support.proxy import RunningProxy, chat, running_proxy
 from tests.support.until import until

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvproxy.filters import inference_request
-from kvproxy.forward import body_guard
-from kvproxy.forward.body_guard import BodyGuard
-from kvproxy.kvcache.overlap.indexes import LocalIndexes
-from kvproxy.request.body import LONG_BYTES
+from kvproxy.cache.overlap.local_indexes import LocalIndexes
+from kvproxy.proxy.filters import inference_request
+from kvproxy.proxy.forward import body_guard
+from kvproxy.proxy.forward.body_guard import BodyGuard
+from kvproxy.proxy.request.body import LONG_BYTES
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve
 from tests.support.proxy import chat, running_proxy

@@ -6,9 +6,9 @@ import asyncio
 
 from starlette.types import Send
 
-from kvproxy.commands.serving import _show_process
-from kvproxy.listener.server import Server
-from kvproxy.metrics.catalog import Metrics
+from kvproxy.operate.commands.serving import _show_process
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.listener.server import Server
 from tests.support.asgi import Inner
 from tests.support.fake_engine import Call, FakeEngine, event, reply, start_stream
 from tests.support.loopback import serve

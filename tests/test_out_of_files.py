@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kvproxy.cluster.prober import ProbeOutcome
-from kvproxy.commands.serving import fit_connections
-from kvproxy.listener.server import Server
+from kvproxy.operate.commands.serving import fit_connections
+from kvproxy.proxy.listener.server import Server
 from tests.support.fake_engine import FakeEngine
 from tests.support.proxy import chat, running_proxy
 from tests.support.until import until
@@ -65,7 +65,7 @@ async def test_no_engine_is_blamed_for_it(caplog: pytest.LogCaptureFixture) -> N
         assert probes(ProbeOutcome.UNREACHABLE) == 0
         assert proxy.metric("kvproxy_upstream_connects_total", outcome="no_file_descriptors") >= 3
         assert (await proxy.client.post("/v1/chat/completions", json=chat())).status_code == 200
-    warnings = [record for record in caplog.records if record.name == "kvproxy.upstream.pool"]
+    warnings = [record for record in caplog.records if record.name == "kvproxy.base.upstream.pool"]
     assert len(warnings) <= 2  # of the pool for requests and of the one for probes
     assert "open files" in warnings[0].getMessage()
 

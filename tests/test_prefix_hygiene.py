@@ -13,14 +13,14 @@ import pytest
 from starlette.types import Send
 
 from kvproxy.cli import main
-from kvproxy.commands.doctor import TrafficOptions, print_traffic
-from kvproxy.commands.operate import AdminAddress
-from kvproxy.doctor.traffic import rows_of, rows_of_receipts, traffic_report
-from kvproxy.listener.server import Server
-from kvproxy.prefix.hygiene.causes import Cause
-from kvproxy.receipts.explain import explain_receipt
-from kvproxy.receipts.files import ReceiptReader
-from kvproxy.receipts.receipt import decode_receipt
+from kvproxy.features.hygiene.causes import Cause
+from kvproxy.features.hygiene.traffic import rows_of, rows_of_receipts, traffic_report
+from kvproxy.operate.commands.doctor import TrafficOptions, print_traffic
+from kvproxy.operate.commands.operate import AdminAddress
+from kvproxy.operate.receipts.explain import explain_receipt
+from kvproxy.operate.receipts.files import ReceiptReader
+from kvproxy.operate.receipts.receipt import decode_receipt
+from kvproxy.proxy.listener.server import Server
 from tests.prefix.test_prefix_changes import agent, dated, edited
 from tests.support.fake_engine import Call, FakeEngine, reply
 from tests.support.loopback import serve

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvproxy.listener.server import serve
+from kvproxy.proxy.listener.server import serve
 from tests.kvcache.fleet import simulated
 from tests.kvcache.support import long_text
 from tests.support.proxy import running_proxy

@@ -12,10 +12,10 @@ import pytest
 from starlette.types import Send
 
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_config
-from kvproxy.forward.body_guard import tenant_salt
-from kvproxy.forward.request_body import START_BYTES
-from kvproxy.listener.server import Server, serve
+from kvproxy.operate.config.load import load_config
+from kvproxy.proxy.forward.body_guard import tenant_salt
+from kvproxy.proxy.forward.request_body import START_BYTES
+from kvproxy.proxy.listener.server import Server, serve
 from tests.support.fake_engine import Call, FakeEngine, reply
 from tests.support.proxy import RunningProxy, chat, running_proxy
 from tests.support.until import until

@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.types import Send
 
-from kvproxy.listener.server import serve
+from kvproxy.proxy.listener.server import serve
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import Call, FakeEngine, answer_ok, reply
 from tests.support.proxy import RunningProxy, chat, running_proxy

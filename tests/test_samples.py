@@ -10,7 +10,7 @@ import httpx
 import pytest
 import yaml
 
-from kvproxy.config.listener_schema import PickerSettings
+from kvproxy.proxy.listener_settings import PickerSettings
 from tests.kvcache.fleet import simulated
 from tests.kvcache.support import long_text
 from tests.support.loopback import serve

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from kvproxy.admin.process import check_readiness
-from kvproxy.listener.server import serve
+from kvproxy.operate.admin.process import check_readiness
+from kvproxy.proxy.listener.server import serve
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_kubernetes import SLICES, FakeKubernetes, member, slice_of
 from tests.support.proxy import RunningProxy, chat, running_proxy

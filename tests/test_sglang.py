@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import yaml
 
-from kvproxy.clients.engine_metrics import EngineKind
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.clients.engine_metrics import EngineKind
+from kvproxy.cache.service import KvCache
 from kvproxy.cluster.endpoint import Condition
-from kvproxy.kvcache.service import KvCache
-from kvproxy.simulator.engine_io import EngineSettings
-from kvproxy.simulator.sglang.server import SglangApp, create_sglang_app
-from kvproxy.simulator.sglang.settings import EventForm, EventSettings, SglangSettings
-from kvproxy.simulator.timing import EngineTiming
-from kvproxy.types import EndpointId
+from kvproxy.lab.simulator.engine_io import EngineSettings
+from kvproxy.lab.simulator.sglang_server import SglangApp, create_sglang_app
+from kvproxy.lab.simulator.sglang_settings import EventForm, EventSettings, SglangSettings
+from kvproxy.lab.simulator.timing import EngineTiming
 from tests.docs.blocks import block
 from tests.support.loopback import serve
 from tests.support.proxy import RunningProxy, running_proxy

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 from starlette.types import Send
 
-from kvproxy.listener.server import serve
+from kvproxy.proxy.listener.server import serve
 from tests.support.fake_engine import Call, FakeEngine, event, start_stream
 from tests.support.process import kvproxy_serve
 from tests.support.proxy import chat

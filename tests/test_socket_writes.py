@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import kvproxy
-from kvproxy.socket_writes import write_pieces
+from kvproxy.base.socket_writes import write_pieces
 
 
 @pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])

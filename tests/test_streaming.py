@@ -9,7 +9,7 @@ import openai
 import pytest
 from starlette.types import Send
 
-from kvproxy.listener.server import serve
+from kvproxy.proxy.listener.server import serve
 from tests.support.fake_engine import Call, FakeEngine, answer_ok, event, reply, start_stream
 from tests.support.proxy import chat, running_proxy
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from starlette.types import Send
 
-from kvproxy.listener.server import serve
+from kvproxy.proxy.listener.server import serve
 from tests.support.fake_engine import Behaviour, Call, FakeEngine, event, reply, start_stream
 from tests.support.proxy import running_proxy
 

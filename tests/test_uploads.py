@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from starlette.types import Send
 
-from kvproxy.forward.request_body import START_BYTES, RequestBody, Uploads
-from kvproxy.listener.server import serve
-from kvproxy.request.body import BodiesFull, BodyTooLarge, BodyTooSlow, HeldBodies
+from kvproxy.proxy.forward.request_body import START_BYTES, RequestBody, Uploads
+from kvproxy.proxy.listener.server import serve
+from kvproxy.proxy.request.body import BodiesFull, BodyTooLarge, BodyTooSlow, HeldBodies
 from tests.listener.client import Client, connect
 from tests.support.fake_engine import Call, FakeEngine, reply
 from tests.support.loop_time import skipping_time

@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx
 
-from kvproxy.config.load import load_config
-from kvproxy.kvcache.service import KvCache
-from kvproxy.routing.policy import FactSource
-from kvproxy.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.cache.service import KvCache
+from kvproxy.cluster.routing.policy import FactSource
+from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.operate.config.load import load_config
 from tests.kvcache.fleet import Place, simulated
 from tests.kvcache.support import long_text
 from tests.support.process import kvproxy_serve

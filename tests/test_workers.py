@@ -16,7 +16,7 @@ import psutil
 import pytest
 from starlette.types import Send
 
-from kvproxy.listener.server import serve
+from kvproxy.proxy.listener.server import serve
 from tests.support.fake_engine import Call, FakeEngine, event, start_stream
 from tests.support.process import KvproxyProcess, kvproxy_serve
 from tests.support.proxy import chat
@@ -133,8 +133,8 @@ import sys
 import threading
 from pathlib import Path
 
-from kvproxy.config.model import Model
-from kvproxy.filters.chain import FilterType
+from kvproxy.base.settings.model import Model
+from kvproxy.proxy.filters.chain import FilterType
 
 
 def wait_for_ever():

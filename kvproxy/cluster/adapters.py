@@ -14,8 +14,8 @@ from enum import StrEnum
 
 import msgspec
 
-from kvproxy.clients.engine_metrics import LoraUse
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.clients.engine_metrics import LoraUse
 
 log = logging.getLogger(__name__)
 

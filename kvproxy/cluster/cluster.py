@@ -11,28 +11,28 @@ from typing import Self
 
 import msgspec
 
-from kvproxy.background_task import TaskSet
+from kvproxy.base.background_task import TaskSet
+from kvproxy.base.types import Clock, EndpointId
 from kvproxy.cluster.adapters import Adapters, KnownAdapters
-from kvproxy.cluster.autoscaling import Autoscaling
 from kvproxy.cluster.discovery import Poller, Source, sources_of, steps_towards
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
-from kvproxy.cluster.engine_priority import ClusterPriority, utc_seconds
 from kvproxy.cluster.membership import STATIC, Membership
 from kvproxy.cluster.pick import Pick, expected_first_token_at, reserve
 from kvproxy.cluster.policies import PolicySet
 from kvproxy.cluster.prober import Probe, Prober
 from kvproxy.cluster.router_queue import RouterQueue
+from kvproxy.cluster.routing import selector
+from kvproxy.cluster.routing.engine_samples import Reading
+from kvproxy.cluster.routing.policy import PickRequest, Policy
+from kvproxy.cluster.routing.selector import PANIC, Decision
+from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.screening import KnownRanks, Refusal, Screening, refusal_of, skip_reason
+from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
 from kvproxy.cluster.verdicts import Verdicts
-from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.routing import selector
-from kvproxy.routing.engine_samples import Reading
-from kvproxy.routing.policy import PickRequest, Policy
-from kvproxy.routing.selector import PANIC, Decision
-from kvproxy.routing.speeds import SpeedModel
-from kvproxy.types import Clock, EndpointId
+from kvproxy.features.autoscaling import Autoscaling
+from kvproxy.features.priority.engine_priority import ClusterPriority, utc_seconds
+from kvproxy.operate.metrics.catalog import Metrics
 
 log = logging.getLogger(__name__)
 

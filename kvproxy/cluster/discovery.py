@@ -11,15 +11,15 @@ from functools import partial
 from random import Random
 from typing import NoReturn, Protocol
 
-from kvproxy.background_task import TaskSet
-from kvproxy.cluster.sources.etcd import EtcdDiscovery
-from kvproxy.cluster.sources.kubernetes import KubernetesDiscovery
+from kvproxy.base.background_task import TaskSet
+from kvproxy.base.errors import ClientError, DiscoveryError
+from kvproxy.base.types import Clock, Sleep
+from kvproxy.cluster.discovery_settings import DiscoverySettings
+from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.cluster.sources.polled import DnsDiscovery, FileDiscovery
-from kvproxy.config.cluster_schema import EndpointSettings
-from kvproxy.config.discovery_schema import DiscoverySettings
-from kvproxy.errors import ClientError, DiscoveryError
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.types import Clock, Sleep
+from kvproxy.features.etcd.source import EtcdDiscovery
+from kvproxy.features.kubernetes.source import KubernetesDiscovery
+from kvproxy.operate.metrics.catalog import Metrics
 
 log = logging.getLogger(__name__)
 

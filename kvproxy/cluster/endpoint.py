@@ -6,16 +6,16 @@ import random
 from collections.abc import Callable
 from enum import StrEnum
 
+from kvproxy.base.resilience.breaker import BreakerState
+from kvproxy.base.types import Clock
 from kvproxy.cluster.endpoint_metrics import EndpointMetrics
 from kvproxy.cluster.engine import Engine
-from kvproxy.cluster.engine_priority import EndpointPriority
-from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.resilience.breaker import BreakerState
-from kvproxy.routing.engine_samples import EndedWork
-from kvproxy.routing.load import EndpointLoad
-from kvproxy.routing.priority_trial import PriorityPayoff
-from kvproxy.types import Clock
+from kvproxy.cluster.routing.engine_samples import EndedWork
+from kvproxy.cluster.routing.load import EndpointLoad
+from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
+from kvproxy.features.priority.engine_priority import EndpointPriority
+from kvproxy.features.priority.priority_trial import PriorityPayoff
+from kvproxy.operate.metrics.catalog import Metrics
 
 
 class Condition(StrEnum):

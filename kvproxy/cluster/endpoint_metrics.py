@@ -8,10 +8,10 @@ from functools import partial
 
 from prometheus_client import Gauge
 
-from kvproxy.cluster.engine_priority import EndpointPriority, PriorityState
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.metrics.collectors import Counter, CounterCell, Histogram, HistogramCell
-from kvproxy.types import EndpointId
+from kvproxy.base.metrics.collectors import Counter, CounterCell, Histogram, HistogramCell
+from kvproxy.base.types import EndpointId
+from kvproxy.features.priority.engine_priority import EndpointPriority, PriorityState
+from kvproxy.operate.metrics.catalog import Metrics
 
 #: Models told apart on one endpoint; further ones are counted together.
 MAX_MODELS = 16

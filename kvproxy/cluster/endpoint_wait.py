@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from kvproxy.errors import QueueFull
-from kvproxy.types import Clock
+from kvproxy.base.errors import QueueFull
+from kvproxy.base.types import Clock
 
 AnswerT = TypeVar("AnswerT")
 

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable
 from functools import partial
 
+from kvproxy.base.resilience.breaker import Breaker
+from kvproxy.base.types import Clock, EndpointId
+from kvproxy.base.upstream.origin import Origin
 from kvproxy.cluster.adapters import Adapters
 from kvproxy.cluster.ranks import Ranks
-from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, HealthCheckSettings
-from kvproxy.resilience.breaker import Breaker
-from kvproxy.types import Clock, EndpointId
-from kvproxy.upstream.origin import Origin
+from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, HealthCheckSettings
 
 #: Weight of an endpoint that has just come back, as a share of its own.
 _SLOW_START_FROM = 0.1

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from kvproxy.base.types import EndpointId
+from kvproxy.base.upstream.origin import Origin
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine, origin_of
-from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
-from kvproxy.types import EndpointId
-from kvproxy.upstream.origin import Origin
+from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
 
 log = logging.getLogger(__name__)
 

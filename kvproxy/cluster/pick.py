@@ -8,17 +8,17 @@ from typing import Protocol
 
 import msgspec
 
+from kvproxy.base.resilience.breaker import BreakerState, Permit
+from kvproxy.base.types import EndpointId, count_lower, cut_lower
 from kvproxy.cluster.adapters import Placement
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
-from kvproxy.resilience.breaker import BreakerState, Permit
-from kvproxy.routing.costs import best_of
-from kvproxy.routing.load import Reservation
-from kvproxy.routing.policy import Ledgered, Overlap, OverlapFacts, PickRequest
-from kvproxy.routing.selector import Decision
-from kvproxy.routing.speeds import SpeedModel
-from kvproxy.routing.work import PromptSplit
-from kvproxy.types import EndpointId, count_lower, cut_lower
+from kvproxy.cluster.routing.costs import best_of
+from kvproxy.cluster.routing.load import Reservation
+from kvproxy.cluster.routing.policy import Ledgered, Overlap, OverlapFacts, PickRequest
+from kvproxy.cluster.routing.selector import Decision
+from kvproxy.cluster.routing.speeds import SpeedModel
+from kvproxy.cluster.routing.work import PromptSplit
 
 
 class AttemptOutcome(StrEnum):

@@ -7,18 +7,18 @@ import random
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from kvproxy.base.metrics.collectors import CounterCell
+from kvproxy.base.types import EndpointId, LowerTokens
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.cluster.shadow import Shadow, shadow_of
-from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.metrics.collectors import CounterCell
-from kvproxy.routing.load import Reservation
-from kvproxy.routing.policy import Policy
-from kvproxy.routing.registry import configured, make_policy, merge_config
-from kvproxy.routing.selector import Decision
-from kvproxy.routing.speeds import SpeedModel
-from kvproxy.routing.work import Features
-from kvproxy.types import EndpointId, LowerTokens
+from kvproxy.cluster.routing.load import Reservation
+from kvproxy.cluster.routing.policy import Policy
+from kvproxy.cluster.routing.registry import configured, make_policy, merge_config
+from kvproxy.cluster.routing.selector import Decision
+from kvproxy.cluster.routing.speeds import SpeedModel
+from kvproxy.cluster.routing.work import Features
+from kvproxy.cluster.settings import ClusterSettings, PolicyName
+from kvproxy.features.shadow import Shadow, shadow_of
+from kvproxy.operate.metrics.catalog import Metrics
 
 
 class NamedPolicy:

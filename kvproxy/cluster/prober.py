@@ -8,12 +8,12 @@ import random
 from collections.abc import Awaitable, Callable, Iterable
 from enum import StrEnum
 
-from kvproxy.background_task import TaskSet, cancel_tasks
+from kvproxy.base.background_task import TaskSet, cancel_tasks
+from kvproxy.base.errors import ConnectTimeout, FirstByteTimeout, IdleTimeout, KvproxyError, NoDescriptors
+from kvproxy.base.types import EndpointId, Headers, Sleep
+from kvproxy.base.upstream.pool import Timeouts, UpstreamPool
 from kvproxy.cluster.engine import Engine
-from kvproxy.config.cluster_schema import HealthCheckSettings
-from kvproxy.errors import ConnectTimeout, FirstByteTimeout, IdleTimeout, KvproxyError, NoDescriptors
-from kvproxy.types import EndpointId, Headers, Sleep
-from kvproxy.upstream.pool import Timeouts, UpstreamPool
+from kvproxy.cluster.settings import HealthCheckSettings
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 from enum import StrEnum
 
-from kvproxy.config.cluster_schema import DataParallelSettings
+from kvproxy.cluster.settings import DataParallelSettings
 
 #: Refusals without a word of the rank, by which it is dropped all the same.
 DOUBTS = 3

@@ -9,21 +9,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvproxy.base.errors import QueueFull
+from kvproxy.base.metrics.collectors import CounterCell
+from kvproxy.base.types import Clock, EndpointId
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.endpoint_wait import EndpointWait
 from kvproxy.cluster.pick import AttemptOutcome, Pick
+from kvproxy.cluster.routing.costs import Best, best_of, engine_wait_s, least_own_s, own_s
+from kvproxy.cluster.routing.fair_queue import FairQueue, QueueSettings
+from kvproxy.cluster.routing.policy import Candidate, OverlapFacts
+from kvproxy.cluster.routing.selector import Decision
+from kvproxy.cluster.routing.speeds import SpeedModel
+from kvproxy.cluster.routing.waiting_lines import Ticket
 from kvproxy.cluster.screening import Refusal
-from kvproxy.config.cluster_schema import RouterQueueSettings
-from kvproxy.errors import QueueFull
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.metrics.collectors import CounterCell
-from kvproxy.routing.costs import Best, best_of, engine_wait_s, least_own_s, own_s
-from kvproxy.routing.fair_queue import FairQueue, QueueSettings
-from kvproxy.routing.policy import Candidate, OverlapFacts
-from kvproxy.routing.selector import Decision
-from kvproxy.routing.speeds import SpeedModel
-from kvproxy.routing.waiting_lines import Ticket
-from kvproxy.types import Clock, EndpointId
+from kvproxy.cluster.settings import RouterQueueSettings
+from kvproxy.operate.metrics.catalog import Metrics
 
 log = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvproxy.cluster.autoscaling import TAKING
+from kvproxy.base.types import Clock
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition
-from kvproxy.config.schema import Config, RouteSettings
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.types import Clock
+from kvproxy.features.autoscaling import TAKING
+from kvproxy.operate.config.schema import Config, RouteSettings
+from kvproxy.operate.metrics.catalog import Metrics
 
 #: Answers remembered. Paths and models come from clients, so the memory starts over when it is full. A dict: every
 #: request asks, and a BoundedMapping's hit takes six times as long.

@@ -13,8 +13,8 @@ from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.membership import Membership
 from kvproxy.cluster.ranks import RankRefusal
-from kvproxy.config.cluster_schema import HealthCheckSettings
-from kvproxy.routing.policy import PickRequest
+from kvproxy.cluster.routing.policy import PickRequest
+from kvproxy.cluster.settings import HealthCheckSettings
 
 log = logging.getLogger(__name__)
 

@@ -6,15 +6,15 @@ import logging
 import math
 from collections.abc import Callable
 
+from kvproxy.base.resilience.breaker import BreakerState
+from kvproxy.base.types import Clock, EndpointId
 from kvproxy.cluster.endpoint import DOWN, TAKING, Condition, Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.cluster.membership import Membership
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.prober import ProbeOutcome, TellProbe
 from kvproxy.cluster.screening import Screening, may_eject
-from kvproxy.config.cluster_schema import HealthCheckSettings
-from kvproxy.resilience.breaker import BreakerState
-from kvproxy.types import Clock, EndpointId
+from kvproxy.cluster.settings import HealthCheckSettings
 
 log = logging.getLogger(__name__)
 

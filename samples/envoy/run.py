@@ -22,11 +22,11 @@ import httpx
 import yaml
 
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_config
-from kvproxy.listener.server import serve
-from kvproxy.picker.server import PickerServer
-from kvproxy.simulator.fleet import Fleet, FleetSettings, clone_engines
-from kvproxy.simulator.vllm_settings import VllmSettings
+from kvproxy.features.picker.server import PickerServer
+from kvproxy.lab.simulator.fleet import Fleet, FleetSettings, clone_engines
+from kvproxy.lab.simulator.vllm_settings import VllmSettings
+from kvproxy.operate.config.load import load_config
+from kvproxy.proxy.listener.server import serve
 
 HERE = Path(__file__).parent
 LISTENERS = {"buffered": 10000, "duplex": 10001}

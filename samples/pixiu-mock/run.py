@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_config
-from kvproxy.listener.server import Server
+from kvproxy.operate.config.load import load_config
+from kvproxy.proxy.listener.server import Server
 
 CONFIG = Path(__file__).parent / "config.yaml"
 PROMPT = "Explain in three sentences what a key-value cache is good for."

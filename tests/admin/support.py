@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_config
+from kvproxy.operate.config.load import load_config
 from tests.support.clock import FakeClock
 
 NOON = datetime(2026, 1, 2, 12, 0, 0, tzinfo=UTC)

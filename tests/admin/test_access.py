@@ -8,8 +8,8 @@ import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from kvproxy.admin.app import AccessControl
-from kvproxy.listener.server import Server
+from kvproxy.operate.admin.app import AccessControl
+from kvproxy.proxy.listener.server import Server
 from tests.admin.support import admin_of, problems_of, proxy_of
 from tests.support.asgi import http_scope
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.listener.server import serve
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.proxy.listener.server import serve
 from tests.admin.support import admin_of, problems_of, proxy_of
 from tests.support.fake_engine import FakeEngine
 from tests.support.proxy import chat, running_proxy

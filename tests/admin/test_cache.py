@@ -7,14 +7,14 @@ from collections import deque
 import pytest
 from starlette.types import Send
 
-from kvproxy.clients.engine_metrics import EngineMetrics
-from kvproxy.config.load import load_config
-from kvproxy.kvcache.actions.hotness import KnownPrefix
-from kvproxy.kvcache.actions.job_queue import Job
-from kvproxy.kvcache.actions.strategies import MAX_PRIORITIES, Action
-from kvproxy.kvcache.providers import ActionKind
-from kvproxy.listener.server import serve
-from kvproxy.prefix.eviction import Priority
+from kvproxy.cache.actions.hotness import KnownPrefix
+from kvproxy.cache.actions.job_queue import Job
+from kvproxy.cache.actions.strategies import MAX_PRIORITIES, Action
+from kvproxy.cache.clients.engine_metrics import EngineMetrics
+from kvproxy.cache.prefix.eviction import Priority
+from kvproxy.cache.providers import ActionKind
+from kvproxy.operate.config.load import load_config
+from kvproxy.proxy.listener.server import serve
 from tests.admin.support import admin_of, audited, problems_of, proxy_of
 from tests.support.fake_engine import Call, FakeEngine, reply
 from tests.support.proxy import chat, running_proxy

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvproxy.routing.policy import PickRequest
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing.policy import PickRequest
 from tests.admin.support import admin_of, audited, problems_of, proxy_of
 
 Z = {"id": "z", "url": "http://127.0.0.1:10"}

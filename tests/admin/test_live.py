@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from kvproxy.admin.app import build_admin_app
-from kvproxy.admin.history import COARSE, HOUR_KEPT, INTERVAL_S, KEPT, History, find_quantile
-from kvproxy.admin.live import HOT_AGAIN_S
-from kvproxy.admin.operated import ConfigFinding
 from kvproxy.app import Proxy
-from kvproxy.listener.server import serve
-from kvproxy.request.exchange import Exchange, Outcome
-from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind
+from kvproxy.base.types import EndpointId, InferenceRequest, Prompt, RequestKind
+from kvproxy.operate.admin.app import build_admin_app
+from kvproxy.operate.admin.history import COARSE, HOUR_KEPT, INTERVAL_S, KEPT, History, find_quantile
+from kvproxy.operate.admin.live import HOT_AGAIN_S
+from kvproxy.operate.admin.operated import ConfigFinding
+from kvproxy.proxy.listener.server import serve
+from kvproxy.proxy.request.exchange import Exchange, Outcome
 from tests.admin.support import admin_of, proxy_of
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import FakeEngine

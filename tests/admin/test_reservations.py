@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.picker.reservations import Ended, PickReservation, Reservations
-from kvproxy.routing.policy import PickRequest
+from kvproxy.cluster.routing.policy import PickRequest
+from kvproxy.proxy.reservations import Ended, PickReservation, Reservations
 from tests.admin.support import proxy_of
 
 

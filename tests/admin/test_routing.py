@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvproxy.routing.work import features_of
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing.work import features_of
 from tests.admin.support import admin_of, audited, problems_of, proxy_of
 
 

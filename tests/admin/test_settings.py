@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from kvproxy.admin.app import build_admin_app
-from kvproxy.admin.history import History
-from kvproxy.admin.process import REDACTED, redact_secrets
+from kvproxy.operate.admin.app import build_admin_app
+from kvproxy.operate.admin.history import History
+from kvproxy.operate.admin.process import REDACTED, redact_secrets
 from tests.admin.support import admin_of, audited, problems_of, proxy_of
 
 

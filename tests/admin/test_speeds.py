@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from kvproxy.admin.findings import NOTABLE_REQUESTS, find_unlearned
-from kvproxy.commands.status import render_page
-from kvproxy.routing.policy import PickRequest
-from kvproxy.routing.work import features_of
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing.policy import PickRequest
+from kvproxy.cluster.routing.work import features_of
+from kvproxy.operate.admin.findings import NOTABLE_REQUESTS, find_unlearned
+from kvproxy.operate.commands.status import render_page
 from tests.admin.support import admin_of, proxy_of
 
 UNARY = PickRequest(streams=False)

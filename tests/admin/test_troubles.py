@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from kvproxy.admin.app import build_admin_app
-from kvproxy.admin.history import History
-from kvproxy.admin.operated import ConfigFinding
 from kvproxy.app import Proxy
-from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamStatus
+from kvproxy.base.errors import ClientUnavailable
+from kvproxy.base.types import EndpointId, InferenceRequest, Prompt, RequestKind
+from kvproxy.cache.feedback.trust import LossReason
+from kvproxy.cache.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.prober import ProbeOutcome
-from kvproxy.errors import ClientUnavailable
-from kvproxy.kvcache.feedback.trust import LossReason
-from kvproxy.request.exchange import Exchange, Outcome
-from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind
+from kvproxy.operate.admin.app import build_admin_app
+from kvproxy.operate.admin.history import History
+from kvproxy.operate.admin.operated import ConfigFinding
+from kvproxy.proxy.request.exchange import Exchange, Outcome
 from tests.admin.support import admin_of, proxy_of
 from tests.support.clock import FakeClock
 

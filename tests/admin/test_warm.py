@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from kvproxy.app import Proxy
-from kvproxy.commands.warm import WarmError, WarmOptions, own_proxy, read_prompts, run
-from kvproxy.config.load import load_config
+from kvproxy.features.warming.command import WarmError, WarmOptions, own_proxy, read_prompts, run
+from kvproxy.operate.config.load import load_config
 from tests.admin.support import admin_of, audited, problems_of, proxy_of
 from tests.kvcache.fleet import Place, simulated
 from tests.kvcache.support import long_text

@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 
-from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate, encode_prefixes, encode_receipt
-from kvproxy.replay.compare import PolicySpec, play_policy
-from kvproxy.replay.results import ReplayOutcome
-from kvproxy.replay.settings import Pace, ReplayFleet
-from kvproxy.replay.trace import Trace, TraceSession, Turn
-from kvproxy.routing.policy import Overlap
-from kvproxy.routing.work import NO_WORK, Features, features_of, sum_of
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing.policy import Overlap
+from kvproxy.cluster.routing.work import NO_WORK, Features, features_of, sum_of
+from kvproxy.lab.replay.compare import PolicySpec, play_policy
+from kvproxy.lab.replay.results import ReplayOutcome
+from kvproxy.lab.replay.settings import Pace, ReplayFleet
+from kvproxy.lab.replay.trace import Trace, TraceSession, Turn
+from kvproxy.operate.receipts.receipt import Attempt, Receipt, ReceiptCandidate, encode_prefixes, encode_receipt
 
 #: When recorded traffic began, seconds since 1970.
 BEGAN = 1_800_000_000.0

@@ -14,16 +14,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvproxy.advise.advice import Setting
-from kvproxy.advise.adviser import Adviser, PoolAdvice
-from kvproxy.advise.engines import EngineSettingsSeen
-from kvproxy.advise.report import as_dict, print_text
-from kvproxy.clients.engine_metrics import EngineKind
-from kvproxy.config.load import check_config
-from kvproxy.config.schema import Config
-from kvproxy.receipts.receipt import encode_receipt
-from kvproxy.replay.settings import IndexMode, ReplayFleet
-from kvproxy.types import Clock, EndpointId
+from kvproxy.base.types import Clock, EndpointId
+from kvproxy.cache.clients.engine_metrics import EngineKind
+from kvproxy.lab.advise.advice import Setting
+from kvproxy.lab.advise.adviser import Adviser, PoolAdvice
+from kvproxy.lab.advise.engines import EngineSettingsSeen
+from kvproxy.lab.advise.report import as_dict, print_text
+from kvproxy.lab.replay.settings import IndexMode, ReplayFleet
+from kvproxy.operate.config.load import check_config
+from kvproxy.operate.config.schema import Config
+from kvproxy.operate.receipts.receipt import encode_receipt
 from tests.advise.recorded import BEGAN, Chats, record
 
 FLEET = ReplayFleet(instances=2, capacity_tokens=200_000)

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from kvproxy.commands.doctor import DoctorOptions, print_advice
-from kvproxy.simulator.engine_io import EngineSettings
-from kvproxy.simulator.kv_event_publisher import PublisherSettings
-from kvproxy.simulator.timing import EngineTiming
-from kvproxy.simulator.vllm_settings import VllmSettings
+from kvproxy.lab.simulator.engine_io import EngineSettings
+from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.lab.simulator.timing import EngineTiming
+from kvproxy.lab.simulator.vllm_settings import VllmSettings
+from kvproxy.operate.commands.doctor import DoctorOptions, print_advice
 from tests.doctor.setup import cluster
 from tests.support.proxy import RunningProxy, chat, running_proxy
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from starlette.types import Receive, Scope, Send
 
-from kvproxy.advise.engines import EngineSettingsSeen, ask_engines, engines_of
-from kvproxy.clients.engine_metrics import EngineKind
-from kvproxy.config.load import load_config
-from kvproxy.doctor.tools import Tools, VisitTimeouts
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.clients.engine_metrics import EngineKind
+from kvproxy.lab.advise.engines import EngineSettingsSeen, ask_engines, engines_of
+from kvproxy.operate.config.load import load_config
+from kvproxy.operate.doctor.tools import Tools, VisitTimeouts
 from tests.support.fake_engine import reply
 from tests.support.loopback import serve
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.advise.advice import (
+from kvproxy.cache.clients.engine_metrics import EngineKind
+from kvproxy.lab.advise.advice import (
     Confidence,
     Figures,
     Fit,
@@ -15,7 +16,6 @@ from kvproxy.advise.advice import (
     spell_flag,
     why_not_given,
 )
-from kvproxy.clients.engine_metrics import EngineKind
 
 SAME = Ratio(1.0, 0.0)
 FIT = Fit(1.0, 1.05, 0.5, 0.5, 2000, 3600.0)

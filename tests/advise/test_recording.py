@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvproxy.advise import simulate
-from kvproxy.advise.today import make_trace
-from kvproxy.advise.traffic import Traffic, read_traffic
-from kvproxy.receipts.files import ReceiptReader
-from kvproxy.receipts.receipt import encode_receipt
-from kvproxy.replay.settings import ReplayFleet
+from kvproxy.lab.advise import simulate
+from kvproxy.lab.advise.today import make_trace
+from kvproxy.lab.advise.traffic import Traffic, read_traffic
+from kvproxy.lab.replay.settings import ReplayFleet
+from kvproxy.operate.receipts.files import ReceiptReader
+from kvproxy.operate.receipts.receipt import encode_receipt
 from tests.advise.recorded import Chats, record
 
 FLEET = ReplayFleet(instances=2, capacity_tokens=400_000)

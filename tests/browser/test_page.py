@@ -18,10 +18,10 @@ import pytest
 from starlette.types import Send
 
 from kvproxy.app import Proxy
-from kvproxy.commands.advice import AdviceRunner
-from kvproxy.config.load import load_config
-from kvproxy.listener.server import Server
-from kvproxy.sync.datagrams import Siblings
+from kvproxy.features.exchange.datagrams import Siblings
+from kvproxy.lab.advise.live_advice import AdviceRunner
+from kvproxy.operate.config.load import load_config
+from kvproxy.proxy.listener.server import Server
 from tests.browser.conftest import Browser
 from tests.prefix.test_prefix_changes import agent, dated, edited
 from tests.support.fake_engine import Call, FakeEngine, answer_ok, reply

@@ -8,8 +8,7 @@ import gzip
 import httpx
 import pytest
 
-from kvproxy.clients.api import Api, query_string
-from kvproxy.errors import (
+from kvproxy.base.errors import (
     BadResponse,
     ClientError,
     ClientTimeout,
@@ -19,6 +18,7 @@ from kvproxy.errors import (
     NotSupported,
     Refused,
 )
+from kvproxy.cache.clients.api import Api, query_string
 from tests.clients.support import Endless, Handler, Upstream
 
 BASE = "http://127.0.0.1:1"

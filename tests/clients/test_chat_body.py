@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvproxy.clients.chat_body import count_text_parts, render_body, tokenize_body, with_leading_parts
-from kvproxy.json_scan import Unreadable, run_at_once
-from kvproxy.types import RequestKind
+from kvproxy.base.json_scan import Unreadable, run_at_once
+from kvproxy.base.types import RequestKind
+from kvproxy.cache.clients.chat_body import count_text_parts, render_body, tokenize_body, with_leading_parts
 
 MESSAGES = [{"role": "user", "content": "Hällo  "}]
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 
-from kvproxy.clients.chat_body import tokenize_body
-from kvproxy.clients.messages_chat import chat_of_messages
-from kvproxy.clients.responses_chat import chat_of_responses
-from kvproxy.clients.sglang_messages import sglang_chat_of_messages
-from kvproxy.simulator.prompts import Prompts
-from kvproxy.simulator.sglang.requests import messages_as_chat
-from kvproxy.simulator.tokenizer import Tokenizer
+from kvproxy.cache.clients.chat_body import tokenize_body
+from kvproxy.cache.clients.messages_chat import chat_of_messages
+from kvproxy.cache.clients.responses_chat import chat_of_responses
+from kvproxy.cache.clients.sglang_messages import sglang_chat_of_messages
+from kvproxy.lab.simulator.prompts import Prompts
+from kvproxy.lab.simulator.sglang_requests import messages_as_chat
+from kvproxy.lab.simulator.tokenizer import Tokenizer
 from tests.agents import messages_bodies, responses_bodies
 
 PROMPTS = Prompts(Tokenizer())

@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvproxy.clients.lmcache.coordinator_wire import DirectoryLookup, HeldPrefix, WireDirectory, directory_lookup
+from kvproxy.cache.clients.lmcache_coordinator_wire import DirectoryLookup, HeldPrefix, WireDirectory, directory_lookup
 
 Place = tuple[str, str, bool]  # instance, tier, shared
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvproxy.clients.engine_metrics import (
+from kvproxy.cache.clients.engine_metrics import (
     MAX_LORA_NAMES,
     CacheConfig,
     EngineKind,

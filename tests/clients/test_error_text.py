@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvproxy.clients.api import MAX_TEXT_CHARS, error_param, error_text, scrub_text
+from kvproxy.cache.clients.api import MAX_TEXT_CHARS, error_param, error_text, scrub_text
 from tests.clients.support import captured
 
 

@@ -10,9 +10,7 @@ from collections.abc import Awaitable, Callable
 import httpx
 import pytest
 
-from kvproxy.clients.lmcache.controller import LMCacheControllerClient
-from kvproxy.clients.lmcache.controller_wire import ActionResult, Holder, InstanceHealth, InstanceKeys
-from kvproxy.errors import (
+from kvproxy.base.errors import (
     BadResponse,
     ClientTimeout,
     InstanceBusy,
@@ -20,6 +18,8 @@ from kvproxy.errors import (
     Refused,
     UnknownInstance,
 )
+from kvproxy.cache.clients.lmcache_controller import LMCacheControllerClient
+from kvproxy.cache.clients.lmcache_controller_wire import ActionResult, Holder, InstanceHealth, InstanceKeys
 from tests.clients.support import Handler, Upstream
 from tests.support.loopback import serve
 

@@ -8,8 +8,9 @@ from array import array
 import httpx
 import pytest
 
-from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
-from kvproxy.clients.lmcache.coordinator_wire import (
+from kvproxy.base.errors import BadResponse, ClientUnavailable, NotSupported, Refused, UnknownInstance
+from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
+from kvproxy.cache.clients.lmcache_coordinator_wire import (
     CacheChange,
     CacheScope,
     DirectoryStats,
@@ -22,7 +23,6 @@ from kvproxy.clients.lmcache.coordinator_wire import (
     Prefetch,
     PrefetchStatus,
 )
-from kvproxy.errors import BadResponse, ClientUnavailable, NotSupported, Refused, UnknownInstance
 from tests.clients.support import Handler, Upstream
 
 TOKENS = array("I", range(600))

@@ -7,8 +7,8 @@ import contextlib
 
 import pytest
 
-from kvproxy.clients.lmcache.controller import KeyedLock
-from kvproxy.errors import TooManyWaiting
+from kvproxy.base.errors import TooManyWaiting
+from kvproxy.cache.clients.lmcache_controller import KeyedLock
 from tests.support.until import until
 
 

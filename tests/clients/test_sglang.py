@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.clients.kv_events.source import MAX_SOURCES, KvEventSource
-from kvproxy.clients.sglang import SglangInfo
-from kvproxy.clients.vllm import VllmClient
-from kvproxy.errors import BadResponse, ClientUnavailable, NotSupported
+from kvproxy.base.errors import BadResponse, ClientUnavailable, NotSupported
+from kvproxy.cache.clients.sglang import SglangInfo
+from kvproxy.cache.clients.vllm import VllmClient
+from kvproxy.cache.kv_events.source import MAX_SOURCES, KvEventSource
 from tests.clients.support import Upstream
 
 CONFIG = '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657", "topic": "kv"}'

@@ -8,7 +8,7 @@ from array import array
 import msgspec
 import pytest
 
-from kvproxy.clients.tokens import tokens_from_json
+from kvproxy.cache.clients.tokens import tokens_from_json
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 9_999, 40_000])

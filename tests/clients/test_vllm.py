@@ -9,11 +9,11 @@ import httpx
 import msgspec
 import pytest
 
-from kvproxy.clients.kv_events.source import KvEventSource
-from kvproxy.clients.tokens import tokens_from_json
-from kvproxy.clients.vllm import RENDER_PATHS, VllmClient
-from kvproxy.errors import BadResponse, ClientUnavailable, NotSupported, Refused
-from kvproxy.types import RequestKind
+from kvproxy.base.errors import BadResponse, ClientUnavailable, NotSupported, Refused
+from kvproxy.base.types import RequestKind
+from kvproxy.cache.clients.tokens import tokens_from_json
+from kvproxy.cache.clients.vllm import RENDER_PATHS, VllmClient
+from kvproxy.cache.kv_events.source import KvEventSource
 from tests.clients.support import FIXTURES, Handler, Upstream, captured, captures
 
 CHAT = b'{"model":"tiny","messages":[{"role":"user","content":"Hello world"}]}'

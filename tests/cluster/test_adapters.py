@@ -6,18 +6,18 @@ import random
 
 import pytest
 
-from kvproxy.clients.engine_metrics import LoraUse
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.clients.engine_metrics import LoraUse
 from kvproxy.cluster import adapters as module
 from kvproxy.cluster.adapters import Adapters, AdapterState, KnownAdapters, LoadTimes
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.routes import Routes
+from kvproxy.cluster.routing.policy import OverlapFacts, PickRequest
 from kvproxy.cluster.screening import Refusal
-from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
-from kvproxy.config.load import load_config
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.routing.policy import OverlapFacts, PickRequest
-from kvproxy.types import EndpointId
+from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
+from kvproxy.operate.config.load import load_config
+from kvproxy.operate.metrics.catalog import Metrics
 from tests.support.clock import FakeClock
 
 A, B = EndpointId("a"), EndpointId("b")

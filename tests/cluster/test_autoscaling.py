@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.config.cluster_schema import AutoscalingSettings, PolicyName
-from kvproxy.routing.policy import OverlapFacts
-from kvproxy.routing.work import features_of, seconds_of
+from kvproxy.cluster.routing.policy import OverlapFacts
+from kvproxy.cluster.routing.work import features_of, seconds_of
+from kvproxy.cluster.settings import AutoscalingSettings, PolicyName
 from tests.cluster.conftest import Bench, MakeCluster
 
 

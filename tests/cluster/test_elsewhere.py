@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.prober import ProbeOutcome
-from kvproxy.config.cluster_schema import HealthCheckSettings
-from kvproxy.routing.elsewhere import Elsewhere, LoadRow
-from kvproxy.routing.work import NO_WORK
+from kvproxy.cluster.routing.elsewhere import Elsewhere, LoadRow
+from kvproxy.cluster.routing.work import NO_WORK
+from kvproxy.cluster.settings import HealthCheckSettings
 from tests.cluster.conftest import Bench, MakeCluster
 
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from kvproxy.base.errors import QueueFull
 from kvproxy.cluster.endpoint_wait import EndpointWait
-from kvproxy.errors import QueueFull
 from tests.support.clock import FakeClock
 from tests.support.until import until
 

@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import pytest
 
-from kvproxy.cluster.engine_priority import ClusterPriority, EndpointPriority, PriorityState
-from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, EnginePriorityMode
-from kvproxy.routing.engine_state import EngineState
-from kvproxy.routing.load import EndpointLoad
-from kvproxy.routing.policy import Overlap, OverlapFacts
-from kvproxy.routing.priority_trial import ENOUGH, WINDOW_S, PriorityPayoff
-from kvproxy.routing.speeds import SpeedModel
-from kvproxy.routing.waiting_lines import EPOCH_S, LEVEL_S
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing.engine_state import EngineState
+from kvproxy.cluster.routing.load import EndpointLoad
+from kvproxy.cluster.routing.policy import Overlap, OverlapFacts
+from kvproxy.cluster.routing.speeds import SpeedModel
+from kvproxy.cluster.routing.waiting_lines import EPOCH_S, LEVEL_S
+from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, EnginePriorityMode
+from kvproxy.features.priority.engine_priority import ClusterPriority, EndpointPriority, PriorityState
+from kvproxy.features.priority.priority_trial import ENOUGH, WINDOW_S, PriorityPayoff
 from tests.cluster.conftest import MakeCluster
 from tests.support.clock import FakeClock
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvproxy.cluster.engine import Health
-from kvproxy.config.cluster_schema import HealthCheckSettings
+from kvproxy.cluster.settings import HealthCheckSettings
 
 
 def health(**settings: Any) -> Health:

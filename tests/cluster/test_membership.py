@@ -6,11 +6,11 @@ import logging
 
 import pytest
 
+from kvproxy.base.types import EndpointId
 from kvproxy.cluster.endpoint import Condition
 from kvproxy.cluster.pick import AttemptOutcome
-from kvproxy.config.cluster_schema import EndpointSettings
-from kvproxy.routing.policy import OverlapFacts
-from kvproxy.types import EndpointId
+from kvproxy.cluster.routing.policy import OverlapFacts
+from kvproxy.cluster.settings import EndpointSettings
 from tests.cluster.conftest import MakeCluster, configs
 
 A, B = EndpointId("a"), EndpointId("b")

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from kvproxy.base.types import EndpointId
 from kvproxy.cluster.pick import AttemptOutcome
-from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
-from kvproxy.routing.kv_aware import KvAware
-from kvproxy.routing.policy import Overlap, OverlapFacts, Policy
-from kvproxy.routing.simple import LeastTtft
-from kvproxy.routing.work import features_of
-from kvproxy.types import EndpointId
+from kvproxy.cluster.routing.kv_aware import KvAware
+from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, Policy
+from kvproxy.cluster.routing.simple import LeastTtft
+from kvproxy.cluster.routing.work import features_of
+from kvproxy.cluster.settings import ClusterSettings, PolicyName
 from tests.cluster.conftest import Bench, MakeCluster, configs
 
 A, B = EndpointId("a"), EndpointId("b")

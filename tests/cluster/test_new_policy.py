@@ -7,14 +7,14 @@ from random import Random
 
 import pytest
 
-from kvproxy.admin.clusters import describe_routing
-from kvproxy.config.cluster_schema import PolicyName
-from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.filters.kvcache import prefers
-from kvproxy.replay.compare import PolicySpec
-from kvproxy.routing import registry
-from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
-from kvproxy.routing.speeds import SpeedModel
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cluster.routing import registry
+from kvproxy.cluster.routing.policy import Candidate, Choice, PickRequest, Policy
+from kvproxy.cluster.routing.speeds import SpeedModel
+from kvproxy.cluster.settings import PolicyName
+from kvproxy.lab.replay.compare import PolicySpec
+from kvproxy.operate.admin.clusters import describe_routing
+from kvproxy.proxy.filters.kvcache import prefers
 from tests.cluster.conftest import MakeCluster
 
 

@@ -8,20 +8,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvproxy.base.resilience.breaker import BreakerState
+from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
-from kvproxy.config.cluster_schema import (
+from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, PickRequest
+from kvproxy.cluster.settings import (
     BreakerSettings,
     ClusterSettings,
     EndpointSettings,
     HealthCheckSettings,
     PolicyName,
 )
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.resilience.breaker import BreakerState
-from kvproxy.routing.policy import Overlap, OverlapFacts, PickRequest
-from kvproxy.types import EndpointId, Tier
+from kvproxy.operate.metrics.catalog import Metrics
 from tests.support.clock import FakeClock
 
 IDS = ("a", "b", "c", "d")

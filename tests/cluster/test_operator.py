@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvproxy.base.types import EndpointId
 from kvproxy.cluster.membership import MAX_ADDED, Membership
-from kvproxy.config.cluster_schema import EndpointSettings
-from kvproxy.types import EndpointId
+from kvproxy.cluster.settings import EndpointSettings
 from tests.cluster.conftest import MakeCluster, configs
 
 A, B, Z = EndpointId("a"), EndpointId("b"), EndpointId("z")

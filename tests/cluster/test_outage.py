@@ -6,11 +6,11 @@ import logging
 
 import pytest
 
+from kvproxy.base.types import EndpointId
 from kvproxy.cluster.endpoint import Condition
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.prober import ProbeOutcome
-from kvproxy.config.cluster_schema import HealthCheckSettings
-from kvproxy.types import EndpointId
+from kvproxy.cluster.settings import HealthCheckSettings
 from tests.cluster.conftest import Bench, MakeCluster, configs
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cluster.endpoint import Condition
 from kvproxy.cluster.pick import AttemptOutcome
+from kvproxy.cluster.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy
+from kvproxy.cluster.routing.work import Features
 from kvproxy.cluster.screening import Refusal
-from kvproxy.config.cluster_schema import ClusterSettings
-from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy
-from kvproxy.routing.work import Features
-from kvproxy.types import EndpointId, Tier
+from kvproxy.cluster.settings import ClusterSettings
 from tests.cluster.conftest import MakeCluster, configs
 
 A, B, C = EndpointId("a"), EndpointId("b"), EndpointId("c")

@@ -11,14 +11,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from kvproxy.background_task import TaskSet
+from kvproxy.base.background_task import TaskSet
+from kvproxy.base.errors import ConnectError, FirstByteTimeout, NoDescriptors
+from kvproxy.base.types import EndpointId
+from kvproxy.base.upstream.pool import UpstreamPool
 from kvproxy.cluster.endpoint import Condition
 from kvproxy.cluster.engine import Engine as ClusterEngine
 from kvproxy.cluster.prober import FIRST_PROBES_S, MAX_CONCURRENT, HttpProbe, ProbeOutcome, Prober
-from kvproxy.config.cluster_schema import EndpointSettings, HealthCheckSettings
-from kvproxy.errors import ConnectError, FirstByteTimeout, NoDescriptors
-from kvproxy.types import EndpointId
-from kvproxy.upstream.pool import UpstreamPool
+from kvproxy.cluster.settings import EndpointSettings, HealthCheckSettings
 from tests.cluster.conftest import MakeCluster, configs
 from tests.support.loopback import serve
 from tests.support.until import until

@@ -6,12 +6,12 @@ import logging
 
 import pytest
 
+from kvproxy.base.resilience.breaker import BreakerState
+from kvproxy.base.types import EndpointId
 from kvproxy.cluster.endpoint import Condition
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.prober import ProbeOutcome
-from kvproxy.config.cluster_schema import DataParallelSettings, EndpointSettings
-from kvproxy.resilience.breaker import BreakerState
-from kvproxy.types import EndpointId
+from kvproxy.cluster.settings import DataParallelSettings, EndpointSettings
 from tests.cluster.conftest import Bench, MakeCluster, configs
 
 A, A0, A1, B = (EndpointId(name) for name in ("a", "a@0", "a@1", "b"))

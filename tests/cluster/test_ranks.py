@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvproxy.cluster.ranks import DOUBTS, MAX_RANKS, RankRefusal, Ranks
-from kvproxy.config.cluster_schema import DataParallelSettings
+from kvproxy.cluster.settings import DataParallelSettings
 
 AUTO, OFF = DataParallelSettings(), DataParallelSettings(steer=False)
 

@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
+from kvproxy.base.types import EndpointId
 from kvproxy.cluster.discovery import Source
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.membership import CONFIGURED_BY
 from kvproxy.cluster.pick import AttemptOutcome
-from kvproxy.config.cluster_schema import (
+from kvproxy.cluster.routing.kv_aware import KvAware
+from kvproxy.cluster.routing.policy import OverlapFacts
+from kvproxy.cluster.routing.work import features_of
+from kvproxy.cluster.settings import (
     BreakerSettings,
     ClusterSettings,
     EndpointSettings,
     HealthCheckSettings,
     PolicyName,
 )
-from kvproxy.routing.kv_aware import KvAware
-from kvproxy.routing.policy import OverlapFacts
-from kvproxy.routing.published import Dynamo
-from kvproxy.routing.work import features_of
-from kvproxy.types import EndpointId
+from kvproxy.lab.published import Dynamo
 from tests.cluster.conftest import Bench, MakeCluster, configs
 from tests.support.until import until
 

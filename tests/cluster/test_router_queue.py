@@ -10,23 +10,23 @@ from typing import Any
 
 import pytest
 
+from kvproxy.base.errors import QueueFull
+from kvproxy.base.types import EndpointId
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.router_queue import RouterQueue
+from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, PickRequest
+from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.screening import Refusal
-from kvproxy.config.cluster_schema import (
+from kvproxy.cluster.settings import (
     ClusterSettings,
     EndpointSettings,
     HealthCheckSettings,
     PolicyName,
     RouterQueueSettings,
 )
-from kvproxy.errors import QueueFull
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.routing.policy import Overlap, OverlapFacts, PickRequest
-from kvproxy.routing.selector import Decision
-from kvproxy.types import EndpointId
+from kvproxy.operate.metrics.catalog import Metrics
 from tests.support.clock import FakeClock
 from tests.support.until import until
 

@@ -9,9 +9,9 @@ import pytest
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import Routes
-from kvproxy.config.cluster_schema import ClusterSettings
-from kvproxy.config.schema import Config, RouteSettings
-from kvproxy.metrics.catalog import Metrics
+from kvproxy.cluster.settings import ClusterSettings
+from kvproxy.operate.config.schema import Config, RouteSettings
+from kvproxy.operate.metrics.catalog import Metrics
 from tests.cluster.conftest import configs
 from tests.support.clock import FakeClock
 

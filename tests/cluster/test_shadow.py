@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvproxy.cluster import shadow
+from kvproxy.base.types import EndpointId
 from kvproxy.cluster.pick import AttemptOutcome
-from kvproxy.cluster.shadow import MAX_ERRORS, Shadow
-from kvproxy.routing.load import EndpointLoad
-from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy
-from kvproxy.routing.work import IDLE, Features
-from kvproxy.types import EndpointId
+from kvproxy.cluster.routing.load import EndpointLoad
+from kvproxy.cluster.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy
+from kvproxy.cluster.routing.work import IDLE, Features
+from kvproxy.features import shadow
+from kvproxy.features.shadow import MAX_ERRORS, Shadow
 from tests.cluster.conftest import Bench, MakeCluster
 from tests.support.clock import FakeClock
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvproxy.commands.operate import TOKEN_VARIABLE, AdminAddress, AdminRefused, ask_admin
-from kvproxy.errors import ConfigError
+from kvproxy.base.errors import ConfigError
+from kvproxy.operate.commands.operate import TOKEN_VARIABLE, AdminAddress, AdminRefused, ask_admin
 
 URL = "http://127.0.0.1:8889"
 

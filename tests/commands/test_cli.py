@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvproxy import __version__
+from kvproxy.base.errors import Problem
 from kvproxy.cli import main
-from kvproxy.commands.configuration import format_problem
-from kvproxy.errors import Problem
+from kvproxy.operate.commands.configuration import format_problem
 
 GOOD = "endpoints:\n  a: http://127.0.0.1:8000\n"
 BAD = """

@@ -13,9 +13,9 @@ import openai
 import pytest
 
 from kvproxy.cli import main as run_cli
-from kvproxy.commands.demo import TrafficProgress, print_table, run
-from kvproxy.commands.demo_places import DemoOptions
-from kvproxy.commands.demo_traffic import DemoReply
+from kvproxy.lab.demo.demo import TrafficProgress, print_table, run
+from kvproxy.lab.demo.demo_places import DemoOptions
+from kvproxy.lab.demo.demo_traffic import DemoReply
 from tests.support.until import until_says
 
 

@@ -13,9 +13,11 @@ from itertools import pairwise
 
 import pytest
 
-from kvproxy.commands import garbage
-from kvproxy.commands.configuration import ConfigSource
-from kvproxy.commands.garbage import (
+from kvproxy.cache.indexes.precise import PreciseIndex
+from kvproxy.cache.indexes.runs import Run
+from kvproxy.operate.commands import garbage
+from kvproxy.operate.commands.configuration import ConfigSource
+from kvproxy.operate.commands.garbage import (
     AT_LATEST_S,
     EVERY_S,
     LOOK_S,
@@ -25,9 +27,7 @@ from kvproxy.commands.garbage import (
     YOUNG_ROUNDS,
     GarbageCollections,
 )
-from kvproxy.commands.serve import serve_until_signal
-from kvproxy.prefix.precise.index import PreciseIndex
-from kvproxy.prefix.precise.runs import Run
+from kvproxy.operate.commands.serve import serve_until_signal
 from tests.prefix.support import A, stored
 
 CHAINS = 2000
@@ -213,7 +213,7 @@ if __name__ == "__main__":
 
 LARGE_BODIES = """
 import ctypes, sys
-from kvproxy.commands.garbage import return_large_memory
+from kvproxy.operate.commands.garbage import return_large_memory
 
 class Heap(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in (

@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from kvproxy.cli import _parser, main
-from kvproxy.commands.help_text import EXAMPLES, GROUPS, USUAL
+from kvproxy.operate.commands.help_text import EXAMPLES, GROUPS, USUAL
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:

@@ -9,13 +9,21 @@ import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from kvproxy.commands.init import InitOptions, SeenEngine, SeenLmCache, list_flags, look_at_all, run, write_config
-from kvproxy.config.cluster_schema import PriorityOrder
-from kvproxy.config.load import load_config
-from kvproxy.errors import ConfigError
-from kvproxy.simulator.fleet import Fleet, FleetSettings
-from kvproxy.simulator.kv_event_publisher import PublisherSettings
-from kvproxy.simulator.sglang.settings import EventSettings, SglangSettings
+from kvproxy.base.errors import ConfigError
+from kvproxy.cluster.settings import PriorityOrder
+from kvproxy.lab.simulator.fleet import Fleet, FleetSettings
+from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.lab.simulator.sglang_settings import EventSettings, SglangSettings
+from kvproxy.operate.commands.init import (
+    InitOptions,
+    SeenEngine,
+    SeenLmCache,
+    list_flags,
+    look_at_all,
+    run,
+    write_config,
+)
+from kvproxy.operate.config.load import load_config
 from tests.kvcache.fleet import simulated
 from tests.support.loopback import serve
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.commands import logging_setup
-from kvproxy.commands.logging_setup import LogOutput, log_to
-from kvproxy.config.schema import LogSettings
-from kvproxy.log_lines import log_fields
+from kvproxy.base.log_lines import log_fields
+from kvproxy.operate.commands import logging_setup
+from kvproxy.operate.commands.logging_setup import LogOutput, log_to
+from kvproxy.operate.config.schema import LogSettings
 
 
 def logged(settings: LogSettings, *records: tuple[str, int, str]) -> list[str]:
@@ -120,8 +120,8 @@ def test_a_log_reader_that_is_stuck_does_not_keep_the_process() -> None:
     """A full pipe that is not emptied: the block ends in time, and so does the interpreter after it."""
     script = """
 import logging, sys
-from kvproxy.commands.logging_setup import log_to
-from kvproxy.config.schema import LogSettings
+from kvproxy.operate.commands.logging_setup import log_to
+from kvproxy.operate.config.schema import LogSettings
 with log_to(LogSettings()):
     for number in range(3000):
         logging.getLogger("kvproxy").warning("x" * 100)

@@ -13,19 +13,19 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.admin.app import build_admin_app
-from kvproxy.admin.history import History
 from kvproxy.app import Proxy
 from kvproxy.cli import main
-from kvproxy.commands.configuration import ConfigSource
-from kvproxy.commands.explain import ExplainOptions
-from kvproxy.commands.explain import run as explain
-from kvproxy.commands.operate import AdminAddress, drain_endpoint
-from kvproxy.commands.operate import reload_configuration as reload_config
-from kvproxy.commands.reload import FileReloader
-from kvproxy.commands.status import render_page
-from kvproxy.listener.server import Server
-from kvproxy.receipts.receipt import Receipt, encode_receipt
+from kvproxy.operate.admin.app import build_admin_app
+from kvproxy.operate.admin.history import History
+from kvproxy.operate.commands.configuration import ConfigSource
+from kvproxy.operate.commands.explain import ExplainOptions
+from kvproxy.operate.commands.explain import run as explain
+from kvproxy.operate.commands.operate import AdminAddress, drain_endpoint
+from kvproxy.operate.commands.operate import reload_configuration as reload_config
+from kvproxy.operate.commands.reload import FileReloader
+from kvproxy.operate.commands.status import render_page
+from kvproxy.operate.receipts.receipt import Receipt, encode_receipt
+from kvproxy.proxy.listener.server import Server
 from tests.admin.support import admin_of
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve

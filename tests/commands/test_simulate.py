@@ -15,14 +15,14 @@ import httpx
 import pytest
 
 from kvproxy.app import Proxy
+from kvproxy.base.errors import ConfigError
 from kvproxy.cli import _parser
 from kvproxy.cli import main as run_cli
-from kvproxy.commands.configuration import ConfigSource
-from kvproxy.commands.simulate import move_addresses, start
-from kvproxy.commands.simulate_plan import plan_from_config, plan_from_options, read_fault
-from kvproxy.config.load import load_config
-from kvproxy.errors import ConfigError
-from kvproxy.listener.server import Server
+from kvproxy.lab.simulate import move_addresses, start
+from kvproxy.lab.simulate_plan import plan_from_config, plan_from_options, read_fault
+from kvproxy.operate.commands.configuration import ConfigSource
+from kvproxy.operate.config.load import load_config
+from kvproxy.proxy.listener.server import Server
 from tests.support.proxy import chat
 
 FILE = """

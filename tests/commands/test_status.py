@@ -10,14 +10,14 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.admin.app import build_admin_app
-from kvproxy.admin.history import History
 from kvproxy.app import Proxy
+from kvproxy.base.errors import ConfigError
+from kvproxy.base.types import EndpointId, InferenceRequest, Prompt, RequestKind
 from kvproxy.cli import main
-from kvproxy.commands.status import StatusOptions, describe_adapters, render_page, run
-from kvproxy.errors import ConfigError
-from kvproxy.request.exchange import Exchange, Outcome
-from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind
+from kvproxy.operate.admin.app import build_admin_app
+from kvproxy.operate.admin.history import History
+from kvproxy.operate.commands.status import StatusOptions, describe_adapters, render_page, run
+from kvproxy.proxy.request.exchange import Exchange, Outcome
 from tests.admin.support import admin_of, proxy_of
 
 URL = "http://127.0.0.1:8889"

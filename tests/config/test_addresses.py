@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.config.addresses import base_of_copied, same_origin, url_fault
+from kvproxy.base.settings.addresses import base_of_copied, same_origin, url_fault
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from kvproxy.config.cluster_schema import PolicyName
-from kvproxy.config.filter_schema import AccessLogSettings, RateLimitSettings, RouterSettings
-from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.config.load import check_config, load_config, load_endpoints
-from kvproxy.config.model import Model
-from kvproxy.config.schema import Config
-from kvproxy.errors import ConfigError
+from kvproxy.base.errors import ConfigError
+from kvproxy.base.settings.model import Model
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cluster.settings import PolicyName
+from kvproxy.operate.config.load import check_config, load_config, load_endpoints
+from kvproxy.operate.config.schema import Config
+from kvproxy.proxy.filter_settings import AccessLogSettings, RateLimitSettings, RouterSettings
 
 ROOT = Path(__file__).parents[2]
 URL = "http://127.0.0.1:8000"

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from pydantic import Field
 
-from kvproxy.config.load import check_config, load_config
-from kvproxy.config.model import Model
-from kvproxy.config.paths import is_inside, keys_of, spelling_hint, summarise_changes
-from kvproxy.config.schema import Config
+from kvproxy.base.settings.model import Model
+from kvproxy.base.settings.paths import is_inside, keys_of, spelling_hint, summarise_changes
+from kvproxy.operate.config.load import check_config, load_config
+from kvproxy.operate.config.schema import Config
 from tests.config.pixiu_files import PLACEHOLDERS
 from tests.config.test_problems import PLANTED
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from kvproxy.config.cluster_schema import EndpointSettings, PolicyName
-from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.config.load import check_config, load_config
-from kvproxy.config.schema import Config
-from kvproxy.errors import Problem
+from kvproxy.base.errors import Problem
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cluster.settings import EndpointSettings, PolicyName
+from kvproxy.operate.config.load import check_config, load_config
+from kvproxy.operate.config.schema import Config
 from tests.config.pixiu_files import DOCUMENTATION, ENVIRONMENT, PLACEHOLDERS, ROOT, manager_of, sample, small
 
 FILTERS = "static_resources.listeners[0].filter_chains.filters[0].config.http_filters"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.config.cluster_schema import ClusterSettings
-from kvproxy.config.decode import decode_model
-from kvproxy.config.load import check_config, load_config
-from kvproxy.config.paths import dotted_path
-from kvproxy.errors import ConfigError
+from kvproxy.base.errors import ConfigError
+from kvproxy.base.settings.decode import decode_model
+from kvproxy.base.settings.paths import dotted_path
+from kvproxy.cluster.settings import ClusterSettings
+from kvproxy.operate.config.load import check_config, load_config
 
 PLANTED = """
 listen: 127.0.0.1:99999

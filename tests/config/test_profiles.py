@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvproxy.config.load import check_config, load_config
-from kvproxy.config.profiles import PROFILES
-from kvproxy.config.schema import Config, Profile
+from kvproxy.features.profiles import PROFILES
+from kvproxy.operate.config.load import check_config, load_config
+from kvproxy.operate.config.schema import Config, Profile
 from tests.docs.blocks import ROOT
 
 ENDPOINTS = {"endpoints": ["http://127.0.0.1:8000"]}

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvproxy.config.load import check_config
+from kvproxy.operate.config.load import check_config
 from tests.config.pixiu_files import DOCUMENTATION, sample
 from tests.config.test_problems import PLANTED
 

@@ -9,12 +9,12 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from kvproxy.config.filter_schema import FILTER_SETTINGS
-from kvproxy.config.load import check_config
-from kvproxy.config.model import Model
-from kvproxy.config.paths import bare_type
-from kvproxy.config.reference import file_schema, render_reference
-from kvproxy.config.schema import Config
+from kvproxy.base.settings.model import Model
+from kvproxy.base.settings.paths import bare_type
+from kvproxy.operate.config.load import check_config
+from kvproxy.operate.config.reference import file_schema, render_reference
+from kvproxy.operate.config.schema import Config
+from kvproxy.proxy.filter_settings import FILTER_SETTINGS
 
 ROOT = Path(__file__).parents[2]
 E = ["http://127.0.0.1:8000"]
@@ -74,7 +74,7 @@ def test_the_file_at_the_top_is_valid() -> None:
 
 
 def test_the_reference_page_is_current() -> None:
-    """docs/configuration.md is what the schema generates: python -m kvproxy.config.reference."""
+    """docs/configuration.md is what the schema generates: python -m kvproxy.operate.config.reference."""
     assert (ROOT / "docs" / "configuration.md").read_text() == render_reference()
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvproxy.config.model import Model, Secret, parse_duration_s, parse_size_bytes
+from kvproxy.base.settings.model import Model, Secret, parse_duration_s, parse_size_bytes
 
 
 class _Holder(Model):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.config.load import check_config
-from kvproxy.config.paths import dotted_path
-from kvproxy.config.schema import Config
-from kvproxy.config.verify import find_faults
+from kvproxy.base.settings.paths import dotted_path
+from kvproxy.operate.config.load import check_config
+from kvproxy.operate.config.schema import Config
+from kvproxy.operate.config.verify import find_faults
 
 KUBERNETES = "discovery: {kubernetes: "
 E = "endpoints: ['http://127.0.0.1:8000']\n"

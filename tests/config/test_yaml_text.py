@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvproxy.config.paths import dotted_path
-from kvproxy.config.yaml_text import Substituted, parse_yaml, retype_scalars, substitute_variables
+from kvproxy.base.settings.paths import dotted_path
+from kvproxy.base.settings.yaml_text import Substituted, parse_yaml, retype_scalars, substitute_variables
 
 
 @pytest.mark.parametrize(

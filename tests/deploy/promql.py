@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvproxy.metrics.reference import describe_metrics
+from kvproxy.operate.metrics.reference import describe_metrics
 
 #: Labels that Prometheus adds to everything it scrapes.
 SCRAPED = frozenset({"job", "instance"})

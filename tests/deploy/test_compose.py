@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kvproxy.config.load import load_config
-from kvproxy.config.schema import Config
+from kvproxy.operate.config.load import load_config
+from kvproxy.operate.config.schema import Config
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from kvproxy import __version__
-from kvproxy.config.load import load_config
+from kvproxy.operate.config.load import load_config
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART = DEPLOY / "helm" / "kvproxy"

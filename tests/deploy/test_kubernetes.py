@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kvproxy.config.load import load_config
-from kvproxy.config.schema import Config
+from kvproxy.operate.config.load import load_config
+from kvproxy.operate.config.schema import Config
 from tests.deploy.test_dockerfile import all_of, command
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"

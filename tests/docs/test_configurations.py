@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvproxy.config.load import load_config
+from kvproxy.operate.config.load import load_config
 from tests.docs.blocks import ROOT, Block, blocks
 
 #: Of another program: what tests/deploy looks at.

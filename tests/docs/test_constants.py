@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.config.cluster_schema import KvAwareSettings
+from kvproxy.cluster.settings import KvAwareSettings
 from tests.docs.blocks import ROOT
 
 MODULES = (
@@ -45,7 +45,7 @@ def rows() -> dict[str, str]:
 
 
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"kvproxy.{'prefix.approximate' if name == 'heat' else 'routing'}.{name}")
+    return importlib.import_module(f"kvproxy.{'cache.indexes' if name == 'heat' else 'cluster.routing'}.{name}")
 
 
 def _numbers_of(name: str) -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,7 @@ PAGES = [
     *(page for page in [ROOT / "docs" / "glossary.md"] if page.exists()),
     *sorted(PACKAGE.rglob("README.md")),
 ]
-#: `forward/relay.py`, or `forward/relay.py:Relay.run` for something in it.
+#: `proxy/forward/relay.py`, or `proxy/forward/relay.py:Relay.run` for something in it.
 _NAMED = re.compile(r"`([\w./-]+\.py)(?::([\w.]+))?`")
 
 

@@ -14,39 +14,39 @@ import pytest
 import yaml
 from starlette.types import Send
 
-from kvproxy.advise.advice import Advice, Confidence, Fit, Gain, NotGiven, Ratio, Setting, why_not_given
-from kvproxy.advise.adviser import PoolAdvice
-from kvproxy.advise.engines import EngineSettingsSeen
-from kvproxy.advise.known import Known, advise_from_facts, spell_advice
-from kvproxy.advise.report import print_text
-from kvproxy.advise.today import Today
-from kvproxy.advise.traffic import RecordedRequest, Traffic
+from kvproxy.base.log_lines import log_fields
+from kvproxy.base.settings.paths import summarise_changes
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.clients.engine_metrics import EngineKind
+from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cli import _parser
-from kvproxy.clients.engine_metrics import EngineKind
-from kvproxy.commands.configuration import format_problem
-from kvproxy.commands.logging_setup import log_to
-from kvproxy.commands.status import describe_adapters, describe_steps
-from kvproxy.config.cluster_schema import PolicyName
-from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.config.load import check_config, load_config
-from kvproxy.config.paths import summarise_changes
-from kvproxy.config.schema import LogSettings
-from kvproxy.doctor.report import DoctorReport, Finding, Severity, SkippedCheck, print_table
-from kvproxy.doctor.traffic import Row, traffic_report
-from kvproxy.filters.access_log import as_text, fields
-from kvproxy.log_lines import log_fields
-from kvproxy.planner.command import run as plan
-from kvproxy.prefix.hygiene.causes import Cause
-from kvproxy.receipts.explain import explain_receipt
-from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate
-from kvproxy.replay.compare import PolicySpec
-from kvproxy.replay.reports import LiveReport
-from kvproxy.replay.results import Summary
-from kvproxy.replay.settings import IndexMode, ReplayFleet
-from kvproxy.replay.trace import Half
-from kvproxy.request.exchange import Exchange
-from kvproxy.routing.policy import FactSource, Overlap
-from kvproxy.types import EndpointId
+from kvproxy.cluster.routing.policy import FactSource, Overlap
+from kvproxy.cluster.settings import PolicyName
+from kvproxy.features.hygiene.causes import Cause
+from kvproxy.features.hygiene.traffic import Row, traffic_report
+from kvproxy.lab.advise.advice import Advice, Confidence, Fit, Gain, NotGiven, Ratio, Setting, why_not_given
+from kvproxy.lab.advise.adviser import PoolAdvice
+from kvproxy.lab.advise.engines import EngineSettingsSeen
+from kvproxy.lab.advise.known import Known, advise_from_facts, spell_advice
+from kvproxy.lab.advise.report import print_text
+from kvproxy.lab.advise.today import Today
+from kvproxy.lab.advise.traffic import RecordedRequest, Traffic
+from kvproxy.lab.planner.command import run as plan
+from kvproxy.lab.replay.compare import PolicySpec
+from kvproxy.lab.replay.reports import LiveReport
+from kvproxy.lab.replay.results import Summary
+from kvproxy.lab.replay.settings import IndexMode, ReplayFleet
+from kvproxy.lab.replay.trace import Half
+from kvproxy.operate.commands.configuration import format_problem
+from kvproxy.operate.commands.logging_setup import log_to
+from kvproxy.operate.commands.status import describe_adapters, describe_steps
+from kvproxy.operate.config.load import check_config, load_config
+from kvproxy.operate.config.schema import LogSettings
+from kvproxy.operate.doctor.report import DoctorReport, Finding, Severity, SkippedCheck, print_table
+from kvproxy.operate.receipts.explain import explain_receipt
+from kvproxy.operate.receipts.receipt import Attempt, Receipt, ReceiptCandidate
+from kvproxy.proxy.filters.access_log import as_text, fields
+from kvproxy.proxy.request.exchange import Exchange
 from tests.docs.blocks import ROOT, block, blocks
 from tests.support.fake_engine import Call, FakeEngine, reply
 from tests.support.loopback import serve

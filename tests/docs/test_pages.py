@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.config.cluster_schema import PolicyName
+from kvproxy.cluster.settings import PolicyName
 from tests.docs.blocks import PAGES, ROOT
 
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from benchmarks.routing_ratios import ratio
-from kvproxy.config.profiles import PROFILES, Profile
+from kvproxy.features.profiles import PROFILES, Profile
 from tests.docs.blocks import ROOT
 
 _ROW = re.compile(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", re.MULTILINE)

@@ -15,9 +15,9 @@ from pathlib import Path
 import httpx
 
 from kvproxy.app import Proxy
-from kvproxy.commands.configuration import ConfigSource
-from kvproxy.commands.reload import FileReloader
-from kvproxy.listener.server import Server
+from kvproxy.operate.commands.configuration import ConfigSource
+from kvproxy.operate.commands.reload import FileReloader
+from kvproxy.proxy.listener.server import Server
 from tests.docs.blocks import ROOT, block
 from tests.kvcache.fleet import simulated
 

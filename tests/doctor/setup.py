@@ -8,18 +8,18 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvproxy.config.load import check_config
-from kvproxy.config.schema import Config
-from kvproxy.doctor.report import DoctorReport, Finding
-from kvproxy.doctor.tools import Tools, VisitTimeouts
-from kvproxy.doctor.visit import diagnose_setup
-from kvproxy.simulator.engine_io import EngineSettings
-from kvproxy.simulator.fleet import EngineKindSettings, Fleet, FleetSettings
-from kvproxy.simulator.kv_event_publisher import PublisherSettings
-from kvproxy.simulator.lmcache_controller import ControllerSettings
-from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
-from kvproxy.simulator.timing import EngineTiming
-from kvproxy.simulator.vllm_settings import VllmSettings
+from kvproxy.lab.simulator.engine_io import EngineSettings
+from kvproxy.lab.simulator.fleet import EngineKindSettings, Fleet, FleetSettings
+from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.lab.simulator.lmcache_controller import ControllerSettings
+from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
+from kvproxy.lab.simulator.timing import EngineTiming
+from kvproxy.lab.simulator.vllm_settings import VllmSettings
+from kvproxy.operate.config.load import check_config
+from kvproxy.operate.config.schema import Config
+from kvproxy.operate.doctor.report import DoctorReport, Finding
+from kvproxy.operate.doctor.tools import Tools, VisitTimeouts
+from kvproxy.operate.doctor.visit import diagnose_setup
 from tests.support.loopback import serve
 
 FAST = EngineSettings(512, 16, token_outputs=True, timing=EngineTiming(time_scale=0.001))

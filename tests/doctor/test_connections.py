@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.config.listener_schema import ListenerTls
-from kvproxy.doctor.checks.reachability import ConnectionCheck
-from kvproxy.doctor.report import Finding, Severity
-from kvproxy.doctor.tools import explain_failure, try_connect, utc_seconds
-from kvproxy.simulator.http_call import JsonApp
-from kvproxy.upstream.origin import Origin
+from kvproxy.base.upstream.origin import Origin
+from kvproxy.lab.simulator.http_call import JsonApp
+from kvproxy.operate.doctor.check_reachability import ConnectionCheck
+from kvproxy.operate.doctor.report import Finding, Severity
+from kvproxy.operate.doctor.tools import explain_failure, try_connect, utc_seconds
+from kvproxy.proxy.listener_settings import ListenerTls
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.loopback import serve
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from kvproxy.doctor.report import DoctorReport, Severity
-from kvproxy.doctor.tools import VisitTimeouts
-from kvproxy.simulator.http_call import JsonApp, Request, detail_error
-from kvproxy.simulator.lmcache_chunks import WorkerSettings
-from kvproxy.simulator.lmcache_controller import ControllerSettings
-from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
+from kvproxy.lab.simulator.http_call import JsonApp, Request, detail_error
+from kvproxy.lab.simulator.lmcache_chunks import WorkerSettings
+from kvproxy.lab.simulator.lmcache_controller import ControllerSettings
+from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
+from kvproxy.operate.doctor.report import DoctorReport, Severity
+from kvproxy.operate.doctor.tools import VisitTimeouts
 from tests.doctor.setup import ENGINE, Cluster, cluster, only, visit
 from tests.doctor.test_engines import Front
 from tests.support.loopback import serve

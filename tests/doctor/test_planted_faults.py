@@ -10,11 +10,11 @@ from pathlib import Path
 
 import httpx
 
-from kvproxy.config.listener_schema import ListenerTls
-from kvproxy.doctor.report import Severity, print_table
-from kvproxy.simulator.lmcache_chunks import WorkerSettings
-from kvproxy.simulator.lmcache_controller import ControllerSettings
-from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
+from kvproxy.lab.simulator.lmcache_chunks import WorkerSettings
+from kvproxy.lab.simulator.lmcache_controller import ControllerSettings
+from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
+from kvproxy.operate.doctor.report import Severity, print_table
+from kvproxy.proxy.listener_settings import ListenerTls
 from tests.doctor.setup import ENGINE, FAST, SHORT, cluster, only, visit
 from tests.doctor.test_engines import Front
 from tests.support.certificates import make_certificate

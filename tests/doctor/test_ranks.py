@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvproxy.doctor.checks.engine_setup import judge_ranks
-from kvproxy.doctor.report import DoctorReport, Finding, Severity
-from kvproxy.doctor.trial import RankAnswers
-from kvproxy.simulator.vllm_ranks import FrontEnd, RankedSettings
+from kvproxy.lab.simulator.vllm_ranks import FrontEnd, RankedSettings
+from kvproxy.operate.doctor.check_engine_setup import judge_ranks
+from kvproxy.operate.doctor.report import DoctorReport, Finding, Severity
+from kvproxy.operate.doctor.trial import RankAnswers
 from tests.doctor.setup import ENGINE, cluster, only, visit
 
 CHECK = "data-parallel ranks"

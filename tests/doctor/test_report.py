@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 
-from kvproxy.doctor.report import (
+from kvproxy.operate.doctor.report import (
     DoctorReport,
     SkippedCheck,
     ok,

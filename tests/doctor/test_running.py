@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvproxy.doctor.report import Finding, Severity, ok
-from kvproxy.doctor.tools import SharedAnswers
-from kvproxy.doctor.visit import run_checks
-from kvproxy.errors import ClientUnavailable
+from kvproxy.base.errors import ClientUnavailable
+from kvproxy.operate.doctor.report import Finding, Severity, ok
+from kvproxy.operate.doctor.tools import SharedAnswers
+from kvproxy.operate.doctor.visit import run_checks
 
 
 @dataclass

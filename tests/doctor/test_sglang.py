@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvproxy.doctor.report import DoctorReport, Severity
-from kvproxy.simulator.fleet import Fleet, FleetSettings
-from kvproxy.simulator.sglang.settings import EventForm, EventSettings, SglangSettings
+from kvproxy.lab.simulator.fleet import Fleet, FleetSettings
+from kvproxy.lab.simulator.sglang_settings import EventForm, EventSettings, SglangSettings
+from kvproxy.operate.doctor.report import DoctorReport, Severity
 from tests.doctor.setup import FAST, only, visit
 from tests.doctor.test_engines import Front
 from tests.support.loopback import serve

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.doctor.checks.configuration import PublicCheck
-from kvproxy.doctor.deployment import find_kvcache_settings, survey_deployment
-from kvproxy.doctor.report import Severity
-from kvproxy.doctor.tools import Tools
-from kvproxy.doctor.visit import diagnose_setup
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.operate.doctor.check_configuration import PublicCheck
+from kvproxy.operate.doctor.deployment import find_kvcache_settings, survey_deployment
+from kvproxy.operate.doctor.report import Severity
+from kvproxy.operate.doctor.tools import Tools
+from kvproxy.operate.doctor.visit import diagnose_setup
 from tests.doctor.setup import ENGINE, cluster, only, parsed, visit
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.loopback import serve

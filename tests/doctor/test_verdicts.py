@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.clients.engine_metrics import CacheConfig, EngineMetrics
-from kvproxy.clients.kv_events.events import BlockStored
-from kvproxy.clients.kv_events.source import KvEventSource
-from kvproxy.clients.tokens import token_array
-from kvproxy.config.kvcache_actions_schema import CacheStrategySettings
-from kvproxy.doctor.checks.configuration import convert_problems
-from kvproxy.doctor.checks.kv_events import judge_events
-from kvproxy.doctor.checks.lmcache import judge_strategies
-from kvproxy.doctor.checks.lookup import judge_chunk_size, judge_lookup_times
-from kvproxy.doctor.checks.models import may_be_one
-from kvproxy.doctor.checks.trial import judge_caching, judge_tokenize
-from kvproxy.doctor.engine import Counters, PromptLengths, parse_counters, parse_prompt_lengths
-from kvproxy.doctor.listening import StreamObservation
-from kvproxy.doctor.report import Severity
-from kvproxy.doctor.trial import Trial, TrialPlan, TrialReply, count_words
-from kvproxy.errors import ClientError, ClientTimeout, NotSupported, Problem
+from kvproxy.base.errors import ClientError, ClientTimeout, NotSupported, Problem
+from kvproxy.cache.action_settings import CacheStrategySettings
+from kvproxy.cache.clients.engine_metrics import CacheConfig, EngineMetrics
+from kvproxy.cache.clients.tokens import token_array
+from kvproxy.cache.kv_events.events import BlockStored
+from kvproxy.cache.kv_events.source import KvEventSource
+from kvproxy.operate.doctor.check_configuration import convert_problems
+from kvproxy.operate.doctor.check_kv_events import judge_events
+from kvproxy.operate.doctor.check_lmcache import judge_strategies
+from kvproxy.operate.doctor.check_lookup import judge_chunk_size, judge_lookup_times
+from kvproxy.operate.doctor.check_models import may_be_one
+from kvproxy.operate.doctor.check_trial import judge_caching, judge_tokenize
+from kvproxy.operate.doctor.engine import Counters, PromptLengths, parse_counters, parse_prompt_lengths
+from kvproxy.operate.doctor.listening import StreamObservation
+from kvproxy.operate.doctor.report import Severity
+from kvproxy.operate.doctor.trial import Trial, TrialPlan, TrialReply, count_words
 
 SOURCE = KvEventSource(0, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvproxy.config.filter_schema import AccessLogSettings
-from kvproxy.config.schema import LogSettings
-from kvproxy.filters.access_log import LOGGER, AccessLogFilter, build, fields, printable
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.request.exchange import Exchange
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.operate.config.schema import LogSettings
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.filter_settings import AccessLogSettings
+from kvproxy.proxy.filters.access_log import LOGGER, AccessLogFilter, build, fields, printable
+from kvproxy.proxy.request.exchange import Exchange
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.clock import FakeClock
 from tests.support.filter_context import NOON, filter_context

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.config.filter_schema import ApiKey
-from kvproxy.errors import ConfigError
-from kvproxy.filters.auth import KeyRing, Owner, load_keys
+from kvproxy.base.errors import ConfigError
+from kvproxy.proxy.filter_settings import ApiKey
+from kvproxy.proxy.filters.auth import KeyRing, Owner, load_keys
 
 
 def key(name: str, value: str) -> ApiKey:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp
 
-from kvproxy.config.filter_schema import AuthSettings
-from kvproxy.errors import ConfigError
-from kvproxy.filters.auth import build
-from kvproxy.filters.chain import FilterContext
+from kvproxy.base.errors import ConfigError
+from kvproxy.proxy.filter_settings import AuthSettings
+from kvproxy.proxy.filters.auth import build
+from kvproxy.proxy.filters.chain import FilterContext
 from tests.support.asgi import Inner, Pairs, Reply, call, http_scope
 from tests.support.filter_context import counted, filter_context
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.config.filter_schema import CorsSettings
-from kvproxy.errors import ConfigError
-from kvproxy.filters.cors import build
+from kvproxy.base.errors import ConfigError
+from kvproxy.proxy.filter_settings import CorsSettings
+from kvproxy.proxy.filters.cors import build
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.filter_context import filter_context
 

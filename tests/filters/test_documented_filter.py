@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.config.load import load_config
-from kvproxy.config.schema import FilterSpec
-from kvproxy.filters.chain import build_chain
-from kvproxy.filters.registry import FILTERS, discover
+from kvproxy.operate.config.load import load_config
+from kvproxy.operate.config.schema import FilterSpec
+from kvproxy.proxy.filters.chain import build_chain
+from kvproxy.proxy.filters.registry import FILTERS, discover
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.filter_context import counted, filter_context
 

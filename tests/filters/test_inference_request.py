@@ -12,15 +12,15 @@ import msgspec
 import pytest
 from starlette.types import ASGIApp, Message
 
-from kvproxy.config.filter_schema import InferenceRequestSettings
-from kvproxy.config.schema import LimitSettings
-from kvproxy.filters.chain import FilterContext
-from kvproxy.filters.inference_request import KIND_OF_PATH, build
-from kvproxy.forward.body_guard import is_guarded
-from kvproxy.json_scan import MAX_DECODED_BYTES
-from kvproxy.request.body import BodyReader, BodyTooSlow, HeldBodies
-from kvproxy.request.parse import MAX_PARTS
-from kvproxy.types import RequestKind
+from kvproxy.base.json_scan import MAX_DECODED_BYTES
+from kvproxy.base.types import RequestKind
+from kvproxy.operate.config.schema import LimitSettings
+from kvproxy.proxy.filter_settings import InferenceRequestSettings
+from kvproxy.proxy.filters.chain import FilterContext
+from kvproxy.proxy.filters.inference_request import KIND_OF_PATH, build
+from kvproxy.proxy.forward.body_guard import is_guarded
+from kvproxy.proxy.request.body import BodyReader, BodyTooSlow, HeldBodies
+from kvproxy.proxy.request.parse import MAX_PARTS
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.filter_context import counted, filter_context
 from tests.support.loop_time import skipping_time

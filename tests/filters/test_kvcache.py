@@ -12,18 +12,18 @@ from typing import Any
 import httpx
 import pytest
 
+from kvproxy.base.types import EndpointId, InferenceRequest, Prompt, RequestKind
+from kvproxy.cache.overlap.facts import RequestFacts
+from kvproxy.cache.service import KvCache
+from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.routes import Routes
-from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
-from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.config.schema import Config
-from kvproxy.filters.chain import FilterContext
-from kvproxy.filters.kvcache import STATE_KEY, KvCacheFilter, build, needs_facts, prefers
-from kvproxy.kvcache.overlap.facts import RequestFacts
-from kvproxy.kvcache.service import KvCache
-from kvproxy.request.exchange import Exchange
-from kvproxy.routing.policy import Overlap, OverlapFacts
-from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
-from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind
+from kvproxy.cluster.routing.policy import Overlap, OverlapFacts
+from kvproxy.cluster.settings import ClusterSettings, PolicyName
+from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
+from kvproxy.operate.config.schema import Config
+from kvproxy.proxy.filters.chain import FilterContext
+from kvproxy.proxy.filters.kvcache import STATE_KEY, KvCacheFilter, build, needs_facts, prefers
+from kvproxy.proxy.request.exchange import Exchange
 from tests.kvcache.fleet import Place, simulated
 from tests.kvcache.support import NOWHERE, cluster_of, long_text, settings
 from tests.simulator.support import slow

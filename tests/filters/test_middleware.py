@@ -20,8 +20,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 import kvproxy
 from kvproxy import KVCacheMiddleware
-from kvproxy.config.cluster_schema import EndpointSettings
-from kvproxy.config.kvcache_schema import KvCacheSettings
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cluster.settings import EndpointSettings
 from tests.kvcache.fleet import simulated
 from tests.kvcache.support import NOWHERE, long_text
 from tests.support.asgi import Inner, call, http_scope

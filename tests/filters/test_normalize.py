@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message, Send
 
-from kvproxy.config.filter_schema import NormalizeRule
-from kvproxy.config.load import check_config
-from kvproxy.filters.normalize import put_all, session_of
-from kvproxy.filters.normalize_rules import Piece, pieces_of, put_into, rewrite
-from kvproxy.filters.normalize_trial import MAX_SESSIONS, Trial, TrialState
-from kvproxy.request.downstream import Downstream
-from kvproxy.request.exchange import Exchange
-from kvproxy.request.parse import decode_body, parse_body
-from kvproxy.request.session import NO_CALLER
-from kvproxy.types import RequestKind
+from kvproxy.base.types import RequestKind
+from kvproxy.features.normalize.normalize import put_all, session_of
+from kvproxy.features.normalize.normalize_rules import Piece, pieces_of, put_into, rewrite
+from kvproxy.features.normalize.normalize_trial import MAX_SESSIONS, Trial, TrialState
+from kvproxy.operate.config.load import check_config
+from kvproxy.proxy.filter_settings import NormalizeRule
+from kvproxy.proxy.request.downstream import Downstream
+from kvproxy.proxy.request.exchange import Exchange
+from kvproxy.proxy.request.parse import decode_body, parse_body
+from kvproxy.proxy.request.session import NO_CALLER
 from tests.support.asgi import http_scope
 from tests.support.fake_engine import Call, FakeEngine, reply
 from tests.support.loopback import serve

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvproxy.config.filter_schema import RateLimitSettings
-from kvproxy.errors import ConfigError
-from kvproxy.filters.chain import FilterContext
-from kvproxy.filters.rate_limit import bucket_key, build, tokens_used
-from kvproxy.request.exchange import Exchange
-from kvproxy.request.observer import RequestObserver, notify
-from kvproxy.types import InferenceRequest, Prompt, RequestKind
+from kvproxy.base.errors import ConfigError
+from kvproxy.base.types import InferenceRequest, Prompt, RequestKind
+from kvproxy.proxy.filter_settings import RateLimitSettings
+from kvproxy.proxy.filters.chain import FilterContext
+from kvproxy.proxy.filters.rate_limit import bucket_key, build, tokens_used
+from kvproxy.proxy.request.exchange import Exchange
+from kvproxy.proxy.request.observer import RequestObserver, notify
 from tests.support.asgi import Inner, Reply, call, http_scope
 from tests.support.clock import FakeClock
 from tests.support.filter_context import counted, filter_context

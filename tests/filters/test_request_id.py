@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from starlette.types import ASGIApp
 
-from kvproxy.config.filter_schema import RequestIdSettings
-from kvproxy.filters.request_id import RequestIdFilter, build
-from kvproxy.listener.server import serve
-from kvproxy.metrics.catalog import Metrics
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.filter_settings import RequestIdSettings
+from kvproxy.proxy.filters.request_id import RequestIdFilter, build
+from kvproxy.proxy.listener.server import serve
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import FakeEngine

@@ -11,11 +11,11 @@ import pytest
 from starlette.types import Send
 
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_config
-from kvproxy.filters.chain import FilterContext, FilterType
-from kvproxy.listener.server import Server, serve
-from kvproxy.request.exchange import Exchange
-from kvproxy.request.observer import RequestObserver
+from kvproxy.operate.config.load import load_config
+from kvproxy.proxy.filters.chain import FilterContext, FilterType
+from kvproxy.proxy.listener.server import Server, serve
+from kvproxy.proxy.request.exchange import Exchange
+from kvproxy.proxy.request.observer import RequestObserver
 from tests.support.fake_engine import Behaviour, Call, FakeEngine, reply
 from tests.support.proxy import chat, running_proxy
 from tests.support.until import until

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvproxy.config.schema import FilterSpec
-from kvproxy.filters.chain import FilterType, build_chain
-from kvproxy.filters.step import Step, StepRun, joined
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.request.body import ClientLeft
-from kvproxy.request.downstream import Downstream
-from kvproxy.request.error_reply import LocalReply
-from kvproxy.request.exchange import Exchange
-from kvproxy.request.observer import RequestObserver
-from kvproxy.types import Headers
+from kvproxy.base.types import Headers
+from kvproxy.operate.config.schema import FilterSpec
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.filters.chain import FilterType, build_chain
+from kvproxy.proxy.filters.step import Step, StepRun, joined
+from kvproxy.proxy.request.body import ClientLeft
+from kvproxy.proxy.request.downstream import Downstream
+from kvproxy.proxy.request.error_reply import LocalReply
+from kvproxy.proxy.request.exchange import Exchange
+from kvproxy.proxy.request.observer import RequestObserver
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.clock import FakeClock
 from tests.support.filter_context import filter_context

@@ -24,14 +24,14 @@ from opentelemetry.trace import NoOpTracer, SpanKind, StatusCode
 from starlette.types import Receive, Scope, Send
 
 from kvproxy.app import Proxy
-from kvproxy.config.filter_schema import TracingSettings
-from kvproxy.config.load import load_config
-from kvproxy.errors import ConfigError
-from kvproxy.filters import tracing
-from kvproxy.filters.trace_attributes import TraceExport, server_attributes
-from kvproxy.filters.trace_spans import TracingFilter
-from kvproxy.listener.server import Server, serve
-from kvproxy.metrics.catalog import Metrics
+from kvproxy.base.errors import ConfigError
+from kvproxy.features.tracing import tracing
+from kvproxy.features.tracing.trace_attributes import TraceExport, server_attributes
+from kvproxy.features.tracing.trace_spans import TracingFilter
+from kvproxy.operate.config.load import load_config
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.filter_settings import TracingSettings
+from kvproxy.proxy.listener.server import Server, serve
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.clock import FakeClock
 from tests.support.fake_engine import Call, FakeEngine, event, reply, start_stream
@@ -441,7 +441,7 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.Mo
     really = builtins.__import__
 
     def without(name: str, *args: Any, **more: Any) -> Any:
-        if name.startswith(("opentelemetry", "kvproxy.filters.trace_")):
+        if name.startswith(("opentelemetry", "kvproxy.features.tracing.trace_")):
             raise ModuleNotFoundError(f"No module named {name!r}")
         return really(name, *args, **more)
 
@@ -456,7 +456,7 @@ def test_nothing_is_imported_unless_a_chain_names_it() -> None:
         "import sys\n"
         "sys.modules['redis'] = None\n"  # pybreaker imports it where it is installed, and it imports OpenTelemetry
         "from kvproxy.app import build\n"
-        "from kvproxy.config.load import load_config\n"
+        "from kvproxy.operate.config.load import load_config\n"
         "build(load_config({'endpoints': {'a': 'http://127.0.0.1:9'}}))\n"
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))\n"
     )

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from kvproxy.forward import body_guard as alias
-from kvproxy.json_scan import MAX_DECODED_BYTES
+from kvproxy.base.json_scan import MAX_DECODED_BYTES
+from kvproxy.proxy.forward import body_guard as alias
 
 
 async def with_model(body: bytes, model: str, *, named: str = "a") -> bytes:

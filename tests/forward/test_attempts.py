@@ -6,11 +6,11 @@ import random
 from types import SimpleNamespace
 from typing import cast
 
+from kvproxy.base.types import EndpointId
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.config.cluster_schema import EndpointRetrySettings
-from kvproxy.config.schema import RetrySettings
-from kvproxy.forward.answer import Attempts
-from kvproxy.types import EndpointId
+from kvproxy.cluster.settings import EndpointRetrySettings
+from kvproxy.operate.config.schema import RetrySettings
+from kvproxy.proxy.forward.answer import Attempts
 
 
 class Fake:

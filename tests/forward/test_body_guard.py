@@ -10,11 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.forward import body_guard
-from kvproxy.forward.body_guard import BodyGuard, Unchecked, is_guarded, needs_no_change, tenant_salt, without_messages
-from kvproxy.json_scan import MAX_DECODED_BYTES, Unreadable, find_members, run_at_once
-from kvproxy.request.body import BodyUnchecked
-from kvproxy.request.exchange import Exchange
+from kvproxy.base.json_scan import MAX_DECODED_BYTES, Unreadable, find_members, run_at_once
+from kvproxy.proxy.forward import body_guard
+from kvproxy.proxy.forward.body_guard import (
+    BodyGuard,
+    Unchecked,
+    is_guarded,
+    needs_no_change,
+    tenant_salt,
+    without_messages,
+)
+from kvproxy.proxy.request.body import BodyUnchecked
+from kvproxy.proxy.request.exchange import Exchange
 
 
 async def without_control_fields(body: bytes, *, encoded: bool = False) -> bytes:

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Send
 
-from kvproxy.forward.cached_count import MAX_HELD_BYTES, CachedCounts
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.request.exchange import Exchange
-from kvproxy.request.usage import read_usage, write_cached
-from kvproxy.types import InferenceRequest, Prompt, RequestKind
-from kvproxy.upstream.response import UpstreamResponse
+from kvproxy.base.types import InferenceRequest, Prompt, RequestKind
+from kvproxy.base.upstream.response import UpstreamResponse
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.forward.cached_count import MAX_HELD_BYTES, CachedCounts
+from kvproxy.proxy.request.exchange import Exchange
+from kvproxy.proxy.request.usage import read_usage, write_cached
 from tests.support.fake_engine import Call, FakeEngine, reply, start_stream
 from tests.support.loopback import serve
 from tests.support.proxy import RunningProxy, chat, running_proxy

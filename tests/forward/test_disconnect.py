@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from kvproxy.forward.relay import DisconnectWatcher, new_arming
-from kvproxy.types import CONNECTION
+from kvproxy.base.types import CONNECTION
+from kvproxy.proxy.forward.relay import DisconnectWatcher, new_arming
 
 
 class Server:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvproxy.errors import UnsafeRequest
-from kvproxy.forward.headers import RequestHead, RequestHeaders, RequestLoops, response_headers
-from kvproxy.types import Headers
-from kvproxy.upstream.origin import Origin
+from kvproxy.base.errors import UnsafeRequest
+from kvproxy.base.types import Headers
+from kvproxy.base.upstream.origin import Origin
+from kvproxy.proxy.forward.headers import RequestHead, RequestHeaders, RequestLoops, response_headers
 
 #: RFC 9110 (7.6.1), and what RFC 2616 (13.5.1) named besides.
 HOP_BY_HOP = [b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"proxy-authenticate",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.forward.models import _rows
+from kvproxy.proxy.forward.models import _rows
 
 
 def test_rows_are_read() -> None:

@@ -11,9 +11,9 @@ import pytest
 from starlette.types import Send
 
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_config
-from kvproxy.routing.simple import RoundRobin
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing.simple import RoundRobin
+from kvproxy.operate.config.load import load_config
 from tests.support.fake_engine import Call, FakeEngine, reply
 from tests.support.loopback import Server, serve
 from tests.support.proxy import RunningProxy, chat, running_proxy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.forward.public import PublicPaths, has_dot_segment
+from kvproxy.proxy.forward.public import PublicPaths, has_dot_segment
 
 
 @pytest.mark.parametrize(

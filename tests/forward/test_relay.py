@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 import pytest
 from starlette.types import Message
 
-from kvproxy.errors import UpstreamDisconnected, UpstreamError
-from kvproxy.forward.relay import Relay
-from kvproxy.request.downstream import Downstream
-from kvproxy.request.exchange import Exchange
-from kvproxy.types import CONNECTION, Headers
-from kvproxy.upstream.response import UpstreamResponse
+from kvproxy.base.errors import UpstreamDisconnected, UpstreamError
+from kvproxy.base.types import CONNECTION, Headers
+from kvproxy.base.upstream.response import UpstreamResponse
+from kvproxy.proxy.forward.relay import Relay
+from kvproxy.proxy.request.downstream import Downstream
+from kvproxy.proxy.request.exchange import Exchange
 from tests.support.asgi import http_scope
 from tests.support.until import until
 

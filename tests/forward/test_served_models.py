@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from kvproxy.forward.models import AGAIN_S, MAX_LISTED, MAX_NAME, ServedModels
+from kvproxy.proxy.forward.models import AGAIN_S, MAX_LISTED, MAX_NAME, ServedModels
 from tests.support.clock import FakeClock
 from tests.support.until import until
 

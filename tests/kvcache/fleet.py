@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvproxy.listener.server import serve
-from kvproxy.simulator.fleet import Fleet, FleetSettings
+from kvproxy.lab.simulator.fleet import Fleet, FleetSettings
+from kvproxy.proxy.listener.server import serve
 from tests.simulator.support import TINY
 
 NAMES = ("a", "b")

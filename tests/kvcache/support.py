@@ -14,18 +14,18 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from kvproxy.base.types import Clock, EndpointId, InferenceRequest, RequestKind
+from kvproxy.cache.actions.signals import HostUse
+from kvproxy.cache.overlap.facts import RequestFacts, Result
+from kvproxy.cache.overlap.kv_event_streams import utc_seconds
+from kvproxy.cache.service import KvCache
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cache.state import CacheState
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
-from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.kvcache.actions.signals import HostUse
-from kvproxy.kvcache.overlap.facts import RequestFacts, Result
-from kvproxy.kvcache.overlap.kv_event_streams import utc_seconds
-from kvproxy.kvcache.service import KvCache
-from kvproxy.kvcache.state import CacheState
-from kvproxy.listener.server import serve
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.request.parse import parse_body
-from kvproxy.types import Clock, EndpointId, InferenceRequest, RequestKind
+from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.listener.server import serve
+from kvproxy.proxy.request.parse import parse_body
 
 A, B = EndpointId("a"), EndpointId("b")
 NOWHERE = "http://127.0.0.1:9"

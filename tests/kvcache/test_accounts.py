@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.clients.engine_metrics import EngineMetrics
-from kvproxy.kvcache.feedback.token_counts import SCRAPES, CacheUse, HitRatioStats
+from kvproxy.cache.clients.engine_metrics import EngineMetrics
+from kvproxy.cache.feedback.token_counts import SCRAPES, CacheUse, HitRatioStats
 from tests.kvcache.support import A, B
 
 AT = ("default", A)

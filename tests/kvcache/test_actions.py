@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.errors import ClientError, ClientTimeout, InstanceBusy, NotSupported, UnknownInstance
-from kvproxy.kvcache.actions.executor import ActionExecutor
-from kvproxy.kvcache.actions.job_queue import JobQueue
-from kvproxy.kvcache.actions.strategies import Action, PressureOf, Served
-from kvproxy.kvcache.breakers import OperationBreakers
-from kvproxy.kvcache.overlap.denied import DeniedPlacements
-from kvproxy.kvcache.overlap.lookup import LookupClient
-from kvproxy.kvcache.providers import ActionKind, Effect, Prefix
-from kvproxy.metrics.catalog import Metrics
+from kvproxy.base.errors import ClientError, ClientTimeout, InstanceBusy, NotSupported, UnknownInstance
+from kvproxy.cache.actions.executor import ActionExecutor
+from kvproxy.cache.actions.job_queue import JobQueue
+from kvproxy.cache.actions.strategies import Action, PressureOf, Served
+from kvproxy.cache.breakers import OperationBreakers
+from kvproxy.cache.overlap.denied import DeniedPlacements
+from kvproxy.cache.overlap.lookup import LookupClient
+from kvproxy.cache.providers import ActionKind, Effect, Prefix
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.operate.metrics.catalog import Metrics
 from tests.kvcache.actions.support import hotness, serve
 from tests.kvcache.support import settings
 from tests.kvcache.test_lookup import Answering

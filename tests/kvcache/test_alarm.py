@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from kvproxy.kvcache.feedback.prediction_stats import LASTS_S, SAY_AGAIN_S, PredictionAlarm, PredictionStats
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.routing.policy import FactSource
+from kvproxy.cache.feedback.prediction_stats import LASTS_S, SAY_AGAIN_S, PredictionAlarm, PredictionStats
+from kvproxy.cluster.routing.policy import FactSource
+from kvproxy.operate.metrics.catalog import Metrics
 from tests.kvcache.support import A, B
 from tests.support.clock import FakeClock
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvproxy.config import kvcache_schema as schema
-from kvproxy.kvcache.actions.job_queue import MAX_HELD_BYTES, Job, JobQueue
-from kvproxy.metrics.catalog import Metrics
+from kvproxy.cache import settings as schema
+from kvproxy.cache.actions.job_queue import MAX_HELD_BYTES, Job, JobQueue
+from kvproxy.operate.metrics.catalog import Metrics
 
 
 class Work:

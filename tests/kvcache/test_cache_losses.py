@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.clients.kv_events.events import AllBlocksCleared, BlockStored
-from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamStatus
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.feedback.trust import RECENT_S, CacheLosses, Loss, LossReason
+from kvproxy.cache.kv_events.events import AllBlocksCleared, BlockStored
+from kvproxy.cache.kv_events.status import StreamReason, StreamState, StreamStatus
+from kvproxy.cache.overlap.kv_event_streams import _Consumer
+from kvproxy.cache.overlap.local_indexes import FollowedEvents
+from kvproxy.cache.status import endpoint_index, engine_status
 from kvproxy.cluster.endpoint import Condition
-from kvproxy.kvcache.feedback.trust import RECENT_S, CacheLosses, Loss, LossReason
-from kvproxy.kvcache.overlap.indexes import FollowedEvents
-from kvproxy.kvcache.overlap.kv_event_streams import _Consumer
-from kvproxy.kvcache.status import endpoint_index, engine_status
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.types import EndpointId
+from kvproxy.operate.metrics.catalog import Metrics
 from tests.kvcache.support import A, B, Fake, Service, chat, long_text, tokens, world
 from tests.support.clock import FakeClock
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.kvcache.feedback import token_counts
-from kvproxy.kvcache.feedback.token_counts import CountedPrompts
-from kvproxy.kvcache.overlap.facts import Result
+from kvproxy.cache.feedback import token_counts
+from kvproxy.cache.feedback.token_counts import CountedPrompts
+from kvproxy.cache.overlap.facts import Result
 from tests.kvcache.support import A, chat, engine, long_text, world
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvproxy.kvcache.overlap.lookup_task import MAX_HELD_BYTES, MAX_LOOKUPS
-from kvproxy.kvcache.providers import Holder
-from kvproxy.listener.server import serve
-from kvproxy.routing.policy import FactSource
-from kvproxy.types import RequestKind
+from kvproxy.base.types import RequestKind
+from kvproxy.cache.overlap.lookup_task import MAX_HELD_BYTES, MAX_LOOKUPS
+from kvproxy.cache.providers import Holder
+from kvproxy.cluster.routing.policy import FactSource
+from kvproxy.proxy.listener.server import serve
 from tests.kvcache.support import (
     A,
     B,

@@ -6,9 +6,9 @@ from array import array
 
 import pytest
 
-from kvproxy.kvcache.overlap import denied
-from kvproxy.kvcache.overlap.denied import EVERY_ENDPOINT, DeniedPlacements, believed_tokens
-from kvproxy.types import Tier
+from kvproxy.base.types import Tier
+from kvproxy.cache.overlap import denied
+from kvproxy.cache.overlap.denied import EVERY_ENDPOINT, DeniedPlacements, believed_tokens
 from tests.kvcache.support import A, B
 from tests.support.clock import FakeClock
 

@@ -16,22 +16,22 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvproxy.clients.kv_events.events import BlockRemoved, BlockStored
-from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamStatus
+from kvproxy.base.types import EndpointId, LowerTokens, Tier
+from kvproxy.cache.kv_events.events import BlockRemoved, BlockStored
+from kvproxy.cache.kv_events.status import StreamReason, StreamState, StreamStatus
+from kvproxy.cache.overlap.facts import Result
+from kvproxy.cache.overlap.gauges import TierCounts
+from kvproxy.cache.overlap.kv_event_streams import EventStreams, _Consumer
+from kvproxy.cache.overlap.local_indexes import FollowedEvents, IndexState, LocalIndexes
+from kvproxy.cache.providers import TierMemory
+from kvproxy.cache.status import troubles
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
-from kvproxy.kvcache.overlap.facts import Result
-from kvproxy.kvcache.overlap.gauges import TierCounts
-from kvproxy.kvcache.overlap.indexes import FollowedEvents, IndexState, LocalIndexes
-from kvproxy.kvcache.overlap.kv_event_streams import EventStreams, _Consumer
-from kvproxy.kvcache.providers import TierMemory
-from kvproxy.kvcache.status import troubles
-from kvproxy.listener.server import serve
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.routing.policy import FactSource
-from kvproxy.simulator.kv_event_publisher import PublisherSettings
-from kvproxy.simulator.retention import TierSettings
-from kvproxy.types import EndpointId, LowerTokens, Tier
+from kvproxy.cluster.routing.policy import FactSource
+from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
+from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.lab.simulator.retention import TierSettings
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.listener.server import serve
 from tests.kvcache.fleet import Place, simulated
 from tests.kvcache.support import (
     NOWHERE,

@@ -7,10 +7,10 @@ import logging
 
 import pytest
 
-from kvproxy.config.cluster_schema import BreakerSettings
-from kvproxy.errors import BreakerOpen, ClientTimeout, ClientUnavailable, NotSupported, Refused, UnknownInstance
-from kvproxy.kvcache.breakers import OperationBreakers
-from kvproxy.metrics.catalog import Metrics
+from kvproxy.base.errors import BreakerOpen, ClientTimeout, ClientUnavailable, NotSupported, Refused, UnknownInstance
+from kvproxy.cache.breakers import OperationBreakers
+from kvproxy.cluster.settings import BreakerSettings
+from kvproxy.operate.metrics.catalog import Metrics
 from tests.support.clock import FakeClock
 
 LIMITS = BreakerSettings(failure_threshold=2, recovery_timeout=10, half_open_max_calls=1)

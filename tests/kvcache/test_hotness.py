@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from kvproxy.kvcache.actions.hotness import Hotness, KnownPrefix, common_tokens
+from kvproxy.cache.actions.hotness import Hotness, KnownPrefix, common_tokens
 from tests.kvcache.support import tokens
 
 

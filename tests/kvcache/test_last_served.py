@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from kvproxy.kvcache.overlap.facts import RequestFacts, Result
-from kvproxy.kvcache.overlap.last_served import MAX_AGE_S, NO_NAMES, LastServed, RequestNames
-from kvproxy.kvcache.snapshot.contents import dump_served, restore_served
-from kvproxy.request.parse import parse_body
-from kvproxy.request.session import Caller, Session
-from kvproxy.routing.kv_aware import KvAware
-from kvproxy.routing.policy import FactSource, Overlap, PickRequest
-from kvproxy.types import EndpointId, InferenceRequest, RequestKind
+from kvproxy.base.types import EndpointId, InferenceRequest, RequestKind
+from kvproxy.cache.overlap.facts import RequestFacts, Result
+from kvproxy.cache.overlap.last_served import MAX_AGE_S, NO_NAMES, LastServed, RequestNames
+from kvproxy.cache.snapshot_contents import dump_served, restore_served
+from kvproxy.cluster.routing.kv_aware import KvAware
+from kvproxy.cluster.routing.policy import FactSource, Overlap, PickRequest
+from kvproxy.proxy.request.parse import parse_body
+from kvproxy.proxy.request.session import Caller, Session
 from tests.kvcache.support import Service, cluster_of, running, settings
 from tests.support.clock import FakeClock
 

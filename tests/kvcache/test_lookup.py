@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+from kvproxy.base.errors import BreakerOpen
+from kvproxy.base.types import EndpointId, Tier
+from kvproxy.cache.breakers import OperationBreakers
+from kvproxy.cache.overlap.denied import DeniedPlacements
+from kvproxy.cache.overlap.lookup import LookupClient
+from kvproxy.cache.providers import EVERY_INSTANCE, ActionKind, Effect, Holder, Prefix, TierMemory
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.config.cluster_schema import BreakerSettings
-from kvproxy.errors import BreakerOpen
-from kvproxy.kvcache.breakers import OperationBreakers
-from kvproxy.kvcache.overlap.denied import DeniedPlacements
-from kvproxy.kvcache.overlap.lookup import LookupClient
-from kvproxy.kvcache.providers import EVERY_INSTANCE, ActionKind, Effect, Holder, Prefix, TierMemory
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.routing.policy import FactSource, Overlap
-from kvproxy.types import EndpointId, Tier
+from kvproxy.cluster.routing.policy import FactSource, Overlap
+from kvproxy.cluster.settings import BreakerSettings
+from kvproxy.operate.metrics.catalog import Metrics
 from tests.kvcache.support import NOWHERE, A, B, cluster_of, tokens
 from tests.support.clock import FakeClock
 

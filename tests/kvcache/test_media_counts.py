@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvproxy.kvcache.feedback.media_counts import MediaCounts
-from kvproxy.prefix.media.cut import Medium, MediumKind
+from kvproxy.cache.feedback.media_counts import MediaCounts
+from kvproxy.cache.media.cut import Medium, MediumKind
 
 
 def picture(key: str, width: int = 640, height: int = 480) -> Medium:

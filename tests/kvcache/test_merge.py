@@ -7,18 +7,18 @@ from random import Random
 
 import pytest
 
-from kvproxy.clients.kv_events.events import BlockRemoved, BlockStored
-from kvproxy.kvcache.feedback.trust import Trust
-from kvproxy.kvcache.overlap.indexes import SHORT_BYTES, IndexState, LocalIndexes
-from kvproxy.kvcache.overlap.merge import in_steps, is_contradicted, merge_overlaps
-from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
-from kvproxy.prefix.precise.index import PreciseMatch
-from kvproxy.replay.settings import ReplayFleet
-from kvproxy.replay.trace import Turn
-from kvproxy.replay.view import IndexView, endpoint_id
-from kvproxy.routing.policy import FactSource, Overlap
-from kvproxy.simulator import engine_io as simulated
-from kvproxy.types import InferenceRequest, Prompt, RequestKind, Tier
+from kvproxy.base.types import InferenceRequest, Prompt, RequestKind, Tier
+from kvproxy.cache.feedback.trust import Trust
+from kvproxy.cache.indexes.precise import PreciseMatch
+from kvproxy.cache.kv_events.events import BlockRemoved, BlockStored
+from kvproxy.cache.overlap.local_indexes import SHORT_BYTES, IndexState, LocalIndexes
+from kvproxy.cache.overlap.merge import in_steps, is_contradicted, merge_overlaps
+from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
+from kvproxy.cluster.routing.policy import FactSource, Overlap
+from kvproxy.lab.replay.settings import ReplayFleet
+from kvproxy.lab.replay.trace import Turn
+from kvproxy.lab.replay.view import IndexView, endpoint_id
+from kvproxy.lab.simulator import engine_io as simulated
 from tests.kvcache.support import A, B
 
 #: A prompt of 256 blocks of 16 tokens, 4,096 in all, and as many blocks of text.

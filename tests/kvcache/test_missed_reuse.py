@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvproxy.clients.kv_events.events import BlockStored
-from kvproxy.kvcache.feedback.trust import LEAST_TOKENS, WINDOW, MissedReuses
-from kvproxy.kvcache.overlap.indexes import FollowedEvents, IndexState, LocalIndexes
-from kvproxy.routing.policy import FactSource, Overlap
+from kvproxy.cache.feedback.trust import LEAST_TOKENS, WINDOW, MissedReuses
+from kvproxy.cache.kv_events.events import BlockStored
+from kvproxy.cache.overlap.local_indexes import FollowedEvents, IndexState, LocalIndexes
+from kvproxy.cluster.routing.policy import FactSource, Overlap
 from tests.kvcache.support import A, B
 
 FAR = {"announced_tokens": 0, "reused_tokens": 4000}

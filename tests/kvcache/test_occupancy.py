@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from array import array
 
-from kvproxy.clients.engine_metrics import EngineMetrics
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.clients.engine_metrics import EngineMetrics
+from kvproxy.operate.metrics.catalog import Metrics
 from tests.kvcache.test_status import service_of
 from tests.support.clock import FakeClock
 

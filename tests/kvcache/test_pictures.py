@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvproxy.kvcache.overlap.facts import RequestFacts, Result
-from kvproxy.types import RequestKind
+from kvproxy.base.types import RequestKind
+from kvproxy.cache.overlap.facts import RequestFacts, Result
 from tests.kvcache.support import A, Service, engine, long_text, parsed, world
 from tests.prefix.media.samples import data_uri, picture_part, png
 

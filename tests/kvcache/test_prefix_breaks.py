@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvproxy.base.types import EndpointId, RequestKind
+from kvproxy.cache.overlap.facts import Result
+from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.kvcache.feedback import prefix_breaks
-from kvproxy.kvcache.overlap.facts import Result
-from kvproxy.kvcache.service import KvCache
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.prefix.hygiene.causes import Cause, PrefixBreak
-from kvproxy.request.parse import parse_body
-from kvproxy.types import EndpointId, RequestKind
+from kvproxy.features.hygiene import prefix_breaks
+from kvproxy.features.hygiene.causes import Cause, PrefixBreak
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.request.parse import parse_body
 from tests.kvcache.support import NOWHERE, A, B, cluster_of, settings
 from tests.prefix.test_prefix_changes import FIRST, MESSAGES, NEXT, Body, agent, dated, edited
 from tests.support.clock import FakeClock

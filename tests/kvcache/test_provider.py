@@ -9,22 +9,22 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.clients.lmcache.controller import LMCacheControllerClient
-from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
-from kvproxy.config.kvcache_actions_schema import CacheStrategySettings
-from kvproxy.errors import ClientError, NotSupported, UnknownInstance
-from kvproxy.kvcache.breakers import OperationBreakers
-from kvproxy.kvcache.lmcache_services import ControllerProvider, CoordinatorProvider
-from kvproxy.kvcache.overlap.denied import DeniedPlacements
-from kvproxy.kvcache.overlap.lookup import LookupClient
-from kvproxy.kvcache.overlap.lookup_service import Connection
-from kvproxy.kvcache.providers import ActionKind, Effect, Holder, Prefix, TierMemory
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.routing.policy import FactSource
-from kvproxy.simulator.lmcache_chunks import WorkerSettings
-from kvproxy.simulator.lmcache_controller import ControllerSettings
-from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
-from kvproxy.types import Tier
+from kvproxy.base.errors import ClientError, NotSupported, UnknownInstance
+from kvproxy.base.types import Tier
+from kvproxy.cache.action_settings import CacheStrategySettings
+from kvproxy.cache.breakers import OperationBreakers
+from kvproxy.cache.clients.lmcache_controller import LMCacheControllerClient
+from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
+from kvproxy.cache.lmcache_services import ControllerProvider, CoordinatorProvider
+from kvproxy.cache.overlap.denied import DeniedPlacements
+from kvproxy.cache.overlap.lookup import LookupClient
+from kvproxy.cache.overlap.lookup_service import Connection
+from kvproxy.cache.providers import ActionKind, Effect, Holder, Prefix, TierMemory
+from kvproxy.cluster.routing.policy import FactSource
+from kvproxy.lab.simulator.lmcache_chunks import WorkerSettings
+from kvproxy.lab.simulator.lmcache_controller import ControllerSettings
+from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
+from kvproxy.operate.metrics.catalog import Metrics
 from tests.kvcache.fleet import Place, simulated
 from tests.kvcache.support import Fake, settings, tokens
 from tests.support.clock import FakeClock

@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.clients.kv_events.status import StreamState
-from kvproxy.config.cluster_schema import DataParallelSettings, EndpointSettings
-from kvproxy.kvcache.status import engine_status
-from kvproxy.simulator.kv_event_publisher import PublisherSettings
-from kvproxy.simulator.vllm_ranks import RankedSettings, RankedVllm
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.kv_events.status import StreamState
+from kvproxy.cache.status import engine_status
+from kvproxy.cluster.settings import DataParallelSettings, EndpointSettings
+from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.lab.simulator.vllm_ranks import RankedSettings, RankedVllm
 from tests.kvcache.support import Fake, Service, chat, cluster_of, long_text, running, settings, world
 from tests.simulator.support import TINY
 from tests.support.loopback import serve

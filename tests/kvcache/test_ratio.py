@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.kvcache.feedback.token_counts import DEFAULT_BYTES_PER_TOKEN, BytesPerToken
+from kvproxy.cache.feedback.token_counts import DEFAULT_BYTES_PER_TOKEN, BytesPerToken
 
 
 def test_an_unknown_model_has_the_usual_ratio() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvproxy.clients.engine_metrics import CacheConfig, EngineMetrics
-from kvproxy.kvcache.overlap.facts import RequestFacts, Result
-from kvproxy.kvcache.status import endpoint_index
+from kvproxy.cache.clients.engine_metrics import CacheConfig, EngineMetrics
+from kvproxy.cache.overlap.facts import RequestFacts, Result
+from kvproxy.cache.status import endpoint_index
 from tests.kvcache.support import NOWHERE, A, Service, chat, cluster_of, long_text, running, settings
 
 STEP = 1024

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from kvproxy.kvcache.feedback import reuse_step
-from kvproxy.kvcache.feedback.reuse_step import ReuseSteps
+from kvproxy.cache.feedback import reuse_step
+from kvproxy.cache.feedback.reuse_step import ReuseSteps
 from tests.kvcache.support import A, B
 
 STEP = 4096

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from kvproxy.errors import ClientError, ClientTimeout, NotSupported
-from kvproxy.kvcache.overlap.lookup_service import CONTRADICTIONS, PATIENCE_S, EmptyLookups, check_provider
+from kvproxy.base.errors import ClientError, ClientTimeout, NotSupported
+from kvproxy.cache.overlap.lookup_service import CONTRADICTIONS, PATIENCE_S, EmptyLookups, check_provider
 from tests.kvcache.test_lookup import Answering
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvproxy.kvcache.overlap.facts import Result
-from kvproxy.kvcache.overlap.lookup_service import PATIENCE_S
+from kvproxy.cache.overlap.facts import Result
+from kvproxy.cache.overlap.lookup_service import PATIENCE_S
 from tests.kvcache.support import (
     NOWHERE,
     A,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from kvproxy.kvcache.overlap.facts import Result
-from kvproxy.request.parse import parse_body
-from kvproxy.request.session import Caller, Session
-from kvproxy.types import EndpointId, RequestKind
+from kvproxy.base.types import EndpointId, RequestKind
+from kvproxy.cache.overlap.facts import Result
+from kvproxy.proxy.request.parse import parse_body
+from kvproxy.proxy.request.session import Caller, Session
 from tests.kvcache.support import Service, controller, engine, world
 from tests.support.clock import FakeClock
 

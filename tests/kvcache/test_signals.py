@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.clients.engine_metrics import EngineMetrics
-from kvproxy.kvcache.actions.signals import HostUse, Pressure, Signals, engine_load, sample_host
-from kvproxy.kvcache.providers import EVERY_INSTANCE, TierMemory
-from kvproxy.types import Tier
+from kvproxy.base.types import Tier
+from kvproxy.cache.actions.signals import HostUse, Pressure, Signals, engine_load, sample_host
+from kvproxy.cache.clients.engine_metrics import EngineMetrics
+from kvproxy.cache.providers import EVERY_INSTANCE, TierMemory
 from tests.kvcache.actions.support import strategy
 from tests.kvcache.support import NOWHERE, cluster_of
 from tests.support.clock import FakeClock

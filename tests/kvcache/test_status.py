@@ -7,19 +7,19 @@ from array import array
 
 import pytest
 
-from kvproxy.clients.kv_events.status import StreamReason, StreamState, StreamStatus
+from kvproxy.base.errors import ClientUnavailable
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.action_settings import CacheStrategySettings
+from kvproxy.cache.actions.hotness import Hotness, KnownPrefix
+from kvproxy.cache.actions.strategies import Lease
+from kvproxy.cache.kv_events.status import StreamReason, StreamState, StreamStatus
+from kvproxy.cache.overlap.gauges import index_worth
+from kvproxy.cache.service import KvCache
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cache.status import SLICE_RUNS, cache_status, hot_prefixes, leases, troubles
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings
-from kvproxy.config.kvcache_actions_schema import CacheStrategySettings
-from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.errors import ClientUnavailable
-from kvproxy.kvcache.actions.hotness import Hotness, KnownPrefix
-from kvproxy.kvcache.actions.strategies import Lease
-from kvproxy.kvcache.overlap.gauges import index_worth
-from kvproxy.kvcache.service import KvCache
-from kvproxy.kvcache.status import SLICE_RUNS, cache_status, hot_prefixes, leases, troubles
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.types import EndpointId
+from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
+from kvproxy.operate.metrics.catalog import Metrics
 from tests.support.clock import FakeClock
 
 EXACT = StreamStatus(StreamState.EXACT, StreamReason.FOLLOWING)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvproxy.kvcache.overlap import tokens as token_source
-from kvproxy.kvcache.overlap.facts import RequestFacts, Result
-from kvproxy.kvcache.overlap.tokens import MAX_ASKED_BYTES
-from kvproxy.request.parse import MAX_PROMPT_BYTES
-from kvproxy.types import InferenceRequest, RequestKind
+from kvproxy.base.types import InferenceRequest, RequestKind
+from kvproxy.cache.overlap import tokens as token_source
+from kvproxy.cache.overlap.facts import RequestFacts, Result
+from kvproxy.cache.overlap.tokens import MAX_ASKED_BYTES
+from kvproxy.proxy.request.parse import MAX_PROMPT_BYTES
 from tests.kvcache.support import A, Fake, Service, chat, completion, controller, engine, long_text, parsed, world
 from tests.support.until import until
 

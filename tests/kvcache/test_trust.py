@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.kvcache.feedback.trust import Trust
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.feedback.trust import Trust
 
 A, B = EndpointId("a"), EndpointId("b")
 

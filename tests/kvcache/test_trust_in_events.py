@@ -6,10 +6,10 @@ from array import array
 
 import pytest
 
-from kvproxy.clients.kv_events.events import BlockStored
-from kvproxy.kvcache.overlap.indexes import IndexState, LocalIndexes
-from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES
-from kvproxy.routing.policy import FactSource, Overlap
+from kvproxy.cache.kv_events.events import BlockStored
+from kvproxy.cache.overlap.local_indexes import IndexState, LocalIndexes
+from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
+from kvproxy.cluster.routing.policy import FactSource, Overlap
 from tests.kvcache.support import A
 
 #: Twenty blocks of 16 tokens, and as many text blocks for them: a token is 16 bytes long here.

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from kvproxy.config.load import check_config
-from kvproxy.kvcache.actions.strategies import Action
-from kvproxy.kvcache.actions.warmer import PIECE_TOKENS
-from kvproxy.kvcache.actions.warming import RETRY_S
-from kvproxy.kvcache.feedback.trust import LossReason
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.actions.strategies import Action
+from kvproxy.cache.feedback.trust import LossReason
+from kvproxy.features.warming.warmer import PIECE_TOKENS
+from kvproxy.features.warming.warming import RETRY_S
+from kvproxy.operate.config.load import check_config
 from tests.kvcache.support import A, B, Fake, Service, chat, engine, long_text, world
 from tests.support.clock import FakeClock
 

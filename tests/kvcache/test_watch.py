@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvproxy.config.cluster_schema import EndpointSettings
-from kvproxy.kvcache.actions.signals import HostUse
-from kvproxy.routing.engine_state import EngineState
-from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
+from kvproxy.cache.actions.signals import HostUse
+from kvproxy.cluster.routing.engine_state import EngineState
+from kvproxy.cluster.settings import EndpointSettings
+from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
 from tests.kvcache.fleet import simulated
 from tests.kvcache.support import A, B, Fake, Service, chat, cluster_of, controller, long_text, running, settings, world
 from tests.kvcache.support import engine as answering

@@ -1,4 +1,5 @@
-"""The client of a request as plain calls (kvproxy.types.ClientConnection), told byte by byte what ASGI would say."""
+"""The client of a request as plain calls (kvproxy.base.types.ClientConnection), told byte by byte what ASGI would
+say."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvproxy.listener.server import serve
-from kvproxy.types import CONNECTION, ClientConnection
+from kvproxy.base.types import CONNECTION, ClientConnection
+from kvproxy.proxy.listener.server import serve
 from tests.listener.client import body_of, connect, opened
 
 GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from kvproxy.config.listener_schema import ListenerTls
-from kvproxy.listener.parser import MAX_FRAMING_BYTES, ListenerLimits
-from kvproxy.listener.protocol import MAX_UNWANTED_BYTES, MOST_BYTES
-from kvproxy.listener.server import Server, serve
+from kvproxy.proxy.listener.parser import MAX_FRAMING_BYTES, ListenerLimits
+from kvproxy.proxy.listener.protocol import MAX_UNWANTED_BYTES, MOST_BYTES
+from kvproxy.proxy.listener.server import Server, serve
+from kvproxy.proxy.listener_settings import ListenerTls
 from tests.listener.client import Client, body_of, connect, echo
 from tests.support.certificates import make_certificate
 from tests.support.until import until

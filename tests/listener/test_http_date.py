@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvproxy.listener.http_date import HttpDate
-from kvproxy.listener.server import serve
+from kvproxy.proxy.listener.http_date import HttpDate
+from kvproxy.proxy.listener.server import serve
 from tests.listener.client import connect, echo
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvproxy.config.load import check_config, load_config
-from kvproxy.listener.parser import ListenerLimits
+from kvproxy.operate.config.load import check_config, load_config
+from kvproxy.proxy.listener.parser import ListenerLimits
 
 ENDPOINTS = ["http://127.0.0.1:9"]
 

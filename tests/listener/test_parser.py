@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.listener.parser import BadRequest, ListenerLimits, RequestParser
+from kvproxy.proxy.listener.parser import BadRequest, ListenerLimits, RequestParser
 from tests.listener.requests import INVALID, Sent, cuts, valid_requests
 
 BASE = {"type": "http", "scheme": "http"}

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import uvicorn
 
-from kvproxy.errors import ConfigError
-from kvproxy.listener.parser import ListenerLimits
-from kvproxy.listener.protocol import ClientProtocol
-from kvproxy.listener.server import UVICORN, require_uvicorn, serve
+from kvproxy.base.errors import ConfigError
+from kvproxy.proxy.listener.parser import ListenerLimits
+from kvproxy.proxy.listener.protocol import ClientProtocol
+from kvproxy.proxy.listener.server import UVICORN, require_uvicorn, serve
 from tests.listener.client import body_of, connect, echo, opened
 from tests.support.loop_time import ASYNCIO_ONLY, skipping_time
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvproxy.listener.parser import ListenerLimits
-from kvproxy.types import CONNECTION
+from kvproxy.base.types import CONNECTION
+from kvproxy.proxy.listener.parser import ListenerLimits
 from tests.listener.requests import INVALID, Sent, cuts, valid_requests
 from tests.listener.wire import Wire
 from tests.support.until import until

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.listener.cycle import encode_head
+from kvproxy.proxy.listener.cycle import encode_head
 
 Headers = list[tuple[bytes, bytes]]
 

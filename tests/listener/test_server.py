@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.config.listener_schema import ListenerTls
-from kvproxy.listener.parser import ListenerLimits
-from kvproxy.listener.server import Server, serve
+from kvproxy.proxy.listener.parser import ListenerLimits
+from kvproxy.proxy.listener.server import Server, serve
+from kvproxy.proxy.listener_settings import ListenerTls
 from tests.listener.client import connect, echo, opened
 from tests.support.certificates import make_certificate
 from tests.support.until import until

@@ -9,8 +9,8 @@ from typing import Any
 import uvicorn
 from uvicorn.server import ServerState
 
-from kvproxy.listener.parser import ListenerLimits
-from kvproxy.listener.protocol import ClientProtocol
+from kvproxy.proxy.listener.parser import ListenerLimits
+from kvproxy.proxy.listener.protocol import ClientProtocol
 from tests.support.until import until
 
 

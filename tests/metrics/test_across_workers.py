@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvproxy.metrics.across_workers import RULES, Across, add_pages, keep_counts, parse_page, rule_of, write_page
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.metrics.exposition import render_exposition
-from kvproxy.metrics.reference import describe_metrics
+from kvproxy.base.metrics.across_workers import RULES, Across, add_pages, keep_counts, parse_page, rule_of, write_page
+from kvproxy.base.metrics.exposition import render_exposition
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.operate.metrics.reference import describe_metrics
 
 pytestmark = pytest.mark.anyio
 

@@ -6,7 +6,7 @@ import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvproxy.metrics.collectors import CallbackGauge, Counter, Histogram
+from kvproxy.base.metrics.collectors import CallbackGauge, Counter, Histogram
 
 BOUNDS = (0.005, 0.1, 1.0, 60.0)
 

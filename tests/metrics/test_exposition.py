@@ -10,9 +10,9 @@ from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.metrics.collectors import CallbackGauge, Counter, Histogram
-from kvproxy.metrics.exposition import Registry, render_exposition
+from kvproxy.base.metrics.collectors import CallbackGauge, Counter, Histogram
+from kvproxy.base.metrics.exposition import Registry, render_exposition
+from kvproxy.operate.metrics.catalog import Metrics
 from tests.support.clock import FakeClock
 
 AWKWARD = ("plain", 'quote"', "back\\slash", "c:\\new", "new\nline", "100%", "{brace}", "ünïcode", "")

@@ -6,9 +6,9 @@ import asyncio
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.metrics.collectors import CallbackGauge
-from kvproxy.metrics.present import HitWindow, LoopLag
+from kvproxy.base.metrics.collectors import CallbackGauge
+from kvproxy.base.metrics.present import HitWindow, LoopLag
+from kvproxy.operate.metrics.catalog import Metrics
 from tests.support.clock import FakeClock
 
 

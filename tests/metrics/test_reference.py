@@ -6,14 +6,14 @@ from pathlib import Path
 
 from prometheus_client import generate_latest
 
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.metrics.reference import LABELS, describe_metrics, render_reference
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.operate.metrics.reference import LABELS, describe_metrics, render_reference
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def test_the_committed_page_is_current() -> None:
-    """After a change: `python -m kvproxy.metrics.reference > docs/metrics.md`."""
+    """After a change: `python -m kvproxy.operate.metrics.reference > docs/metrics.md`."""
     assert PAGE.read_text() == render_reference()
 
 

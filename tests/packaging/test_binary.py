@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from kvproxy import __version__
-from kvproxy.listener.server import serve
+from kvproxy.proxy.listener.server import serve
 from tests.packaging.support import CONFIG, ROOT, run, serving
 from tests.support.fake_engine import FakeEngine
 from tests.support.proxy import chat

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from kvproxy.cli import main
-from kvproxy.config.load import load_config
+from kvproxy.operate.config.load import load_config
 from tests.deploy import test_kubernetes as plain
 from tests.deploy.promql import SERIES
 from tests.deploy.test_helm_values import CHART, VALUES

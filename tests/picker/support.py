@@ -13,11 +13,11 @@ import grpc
 from google.protobuf.struct_pb2 import ListValue, Struct, Value
 
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_config
-from kvproxy.picker.messages import DESTINATION, SERVED, SUBSET, BodyMode, Message
-from kvproxy.picker.protocol import PROCESS, HeaderMap, HeaderValue, ProcessingRequest, ProcessingResponse
-from kvproxy.picker.server import PickerServer
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.features.picker.messages import DESTINATION, SERVED, SUBSET, BodyMode, Message
+from kvproxy.features.picker.protocol import PROCESS, HeaderMap, HeaderValue, ProcessingRequest, ProcessingResponse
+from kvproxy.features.picker.server import PickerServer
+from kvproxy.operate.config.load import load_config
 
 A, B, C = "127.0.0.1:9", "127.0.0.1:10", "127.0.0.1:11"
 PATH = "/v1/chat/completions"

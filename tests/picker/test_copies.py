@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
 from tests.kvcache.support import Fake, controller, copying, long_text, tokenize
 from tests.picker.support import chat, destination, running_picker
 from tests.support.loopback import serve

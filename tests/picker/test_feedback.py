@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.picker.messages import BodyMode
+from kvproxy.features.picker.messages import BodyMode
 from tests.picker.support import USAGE, A, B, C, chat, destination, fields_of, running_picker, served_metadata
 from tests.support.until import until
 

@@ -14,12 +14,12 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from hpack import Encoder
 
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_config
-from kvproxy.picker import server as server_module
-from kvproxy.picker.http2_frames import PREFACE
-from kvproxy.picker.protocol import EXT_PROC as SERVICE
-from kvproxy.picker.protocol import PROCESS
-from kvproxy.picker.server import PickerServer
+from kvproxy.features.picker import server as server_module
+from kvproxy.features.picker.http2_frames import PREFACE
+from kvproxy.features.picker.protocol import EXT_PROC as SERVICE
+from kvproxy.features.picker.protocol import PROCESS
+from kvproxy.features.picker.server import PickerServer
+from kvproxy.operate.config.load import load_config
 from tests.picker.support import A, Envoy, begin_stream, chat, destination, fields_of, running_picker
 from tests.picker.test_http2 import DATA, END_HEADERS, HEADERS, RESET, SETTINGS, frame
 from tests.support.certificates import make_certificate

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvproxy.cli import _parser
-from kvproxy.planner.command import run
+from kvproxy.lab.planner.command import run
 
 CONFIG = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
 TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "agent_dev.jsonl.gz"

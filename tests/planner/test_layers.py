@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.planner.layers import DTYPE_BYTES, PlanError, read_layers
-from kvproxy.planner.models import known_models
+from kvproxy.lab.planner.layers import DTYPE_BYTES, PlanError, read_layers
+from kvproxy.lab.planner.models import known_models
 
 LLAMA = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
 KV = st.sampled_from(sorted(name for name, size in DTYPE_BYTES.items() if size >= 1))

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvproxy.planner.layers import PlanError, read_layers
-from kvproxy.planner.memory import Engine, count_tiers, find_cheapest
-from kvproxy.planner.models import known_models
+from kvproxy.lab.planner.layers import PlanError, read_layers
+from kvproxy.lab.planner.memory import Engine, count_tiers, find_cheapest
+from kvproxy.lab.planner.models import known_models
 
 GIB = 1 << 30
 LLAMA = read_layers(known_models()["meta-llama/Llama-3.1-8B"].config)

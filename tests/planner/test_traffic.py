@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvproxy.planner.traffic import Row, Wanted
-from kvproxy.replay.results import summarize_outcomes
+from kvproxy.lab.planner.traffic import Row, Wanted
+from kvproxy.lab.replay.results import summarize_outcomes
 
 NOTHING = summarize_outcomes([], 1)
 

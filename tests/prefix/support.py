@@ -6,10 +6,10 @@ from array import array
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 
-from kvproxy.clients.kv_events.events import BlockRemoved, BlockStored
-from kvproxy.prefix.hashing import token_blocks
-from kvproxy.prefix.precise.index import precise_root
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.indexes.precise import precise_root
+from kvproxy.cache.kv_events.events import BlockRemoved, BlockStored
+from kvproxy.cache.prefix.hashing import token_blocks
 
 A, B, C = EndpointId("a"), EndpointId("b"), EndpointId("c")
 

@@ -7,8 +7,8 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.prefix.approximate.age_histogram import AgeHistogram
-from kvproxy.prefix.approximate.radix import Node
+from kvproxy.cache.indexes.age_histogram import AgeHistogram
+from kvproxy.cache.indexes.radix import Node
 
 #: (which of a few blocks are touched, generation size); block n is n + 1 blocks long.
 TOUCHES = st.lists(st.sets(st.integers(0, 30), min_size=1, max_size=4), min_size=1, max_size=300)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from kvproxy.prefix.approximate.index import MAX_CAPACITY_BLOCKS, STEP_RUNS, ApproximateIndex
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.indexes.approximate import MAX_CAPACITY_BLOCKS, STEP_RUNS, ApproximateIndex
 from tests.prefix.support import A, B, C, chained
 
 PROMPT = tuple(range(10))

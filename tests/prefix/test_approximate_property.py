@@ -11,11 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
-from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
-from kvproxy.prefix.approximate.heat import Run
-from kvproxy.prefix.approximate.index import ApproximateIndex
-from kvproxy.prefix.approximate.radix import PrefixCursor
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.indexes.approximate import ApproximateIndex
+from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
+from kvproxy.cache.indexes.heat import Run
+from kvproxy.cache.indexes.radix import PrefixCursor
 from tests.prefix.support import A, B, C, chained
 
 Path = tuple[int, ...]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.prefix.approximate.bit_allocator import BitAllocator, slots_of
+from kvproxy.cache.indexes.bit_allocator import BitAllocator, slots_of
 
 
 def test_slots_of_a_mask() -> None:

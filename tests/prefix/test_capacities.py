@@ -10,10 +10,10 @@ from random import Random
 
 import pytest
 
-from kvproxy.prefix.approximate.capacity import Capacities
-from kvproxy.prefix.approximate.index import ApproximateIndex
-from kvproxy.simulator.block_cache import BlockCache
-from kvproxy.simulator.engine_io import BlockStored
+from kvproxy.cache.indexes.approximate import ApproximateIndex
+from kvproxy.cache.indexes.capacity import Capacities
+from kvproxy.lab.simulator.block_cache import BlockCache
+from kvproxy.lab.simulator.engine_io import BlockStored
 from tests.prefix.support import A, B, chained
 
 TRUE_CAPACITY = 1200

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvproxy.clients.kv_events.events import Skipped, decode_batch
-from kvproxy.prefix.hashing import token_blocks
-from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch, precise_root
+from kvproxy.cache.indexes.precise import PreciseIndex, PreciseMatch, precise_root
+from kvproxy.cache.kv_events.events import Skipped, decode_batch
+from kvproxy.cache.prefix.hashing import token_blocks
 from tests.prefix.support import A
 
 CAPTURES = Path(__file__).parent.parent / "fixtures" / "vllm_events"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.prefix.eviction import Use, Weights, score_use
+from kvproxy.cache.prefix.eviction import Use, Weights, score_use
 
 AMOUNTS = st.floats(0, 1e9)
 TERMS = (Weights(1, 0, 0, 0), Weights(0, 1, 0, 0), Weights(0, 0, 1, 0), Weights(0, 0, 0, 1), Weights())

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.prefix.hashing import token_blocks
-from kvproxy.prefix.tokens.token_memory import MAX_WAYS, HashedTokens
+from kvproxy.cache.prefix.hashing import token_blocks
+from kvproxy.cache.prefix.token_memory import MAX_WAYS, HashedTokens
 
 TOKENS = array("I", range(1000))
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest, xxh64_intdigest
 
-from kvproxy.prefix.hashing import (
+from kvproxy.base.types import Prompt
+from kvproxy.cache.prefix.hashing import (
     BLOCK_SIZES,
     TEXT_BLOCK_BYTES,
     canonical_bytes,
@@ -19,7 +20,6 @@ from kvproxy.prefix.hashing import (
     text_chain,
     token_blocks,
 )
-from kvproxy.types import Prompt
 
 TOKENS = array("I", range(2048))
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.prefix.approximate.heat import Heat
-from kvproxy.prefix.approximate.index import ApproximateIndex
+from kvproxy.cache.indexes.approximate import ApproximateIndex
+from kvproxy.cache.indexes.heat import Heat
 from tests.prefix.support import A, B, chained
 
 SYSTEM = tuple(range(100, 110))

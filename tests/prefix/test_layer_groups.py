@@ -8,10 +8,10 @@ from random import Random
 
 import pytest
 
-from kvproxy.clients.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored
-from kvproxy.prefix.precise import layer_groups
-from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch
-from kvproxy.types import Tier
+from kvproxy.base.types import Tier
+from kvproxy.cache.indexes import layer_groups
+from kvproxy.cache.indexes.precise import PreciseIndex, PreciseMatch
+from kvproxy.cache.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.prefix.support import A, B, engine_hash, prompt_of, removed, stored
 
 PATH = tuple(range(1, 13))

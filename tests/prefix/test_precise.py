@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from kvproxy.clients.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored
-from kvproxy.prefix.hashing import token_blocks
-from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch, precise_root
-from kvproxy.types import EndpointId, Tier
+from kvproxy.base.types import EndpointId, Tier
+from kvproxy.cache.indexes.precise import PreciseIndex, PreciseMatch, precise_root
+from kvproxy.cache.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvproxy.cache.prefix.hashing import token_blocks
 from tests.prefix.support import A, B, engine_hash, prompt_of, removed, stored
 
 PATH = (1, 2, 3, 4)

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvproxy.prefix.precise.index import PreciseIndex, PreciseMatch
-from kvproxy.types import EndpointId, LowerTokens, Tier
+from kvproxy.base.types import EndpointId, LowerTokens, Tier
+from kvproxy.cache.indexes.precise import PreciseIndex, PreciseMatch
 from tests.prefix.support import A, B, prompt_of, removed, stored
 
 Path = tuple[int, ...]

@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvproxy.prefix.hygiene.causes import ADVICE, Cause
-from kvproxy.prefix.hygiene.comparison import Change, find_change
-from kvproxy.prefix.hygiene.parts import digest_part
-from kvproxy.prefix.hygiene.threads import DIGEST, LENGTH, MAX_THREADS, Session, Sessions, Thread, add_messages
-from kvproxy.prefix.tokens.session_hashes import PromptText, SessionHashes
-from kvproxy.request.parse import parse_body
-from kvproxy.types import RequestKind
+from kvproxy.base.types import RequestKind
+from kvproxy.cache.prefix.session_hashes import PromptText, SessionHashes
+from kvproxy.features.hygiene.causes import ADVICE, Cause
+from kvproxy.features.hygiene.comparison import Change, find_change
+from kvproxy.features.hygiene.parts import digest_part
+from kvproxy.features.hygiene.threads import DIGEST, LENGTH, MAX_THREADS, Session, Sessions, Thread, add_messages
+from kvproxy.proxy.request.parse import parse_body
 
 MESSAGES, CHAT, RESPONSES = RequestKind.MESSAGES, RequestKind.CHAT, RequestKind.RESPONSES
 PATHS = {MESSAGES: "messages", CHAT: "messages", RESPONSES: "input"}

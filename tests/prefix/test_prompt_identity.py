@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.prefix.hashing import message_chain, text_blocks
-from kvproxy.prefix.prompt_identity import RULED, prompt_identity
-from kvproxy.prefix.tokens import session_hashes
-from kvproxy.prefix.tokens.session_hashes import SessionHashes
-from kvproxy.request.parse import parse_body
-from kvproxy.simulator.prompts import Prompts
-from kvproxy.simulator.tokenizer import Tokenizer
-from kvproxy.types import Prompt, RequestKind
+from kvproxy.base.types import Prompt, RequestKind
+from kvproxy.cache.prefix import session_hashes
+from kvproxy.cache.prefix.hashing import message_chain, text_blocks
+from kvproxy.cache.prefix.prompt_identity import RULED, prompt_identity
+from kvproxy.cache.prefix.session_hashes import SessionHashes
+from kvproxy.lab.simulator.prompts import Prompts
+from kvproxy.lab.simulator.tokenizer import Tokenizer
+from kvproxy.proxy.request.parse import parse_body
 
 CHAT, MESSAGES = RequestKind.CHAT, RequestKind.MESSAGES
 HEADER = "x-anthropic-billing-header: cc_version=2.1.37.0d9; cc_entrypoint=cli; cch={};"

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from kvproxy.prefix.precise.index import PreciseIndex
+from kvproxy.cache.indexes.precise import PreciseIndex
 from tests.prefix.support import A, stored
 
 

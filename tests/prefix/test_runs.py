@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from kvproxy.prefix.precise.runs import KEY_BITS, SPAN, Run, Runs
+from kvproxy.cache.indexes.runs import KEY_BITS, SPAN, Run, Runs
 
 GPU, CPU = 1, 2
 

@@ -7,10 +7,10 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.prefix.hashing import TEXT_BLOCK_BYTES, message_chain, text_blocks
-from kvproxy.prefix.tokens import session_hashes
-from kvproxy.prefix.tokens.session_hashes import SessionHashes
-from kvproxy.types import Prompt, RequestKind
+from kvproxy.base.types import Prompt, RequestKind
+from kvproxy.cache.prefix import session_hashes
+from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES, message_chain, text_blocks
+from kvproxy.cache.prefix.session_hashes import SessionHashes
 
 SYSTEM, LONG = b"s" * 600, b"l" * 5000
 

@@ -10,10 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.prefix.approximate import snapshot
-from kvproxy.prefix.approximate.index import ApproximateIndex
-from kvproxy.prefix.approximate.snapshot import Dumped, EndpointPaths, IndexColumns, Restoration, dump, fingerprint
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.indexes import approximate_snapshot as snapshot
+from kvproxy.cache.indexes.approximate import ApproximateIndex
+from kvproxy.cache.indexes.approximate_snapshot import (
+    Dumped,
+    EndpointPaths,
+    IndexColumns,
+    Restoration,
+    dump,
+    fingerprint,
+)
 from tests.prefix.support import A, B, C, chained
 
 T = TypeVar("T")

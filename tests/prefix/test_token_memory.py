@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvproxy.prefix.hashing import message_chain, mix_keys
-from kvproxy.prefix.tokens.token_memory import TokenMemory
-from kvproxy.types import Prompt
+from kvproxy.base.types import Prompt
+from kvproxy.cache.prefix.hashing import message_chain, mix_keys
+from kvproxy.cache.prefix.token_memory import TokenMemory
 from tests.support.clock import FakeClock
 
 SYSTEM = b'{"role":"system","content":"s"}'

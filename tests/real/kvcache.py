@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 
-from kvproxy.clients.lmcache.controller import LMCacheControllerClient
-from kvproxy.kvcache.service import KvCache
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.clients.lmcache_controller import LMCacheControllerClient
+from kvproxy.cache.service import KvCache
 from tests.support.proxy import RunningProxy, running_proxy
 from tests.support.until import until, until_says
 

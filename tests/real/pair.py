@@ -10,7 +10,7 @@ from functools import partial
 
 import httpx
 
-from kvproxy.clients.vllm import VllmClient
+from kvproxy.cache.clients.vllm import VllmClient
 from tests.real.engines import vllm
 from tests.real.engines.place import Model
 from tests.real.engines.sglang import Sglang

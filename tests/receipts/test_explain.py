@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvproxy.receipts.explain import explain_receipt
-from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate, decode_receipt, encode_receipt
-from kvproxy.routing.policy import FactSource, Overlap
-from kvproxy.types import EndpointId, Tier
+from kvproxy.base.types import EndpointId, Tier
+from kvproxy.cluster.routing.policy import FactSource, Overlap
+from kvproxy.operate.receipts.explain import explain_receipt
+from kvproxy.operate.receipts.receipt import Attempt, Receipt, ReceiptCandidate, decode_receipt, encode_receipt
 
 A, B = EndpointId("a"), EndpointId("b")
 IDLE = (0.0, 0.0, 0.0, 0.0)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.receipts.files import Ambiguous, ReceiptReader, RotatingFile, list_files
-from kvproxy.receipts.receipt import Receipt, encode_receipt
+from kvproxy.operate.receipts.files import Ambiguous, ReceiptReader, RotatingFile, list_files
+from kvproxy.operate.receipts.receipt import Receipt, encode_receipt
 
 
 def names(folder: Path) -> list[str]:

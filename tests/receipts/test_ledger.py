@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from kvproxy.cli import main
-from kvproxy.commands import ledger as command
-from kvproxy.config.ledger_schema import LedgerPrice
-from kvproxy.config.load import load_config
-from kvproxy.receipts.files import RotatingFile, list_files
-from kvproxy.receipts.ledger import Ledger, LedgerReader, price_of
-from kvproxy.workers.share import take_share
+from kvproxy.features.ledger import command
+from kvproxy.features.ledger.ledger import Ledger, LedgerReader, price_of
+from kvproxy.features.ledger.settings import LedgerPrice
+from kvproxy.features.workers.share import take_share
+from kvproxy.operate.config.load import load_config
+from kvproxy.operate.receipts.files import RotatingFile, list_files
 from tests.support.fake_engine import Call, FakeEngine, event, reply, start_stream
 from tests.support.loopback import serve
 from tests.support.proxy import chat, running_proxy

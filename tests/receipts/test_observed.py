@@ -11,13 +11,13 @@ import pytest
 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import AttemptOutcome, Pick
+from kvproxy.cluster.routing.policy import OverlapFacts, PickRequest
 from kvproxy.cluster.screening import Refusal
-from kvproxy.config.cluster_schema import ClusterSettings, EndpointSettings, PolicyName
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.receipts.observed import MAX_ATTEMPTS, MAX_CANDIDATES, AttemptLog
-from kvproxy.request.exchange import Exchange
-from kvproxy.request.observer import RequestObserver, notify
-from kvproxy.routing.policy import OverlapFacts, PickRequest
+from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, PolicyName
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.operate.receipts.observed import MAX_ATTEMPTS, MAX_CANDIDATES, AttemptLog
+from kvproxy.proxy.request.exchange import Exchange
+from kvproxy.proxy.request.observer import RequestObserver, notify
 from tests.support.clock import FakeClock
 
 

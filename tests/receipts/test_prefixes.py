@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from kvproxy.receipts.receipt import decode_prefixes, encode_prefixes, prefix_depths
+from kvproxy.operate.receipts.receipt import decode_prefixes, encode_prefixes, prefix_depths
 
 KEY = b"k" * 16
 

@@ -6,12 +6,12 @@ import random
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from kvproxy.config.schema import ReceiptSettings
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.receipts.files import ReceiptReader
-from kvproxy.receipts.recorder import Recorder
-from kvproxy.request.exchange import Exchange
-from kvproxy.request.observer import RequestObserver, notify
+from kvproxy.operate.config.schema import ReceiptSettings
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.operate.receipts.files import ReceiptReader
+from kvproxy.operate.receipts.recorder import Recorder
+from kvproxy.proxy.request.exchange import Exchange
+from kvproxy.proxy.request.observer import RequestObserver, notify
 from tests.support.clock import FakeClock
 
 

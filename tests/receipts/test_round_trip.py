@@ -10,8 +10,8 @@ import pytest
 from starlette.types import Send
 
 from kvproxy.cli import main
-from kvproxy.receipts.files import ReceiptReader
-from kvproxy.receipts.receipt import Receipt, decode_prefixes
+from kvproxy.operate.receipts.files import ReceiptReader
+from kvproxy.operate.receipts.receipt import Receipt, decode_prefixes
 from tests.support.fake_engine import Call, FakeEngine, answer_ok, event, start_stream
 from tests.support.loopback import serve
 from tests.support.proxy import chat, running_proxy

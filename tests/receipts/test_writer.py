@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.metrics.collectors import CounterCell
-from kvproxy.receipts.files import RotatingFile
-from kvproxy.receipts.writer import SLICE, Writer
+from kvproxy.base.metrics.collectors import CounterCell
+from kvproxy.operate.receipts.files import RotatingFile
+from kvproxy.operate.receipts.writer import SLICE, Writer
 
 
 class Bench:

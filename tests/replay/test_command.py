@@ -14,16 +14,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvproxy.replay.catalogue import SCENARIOS
-from kvproxy.replay.command import run
-from kvproxy.replay.options import add_arguments
-from kvproxy.replay.plot import render_html
-from kvproxy.replay.report import ProgressBar, ReplayReport
-from kvproxy.replay.reports import Recorded, Review, Verdict
-from kvproxy.replay.results import summarize_outcomes
-from kvproxy.replay.tier_plan import TierPlan
-from kvproxy.replay.trace import Half
-from kvproxy.simulator.retention import Eviction
+from kvproxy.lab.replay.catalogue import SCENARIOS
+from kvproxy.lab.replay.command import run
+from kvproxy.lab.replay.options import add_arguments
+from kvproxy.lab.replay.plot import render_html
+from kvproxy.lab.replay.report import ProgressBar, ReplayReport
+from kvproxy.lab.replay.reports import Recorded, Review, Verdict
+from kvproxy.lab.replay.results import summarize_outcomes
+from kvproxy.lab.replay.tier_plan import TierPlan
+from kvproxy.lab.replay.trace import Half
+from kvproxy.lab.simulator.retention import Eviction
 from tests.replay.test_live import FakeServer
 from tests.replay.traces import lines
 

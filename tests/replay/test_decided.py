@@ -9,13 +9,13 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from kvproxy.receipts.files import ReceiptReader
-from kvproxy.receipts.receipt import Attempt, Receipt, ReceiptCandidate, encode_receipt
-from kvproxy.replay.compare import PolicySpec
-from kvproxy.replay.decided import FeedbackSample, _DelayedFeedback, decide_again
-from kvproxy.replay.reports import Review
-from kvproxy.routing.policy import Overlap
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing.policy import Overlap
+from kvproxy.lab.replay.compare import PolicySpec
+from kvproxy.lab.replay.decided import FeedbackSample, _DelayedFeedback, decide_again
+from kvproxy.lab.replay.reports import Review
+from kvproxy.operate.receipts.files import ReceiptReader
+from kvproxy.operate.receipts.receipt import Attempt, Receipt, ReceiptCandidate, encode_receipt
 
 A, B = EndpointId("a"), EndpointId("b")
 NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)

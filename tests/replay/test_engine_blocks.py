@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.replay.settings import EngineBlocks
-from kvproxy.replay.trace import Trace, TraceError, parse_trace
+from kvproxy.lab.replay.settings import EngineBlocks
+from kvproxy.lab.replay.trace import Trace, TraceError, parse_trace
 from tests.replay.traces import chat_trace, lines
 
 

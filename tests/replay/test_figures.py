@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvproxy.replay.results import percentile
+from kvproxy.lab.replay.results import percentile
 
 
 def test_a_percentile_is_the_nearest_rank() -> None:

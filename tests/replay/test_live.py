@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from kvproxy.replay.live import LiveReplay, LiveSettings, NoServer
-from kvproxy.replay.results import ReplayOutcome, summarize_outcomes
-from kvproxy.replay.settings import Pace, make_block, make_prompt
+from kvproxy.lab.replay.live import LiveReplay, LiveSettings, NoServer
+from kvproxy.lab.replay.results import ReplayOutcome, summarize_outcomes
+from kvproxy.lab.replay.settings import Pace, make_block, make_prompt
 from tests.replay.traces import chat_trace, shared_prefix_trace
 
 #: What a server may send with a good status.

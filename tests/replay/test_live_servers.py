@@ -10,13 +10,13 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvproxy.replay.live import LiveReplay, LiveSettings
-from kvproxy.replay.reports import report_live
-from kvproxy.replay.settings import Pace
-from kvproxy.replay.trace import Trace, parse_trace
-from kvproxy.simulator.engine_io import EngineSettings
-from kvproxy.simulator.fleet import Fleet, FleetSettings, clone_engines
-from kvproxy.simulator.vllm_settings import VllmSettings
+from kvproxy.lab.replay.live import LiveReplay, LiveSettings
+from kvproxy.lab.replay.reports import report_live
+from kvproxy.lab.replay.settings import Pace
+from kvproxy.lab.replay.trace import Trace, parse_trace
+from kvproxy.lab.simulator.engine_io import EngineSettings
+from kvproxy.lab.simulator.fleet import Fleet, FleetSettings, clone_engines
+from kvproxy.lab.simulator.vllm_settings import VllmSettings
 from tests.replay.traces import lines
 from tests.support.loopback import Server
 from tests.support.proxy import running_proxy

@@ -7,13 +7,13 @@ from random import Random
 
 import pytest
 
-from kvproxy.config.cluster_schema import PolicyName
-from kvproxy.replay.compare import PolicySpec, play_policy
-from kvproxy.replay.pooled import measure_bound, measure_offered_rate, measure_throughput, play_on_pool
-from kvproxy.replay.results import summarize_outcomes
-from kvproxy.replay.settings import ENGINES, ReplayFleet
-from kvproxy.replay.trace import Trace, parse_trace
-from kvproxy.simulator.engine_io import Scheduling
+from kvproxy.cluster.settings import PolicyName
+from kvproxy.lab.replay.compare import PolicySpec, play_policy
+from kvproxy.lab.replay.pooled import measure_bound, measure_offered_rate, measure_throughput, play_on_pool
+from kvproxy.lab.replay.results import summarize_outcomes
+from kvproxy.lab.replay.settings import ENGINES, ReplayFleet
+from kvproxy.lab.replay.trace import Trace, parse_trace
+from kvproxy.lab.simulator.engine_io import Scheduling
 from tests.replay.traces import chat_trace, lines, shared_prefix_trace
 
 FLEET = ReplayFleet(instances=3, capacity_tokens=100_000)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvproxy.replay.pooled import PooledCache
-from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import EngineSettings, FirstToken, SimRequest
+from kvproxy.lab.replay.pooled import PooledCache
+from kvproxy.lab.simulator.engine import Engine
+from kvproxy.lab.simulator.engine_io import EngineSettings, FirstToken, SimRequest
 
 
 def test_two_plans_for_the_last_block_both_get_one() -> None:

@@ -7,16 +7,16 @@ from random import Random
 
 import pytest
 
-from kvproxy.replay.compare import PolicySpec, play_policy
-from kvproxy.replay.replicas import ManyRouters, Replica, RoutersPlan
-from kvproxy.replay.results import ReplayOutcome
-from kvproxy.replay.router import LiveRequest, SimEndpoint, VirtualRouter
-from kvproxy.replay.settings import IndexMode, Pace, ReplayFleet
-from kvproxy.replay.trace import Turn
-from kvproxy.replay.view import IndexView, endpoint_id
-from kvproxy.routing.costs import engine_wait_s
-from kvproxy.routing.speeds import SpeedModel, SpeedPriors
-from kvproxy.simulator.engine import Engine
+from kvproxy.cluster.routing.costs import engine_wait_s
+from kvproxy.cluster.routing.speeds import SpeedModel, SpeedPriors
+from kvproxy.lab.replay.compare import PolicySpec, play_policy
+from kvproxy.lab.replay.replicas import ManyRouters, Replica, RoutersPlan
+from kvproxy.lab.replay.results import ReplayOutcome
+from kvproxy.lab.replay.router import LiveRequest, SimEndpoint, VirtualRouter
+from kvproxy.lab.replay.settings import IndexMode, Pace, ReplayFleet
+from kvproxy.lab.replay.trace import Turn
+from kvproxy.lab.replay.view import IndexView, endpoint_id
+from kvproxy.lab.simulator.engine import Engine
 from tests.replay.traces import shared_prefix_trace
 
 BLOCK = 512

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.replay.report import FIGURES, MORE_FIGURES, ReplayReport, align_columns
-from kvproxy.replay.results import GoodputLimits, Ratio, ReplayOutcome, mean_ratio, summarize_outcomes
-from kvproxy.replay.trace import Half, Trace, TraceError, parse_trace, read_trace
-from kvproxy.simulator.timing import TokenGaps
+from kvproxy.lab.replay.report import FIGURES, MORE_FIGURES, ReplayReport, align_columns
+from kvproxy.lab.replay.results import GoodputLimits, Ratio, ReplayOutcome, mean_ratio, summarize_outcomes
+from kvproxy.lab.replay.trace import Half, Trace, TraceError, parse_trace, read_trace
+from kvproxy.lab.simulator.timing import TokenGaps
 from tests.replay.traces import chat_trace, lines
 
 TRACES = Path(__file__).parents[2] / "benchmarks" / "traces"

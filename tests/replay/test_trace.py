@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.replay.settings import Pace
-from kvproxy.replay.trace import TraceError, parse_trace, read_trace
+from kvproxy.lab.replay.settings import Pace
+from kvproxy.lab.replay.trace import TraceError, parse_trace, read_trace
 from tests.replay.traces import chat_trace, lines, shared_prefix_trace
 
 TRACES = Path(__file__).parents[2] / "benchmarks" / "traces"

@@ -10,24 +10,24 @@ from random import Random
 import msgspec
 import pytest
 
-from kvproxy.config.cluster_schema import PolicyName
-from kvproxy.replay.compare import PolicySpec, UnknownPolicy, play_policy
-from kvproxy.replay.results import ReplayOutcome, Summary, summarize_outcomes
-from kvproxy.replay.router import LiveRequest, SimEndpoint, VirtualRouter
-from kvproxy.replay.settings import Pace, ReplayFleet
-from kvproxy.replay.trace import Turn
-from kvproxy.replay.transfers import LinkPlan, SimTransfers
-from kvproxy.replay.view import Settle, endpoint_id
-from kvproxy.routing.engine_state import EngineState
-from kvproxy.routing.kv_aware import KvAware
-from kvproxy.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
-from kvproxy.routing.selector import decide
-from kvproxy.routing.speeds import SpeedModel, SpeedPriors
-from kvproxy.routing.transfers import DISPLACES, LATE, LINK, NOT_HELD, STORE, Links, Transfer
-from kvproxy.routing.work import prefill_s
-from kvproxy.simulator.block_cache import BlockCache
-from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import BlockStored, EngineSettings, KvEvent
+from kvproxy.cluster.routing.engine_state import EngineState
+from kvproxy.cluster.routing.kv_aware import KvAware
+from kvproxy.cluster.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
+from kvproxy.cluster.routing.selector import decide
+from kvproxy.cluster.routing.speeds import SpeedModel, SpeedPriors
+from kvproxy.cluster.routing.work import prefill_s
+from kvproxy.cluster.settings import PolicyName
+from kvproxy.features.transfers.planner import DISPLACES, LATE, LINK, NOT_HELD, STORE, Links, Transfer
+from kvproxy.lab.replay.compare import PolicySpec, UnknownPolicy, play_policy
+from kvproxy.lab.replay.results import ReplayOutcome, Summary, summarize_outcomes
+from kvproxy.lab.replay.router import LiveRequest, SimEndpoint, VirtualRouter
+from kvproxy.lab.replay.settings import Pace, ReplayFleet
+from kvproxy.lab.replay.trace import Turn
+from kvproxy.lab.replay.transfers import LinkPlan, SimTransfers
+from kvproxy.lab.replay.view import Settle, endpoint_id
+from kvproxy.lab.simulator.block_cache import BlockCache
+from kvproxy.lab.simulator.engine import Engine
+from kvproxy.lab.simulator.engine_io import BlockStored, EngineSettings, KvEvent
 from tests.replay.traces import chat_trace, shared_prefix_trace
 
 BLOCK = 512

@@ -9,13 +9,13 @@ from random import Random
 
 import pytest
 
-from kvproxy.replay.compare import ComparisonPlan, PolicySpec, compare, play_policy
-from kvproxy.replay.pooled import Bound, measure_bound
-from kvproxy.replay.results import ReplayOutcome, summarize_outcomes
-from kvproxy.replay.settings import JITTER_S, Pace, ReplayFleet
-from kvproxy.replay.trace import read_trace
-from kvproxy.routing.kv_aware import KvAware
-from kvproxy.routing.speeds import SpeedEstimates
+from kvproxy.cluster.routing.kv_aware import KvAware
+from kvproxy.cluster.routing.speeds import SpeedEstimates
+from kvproxy.lab.replay.compare import ComparisonPlan, PolicySpec, compare, play_policy
+from kvproxy.lab.replay.pooled import Bound, measure_bound
+from kvproxy.lab.replay.results import ReplayOutcome, summarize_outcomes
+from kvproxy.lab.replay.settings import JITTER_S, Pace, ReplayFleet
+from kvproxy.lab.replay.trace import read_trace
 from tests.replay.traces import shared_prefix_trace
 
 TRACES = Path(__file__).parents[2] / "benchmarks/traces"

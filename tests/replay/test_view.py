@@ -5,11 +5,11 @@ from __future__ import annotations
 from array import array
 from random import Random
 
-from kvproxy.replay.settings import IndexMode, ReplayFleet
-from kvproxy.replay.trace import Turn
-from kvproxy.replay.view import IndexView, endpoint_id
-from kvproxy.simulator.engine_io import AllBlocksCleared, BlockRemoved, BlockStored
-from kvproxy.types import Tier
+from kvproxy.base.types import Tier
+from kvproxy.lab.replay.settings import IndexMode, ReplayFleet
+from kvproxy.lab.replay.trace import Turn
+from kvproxy.lab.replay.view import IndexView, endpoint_id
+from kvproxy.lab.simulator.engine_io import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.replay.traces import shared_prefix_trace
 
 TURN = shared_prefix_trace().sessions[0].turns[0]

@@ -8,17 +8,17 @@ from random import Random
 
 import pytest
 
-from kvproxy.config.cluster_schema import PolicyName
-from kvproxy.replay.compare import PolicySpec, UnknownPolicy, play_policy
-from kvproxy.replay.pooled import PooledFleet
-from kvproxy.replay.results import ReplayOutcome, Summary, compute_rate, percentile, summarize_outcomes
-from kvproxy.replay.router import LiveRequest, SimEndpoint, VirtualRouter
-from kvproxy.replay.settings import IndexMode, Pace, ReplayFleet
-from kvproxy.replay.trace import Trace, parse_trace
-from kvproxy.replay.view import IndexView, endpoint_id
-from kvproxy.routing.work import prefill_s
-from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.timing import EngineTiming
+from kvproxy.cluster.routing.work import prefill_s
+from kvproxy.cluster.settings import PolicyName
+from kvproxy.lab.replay.compare import PolicySpec, UnknownPolicy, play_policy
+from kvproxy.lab.replay.pooled import PooledFleet
+from kvproxy.lab.replay.results import ReplayOutcome, Summary, compute_rate, percentile, summarize_outcomes
+from kvproxy.lab.replay.router import LiveRequest, SimEndpoint, VirtualRouter
+from kvproxy.lab.replay.settings import IndexMode, Pace, ReplayFleet
+from kvproxy.lab.replay.trace import Trace, parse_trace
+from kvproxy.lab.replay.view import IndexView, endpoint_id
+from kvproxy.lab.simulator.engine import Engine
+from kvproxy.lab.simulator.timing import EngineTiming
 from tests.replay.traces import chat_trace, lines, shared_prefix_trace
 
 FLEET = ReplayFleet(instances=3)

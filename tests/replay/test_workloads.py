@@ -8,11 +8,11 @@ from random import Random
 
 import pytest
 
-from kvproxy.replay import workloads
-from kvproxy.replay.catalogue import SCENARIOS, Scenario, UnknownScenario, find_scenarios
-from kvproxy.replay.compare import PolicySpec, play_policy
-from kvproxy.replay.settings import Pace, ReplayFleet
-from kvproxy.replay.trace import Half, Trace
+from kvproxy.lab.replay import workloads
+from kvproxy.lab.replay.catalogue import SCENARIOS, Scenario, UnknownScenario, find_scenarios
+from kvproxy.lab.replay.compare import PolicySpec, play_policy
+from kvproxy.lab.replay.settings import Pace, ReplayFleet
+from kvproxy.lab.replay.trace import Half, Trace
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=lambda scenario: str(scenario.name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from random import Random
 
-from kvproxy.replay.trace import Trace, parse_trace
+from kvproxy.lab.replay.trace import Trace, parse_trace
 
 
 def lines(*rows: dict[str, object], block_size: int = 512) -> list[str]:

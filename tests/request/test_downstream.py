@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from kvproxy.request.downstream import Downstream
-from kvproxy.request.exchange import Exchange
-from kvproxy.request.observer import RequestObserver
-from kvproxy.types import CONNECTION
+from kvproxy.base.types import CONNECTION
+from kvproxy.proxy.request.downstream import Downstream
+from kvproxy.proxy.request.exchange import Exchange
+from kvproxy.proxy.request.observer import RequestObserver
 from tests.support.asgi import http_scope
 
 

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from starlette.types import Message
 
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.request.error_reply import LINGER_BYTES, local_reply
-from kvproxy.request.exchange import Exchange
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.request.error_reply import LINGER_BYTES, local_reply
+from kvproxy.proxy.request.exchange import Exchange
 from tests.support.asgi import Reply, call, http_scope
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.request.exchange import Exchange
-from kvproxy.request.observer import HOOKS, RequestObserver, notify
+from kvproxy.proxy.request.exchange import Exchange
+from kvproxy.proxy.request.observer import HOOKS, RequestObserver, notify
 
 
 class Notes(RequestObserver):

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvproxy.json_scan import MAX_DECODED_BYTES
-from kvproxy.request.parse import (
+from kvproxy.base.json_scan import MAX_DECODED_BYTES
+from kvproxy.base.types import InferenceRequest, RequestKind
+from kvproxy.proxy.request.parse import (
     MAX_NAME,
     MAX_PARTS,
     MAX_PROMPT_BYTES,
     parse_body,
     read_body,
 )
-from kvproxy.request.session import MAX_SESSION_KEY, Caller, Session
-from kvproxy.types import InferenceRequest, RequestKind
+from kvproxy.proxy.request.session import MAX_SESSION_KEY, Caller, Session
 
 CHAT, COMPLETION = RequestKind.CHAT, RequestKind.COMPLETION
 RESPONSES, EMBEDDINGS, MESSAGES = RequestKind.RESPONSES, RequestKind.EMBEDDINGS, RequestKind.MESSAGES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvproxy.request.exchange import RandomHex
+from kvproxy.proxy.request.exchange import RandomHex
 
 
 def test_nothing_is_handed_out_twice() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 
-from kvproxy.request.exchange import MAX_REMEMBERED, Exchange, Outcome
-from kvproxy.request.observer import RecentDecisions
-from kvproxy.routing.policy import Overlap, OverlapFacts
-from kvproxy.types import EndpointId, InferenceRequest, Prompt, RequestKind, Tier
+from kvproxy.base.types import EndpointId, InferenceRequest, Prompt, RequestKind, Tier
+from kvproxy.cluster.routing.policy import Overlap, OverlapFacts
+from kvproxy.proxy.request.exchange import MAX_REMEMBERED, Exchange, Outcome
+from kvproxy.proxy.request.observer import RecentDecisions
 
 A = EndpointId("a")
 

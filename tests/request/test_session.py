@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvproxy.request.parse import MAX_DECODED_BYTES, parse_body
-from kvproxy.request.session import CLIENTS, MAX_SESSION_KEY, NO_CALLER, Caller, Session, SessionHeaders
-from kvproxy.types import InferenceRequest, RequestKind
+from kvproxy.base.types import InferenceRequest, RequestKind
+from kvproxy.proxy.request.parse import MAX_DECODED_BYTES, parse_body
+from kvproxy.proxy.request.session import CLIENTS, MAX_SESSION_KEY, NO_CALLER, Caller, Session, SessionHeaders
 
 CHAT, RESPONSES, MESSAGES = RequestKind.CHAT, RequestKind.RESPONSES, RequestKind.MESSAGES
 ROOT = "5f0c4c3e-2f6e-4c83-9f7b-0b6d1f1c7a11"

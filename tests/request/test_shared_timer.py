@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvproxy.request.body import SharedTimer
+from kvproxy.proxy.request.body import SharedTimer
 from tests.support.loop_time import skipping_time
 
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from kvproxy.request.error_reply import error_event
-from kvproxy.request.usage import error_status
-from kvproxy.types import RequestKind
+from kvproxy.base.types import RequestKind
+from kvproxy.proxy.request.error_reply import error_event
+from kvproxy.proxy.request.usage import error_status
 
 
 def data_of(event: bytes) -> dict[str, object]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.request.usage import Usage, read_response_id, read_usage
+from kvproxy.proxy.request.usage import Usage, read_response_id, read_usage
 
 CHAT = (
     b'"usage":{"prompt_tokens":96,"total_tokens":98,"completion_tokens":2,"prompt_tokens_details":{"cached_tokens":64}}'

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.resilience.retry import RetryBudget
+from kvproxy.base.resilience.retry import RetryBudget
 
 
 def spend(budget: RetryBudget, now: float) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvproxy.resilience.retry import full_jitter_s, retry_background
+from kvproxy.base.resilience.retry import full_jitter_s, retry_background
 from tests.support.clock import FakeClock
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvproxy.routing.load import EndpointLoad, Reservation
-from kvproxy.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing.load import EndpointLoad, Reservation
+from kvproxy.cluster.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Reference of the learned engine-speed model and the expected cost: the mathematics as it was derived and tested.
 
-Compact on purpose and kept as it was; kvproxy.routing is held against it in test_against_reference.py.
+Compact on purpose and kept as it was; kvproxy.cluster.routing is held against it in
+test_against_reference.py.
 """
 
 # ruff: noqa

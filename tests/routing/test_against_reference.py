@@ -6,11 +6,11 @@ from random import Random
 
 import pytest
 
-from kvproxy.config.cluster_schema import KvAwareSettings
-from kvproxy.routing.kv_aware import KvAware
-from kvproxy.routing.load import Reservation
-from kvproxy.routing.speeds import SpeedModel
-from kvproxy.routing.work import HEAD_TOKENS, MAX_PROGRESS, OVERDUE, OVERDUE_S
+from kvproxy.cluster.routing.kv_aware import KvAware
+from kvproxy.cluster.routing.load import Reservation
+from kvproxy.cluster.routing.speeds import SpeedModel
+from kvproxy.cluster.routing.work import HEAD_TOKENS, MAX_PROGRESS, OVERDUE, OVERDUE_S
+from kvproxy.cluster.settings import KvAwareSettings
 from tests.routing import reference_speed_model as reference
 from tests.routing.fleet import FakeCandidate, ask, fleet
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from kvproxy.routing.traffic import ArrivalStats, EndpointArrivals
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing.traffic import ArrivalStats, EndpointArrivals
 
 HERE, THERE = EndpointId("e0"), EndpointId("e1")
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.routing.elsewhere import MAX_TOLD, Elsewhere, Others
-from kvproxy.routing.load import EndpointLoad, Reservation
-from kvproxy.routing.work import Features
+from kvproxy.cluster.routing.elsewhere import MAX_TOLD, Elsewhere, Others
+from kvproxy.cluster.routing.load import EndpointLoad, Reservation
+from kvproxy.cluster.routing.work import Features
 
 SECONDS: Features = (0.01, 0.0001, 0.0, 1.0)
 

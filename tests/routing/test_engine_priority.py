@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from kvproxy.routing.waiting_lines import AGEING, EPOCH_S, engine_priority, urgency_s
+from kvproxy.cluster.routing.waiting_lines import AGEING, EPOCH_S, engine_priority, urgency_s
 
 
 def test_the_shorter_of_two_that_came_together_goes_first() -> None:

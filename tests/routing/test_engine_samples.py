@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.routing.engine_samples import MAX_READINGS, MAX_WEIGHT, EndedWork, Reading
-from kvproxy.routing.load import EndpointLoad
-from kvproxy.routing.work import Features
+from kvproxy.cluster.routing.engine_samples import MAX_READINGS, MAX_WEIGHT, EndedWork, Reading
+from kvproxy.cluster.routing.load import EndpointLoad
+from kvproxy.cluster.routing.work import Features
 
 Sample = tuple[Features, float, bool]
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
-from kvproxy.routing.consistent_hash import LOAD_FACTOR, ConsistentHash, HashRing, Session
-from kvproxy.routing.policy import PickRequest
-from kvproxy.routing.registry import POLICIES, make_policy
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing.consistent_hash import LOAD_FACTOR, ConsistentHash, HashRing, Session
+from kvproxy.cluster.routing.policy import PickRequest
+from kvproxy.cluster.routing.registry import POLICIES, make_policy
+from kvproxy.cluster.settings import ClusterSettings, PolicyName
 from tests.routing.fleet import FakeCandidate, fleet, occupy
 
 KEYS = [f"session-{n}".encode() for n in range(2000)]

@@ -6,12 +6,12 @@ from random import Random
 
 import pytest
 
-from kvproxy.config.cluster_schema import KvAwareSettings
-from kvproxy.routing.kv_aware import MAX_KAPPA, KvAware
-from kvproxy.routing.policy import Overlap, PickRequest
-from kvproxy.routing.speeds import SpeedModel
-from kvproxy.routing.work import features_of, seconds_of
-from kvproxy.types import Tier
+from kvproxy.base.types import Tier
+from kvproxy.cluster.routing.kv_aware import MAX_KAPPA, KvAware
+from kvproxy.cluster.routing.policy import Overlap, PickRequest
+from kvproxy.cluster.routing.speeds import SpeedModel
+from kvproxy.cluster.routing.work import features_of, seconds_of
+from kvproxy.cluster.settings import KvAwareSettings
 from tests.routing.fleet import FakeCandidate, ask, decode, fleet, occupy, place
 
 CONSTANT = KvAwareSettings(kappa=1.0, stall=0.1, foresight=0.0)

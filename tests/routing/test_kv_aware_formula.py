@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.config.cluster_schema import KvAwareSettings
-from kvproxy.routing.kv_aware import LARGE, MAX_KAPPA, MAX_STALLED, MAX_UNEVEN, TICK_S, KvAware
-from kvproxy.routing.load import EndpointLoad
-from kvproxy.routing.policy import Overlap, OverlapFacts, PickRequest
-from kvproxy.routing.work import features_of
-from kvproxy.types import EndpointId, Tier
+from kvproxy.base.types import EndpointId, Tier
+from kvproxy.cluster.routing.kv_aware import LARGE, MAX_KAPPA, MAX_STALLED, MAX_UNEVEN, TICK_S, KvAware
+from kvproxy.cluster.routing.load import EndpointLoad
+from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, PickRequest
+from kvproxy.cluster.routing.work import features_of
+from kvproxy.cluster.settings import KvAwareSettings
 from tests.routing.fleet import FakeCandidate, place
 
 

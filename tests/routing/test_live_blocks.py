@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvproxy.routing.live_blocks import LiveBlocks
-from kvproxy.routing.load import EndpointLoad
+from kvproxy.cluster.routing.live_blocks import LiveBlocks
+from kvproxy.cluster.routing.load import EndpointLoad
 
 
 def test_a_shared_prefix_counts_once_until_its_last_request_ends() -> None:

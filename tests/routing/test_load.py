@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.routing.load import EndpointLoad
-from kvproxy.routing.work import HEAD_REQUESTS, Features, PromptSplit, features_of, seconds_of, sum_of
-from kvproxy.types import LowerTokens, Tier
+from kvproxy.base.types import LowerTokens, Tier
+from kvproxy.cluster.routing.load import EndpointLoad
+from kvproxy.cluster.routing.work import HEAD_REQUESTS, Features, PromptSplit, features_of, seconds_of, sum_of
 
 SECONDS: Features = (0.01, 1e-3, 0.0, 0.0)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.routing.elsewhere import Elsewhere, LoadRow
-from kvproxy.routing.load import EndpointLoad
-from kvproxy.routing.work import NO_WORK, Features
+from kvproxy.cluster.routing.elsewhere import Elsewhere, LoadRow
+from kvproxy.cluster.routing.load import EndpointLoad
+from kvproxy.cluster.routing.work import NO_WORK, Features
 
 SECONDS: Features = (0.01, 1e-3, 0.0, 0.0)
 ONE: Features = (1.0, 100.0, 0.0, 0.0)

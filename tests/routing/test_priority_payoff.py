@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvproxy.routing.priority_trial import ENOUGH, SETTLING_S, STANDS_S, WINDOW_S, PriorityPayoff
+from kvproxy.features.priority.priority_trial import ENOUGH, SETTLING_S, STANDS_S, WINDOW_S, PriorityPayoff
 
 
 def play(payoff: PriorityPayoff, *, mean: float, tail: float, seed: int = 1, began: float = 0.0) -> float:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvproxy.routing.priority_trial import GAP_S, PriorityTrial, Verdict
-from kvproxy.routing.waiting_lines import urgency_s
+from kvproxy.cluster.routing.waiting_lines import urgency_s
+from kvproxy.features.priority.priority_trial import GAP_S, PriorityTrial, Verdict
 
 
 class Request:

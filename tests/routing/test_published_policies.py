@@ -8,13 +8,13 @@ from random import Random
 
 import pytest
 
-from kvproxy.config.cluster_schema import ClusterSettings, DynamoSettings, LlmDSettings, LlmDStickySettings, PolicyName
-from kvproxy.routing.policy import Overlap, PickRequest, Policy
-from kvproxy.routing.published import Dynamo, LlmD, LlmDSticky
-from kvproxy.routing.registry import make_policy
-from kvproxy.routing.simple import LeastRequest, LeastTtft, LMetric, PrefixAffinity
-from kvproxy.routing.work import features_of
-from kvproxy.types import Tier
+from kvproxy.base.types import Tier
+from kvproxy.cluster.routing.policy import Overlap, PickRequest, Policy
+from kvproxy.cluster.routing.registry import make_policy
+from kvproxy.cluster.routing.simple import LeastRequest, LeastTtft, LMetric, PrefixAffinity
+from kvproxy.cluster.routing.work import features_of
+from kvproxy.cluster.settings import ClusterSettings, DynamoSettings, LlmDSettings, LlmDStickySettings, PolicyName
+from kvproxy.lab.published import Dynamo, LlmD, LlmDSticky
 from tests.routing.fleet import FakeCandidate, ask, decode, fleet, live, occupy
 
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.routing.costs import Best
-from kvproxy.routing.fair_queue import LOOKS, FairQueue, QueueSettings
-from kvproxy.routing.waiting_lines import LEVEL_S, Ticket
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing.costs import Best
+from kvproxy.cluster.routing.fair_queue import LOOKS, FairQueue, QueueSettings
+from kvproxy.cluster.routing.waiting_lines import LEVEL_S, Ticket
 from tests.routing.fleet import FakeCandidate, fleet
 
 A, B = EndpointId("e0"), EndpointId("e1")

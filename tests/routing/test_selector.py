@@ -7,15 +7,15 @@ from random import Random
 
 import pytest
 
-from kvproxy.config.cluster_schema import ClusterSettings, PolicyName
-from kvproxy.config.verify_clusters import FORECASTING
-from kvproxy.routing import selector
-from kvproxy.routing.kv_aware import LARGE
-from kvproxy.routing.policy import Candidate, Choice, PickRequest, Policy
-from kvproxy.routing.registry import POLICIES, make_policy
-from kvproxy.routing.speeds import SpeedModel
-from kvproxy.routing.work import features_of
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing import selector
+from kvproxy.cluster.routing.kv_aware import LARGE
+from kvproxy.cluster.routing.policy import Candidate, Choice, PickRequest, Policy
+from kvproxy.cluster.routing.registry import POLICIES, make_policy
+from kvproxy.cluster.routing.speeds import SpeedModel
+from kvproxy.cluster.routing.work import features_of
+from kvproxy.cluster.settings import ClusterSettings, PolicyName
+from kvproxy.operate.config.verify_clusters import FORECASTING
 from tests.routing.fleet import ask, fleet, occupy, place
 
 A, B = EndpointId("e0"), EndpointId("e1")

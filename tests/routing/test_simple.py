@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvproxy.routing.policy import Candidate, PickRequest, Policy
-from kvproxy.routing.simple import LeastRequest, PowerOfTwo, RandomPolicy, RoundRobin
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing.policy import Candidate, PickRequest, Policy
+from kvproxy.cluster.routing.simple import LeastRequest, PowerOfTwo, RandomPolicy, RoundRobin
 from tests.routing.fleet import FakeCandidate, fleet, occupy, place
 
 REQUEST = PickRequest()

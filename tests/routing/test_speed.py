@@ -8,11 +8,11 @@ from random import Random
 import msgspec
 import pytest
 
-from kvproxy.config.cluster_schema import TierWeights
-from kvproxy.routing.onboarding import OnboardingCosts
-from kvproxy.routing.speeds import FactorState, SpeedModel, SpeedPriors, SpeedState
-from kvproxy.routing.work import features_of, seconds_of
-from kvproxy.types import EndpointId, LowerTokens, Tier, count_lower
+from kvproxy.base.types import EndpointId, LowerTokens, Tier, count_lower
+from kvproxy.cluster.routing.onboarding import OnboardingCosts
+from kvproxy.cluster.routing.speeds import FactorState, SpeedModel, SpeedPriors, SpeedState
+from kvproxy.cluster.routing.work import features_of, seconds_of
+from kvproxy.cluster.settings import TierWeights
 
 TRUTH = (0.02, 1 / 10_000, 1 / (10_000 * 32_000), 0.0)
 FAST, SLOW = EndpointId("fast"), EndpointId("slow")

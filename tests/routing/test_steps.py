@@ -6,10 +6,10 @@ from random import Random
 
 import pytest
 
-from kvproxy.config.cluster_schema import KvAwareSettings
-from kvproxy.routing.engine_samples import MIN_TOKENS, StepModel
-from kvproxy.routing.kv_aware import KvAware
-from kvproxy.routing.policy import PickRequest
+from kvproxy.cluster.routing.engine_samples import MIN_TOKENS, StepModel
+from kvproxy.cluster.routing.kv_aware import KvAware
+from kvproxy.cluster.routing.policy import PickRequest
+from kvproxy.cluster.settings import KvAwareSettings
 from tests.routing.fleet import ask, decode, fleet
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvproxy.config.cluster_schema import ClusterSettings, DynamoSettings, KvAwareSettings, PolicyName, PolicyParameters
-from kvproxy.errors import ConfigError
-from kvproxy.routing.registry import configured, make_policy, merge_config, ranges, runtime_overrides, tuned
+from kvproxy.base.errors import ConfigError
+from kvproxy.cluster.routing.registry import configured, make_policy, merge_config, ranges, runtime_overrides, tuned
+from kvproxy.cluster.settings import ClusterSettings, DynamoSettings, KvAwareSettings, PolicyName, PolicyParameters
 
 
 def test_a_change_keeps_the_rest() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.routing.traffic import Utilisation
+from kvproxy.cluster.routing.traffic import Utilisation
 
 
 def test_half_is_believed_at_first() -> None:

@@ -16,13 +16,13 @@ import pytest
 from starlette.types import Send
 
 from kvproxy.app import Proxy
-from kvproxy.commands.configuration import ConfigSource
-from kvproxy.commands.reload import FileReloader
-from kvproxy.config.load import load_config
-from kvproxy.config.schema import Config
-from kvproxy.errors import ConfigError
-from kvproxy.filters.chain import FilterContext, FilterType
-from kvproxy.listener.server import Server, serve
+from kvproxy.base.errors import ConfigError
+from kvproxy.operate.commands.configuration import ConfigSource
+from kvproxy.operate.commands.reload import FileReloader
+from kvproxy.operate.config.load import load_config
+from kvproxy.operate.config.schema import Config
+from kvproxy.proxy.filters.chain import FilterContext, FilterType
+from kvproxy.proxy.listener.server import Server, serve
 from tests.support.fake_engine import Call, FakeEngine, event, start_stream
 from tests.support.process import kvproxy_serve
 from tests.support.proxy import chat, running_proxy

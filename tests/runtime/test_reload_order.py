@@ -8,7 +8,7 @@ from typing import Any, Self, cast
 
 import pytest
 
-from kvproxy.runtime.generation import Generation, Reloader, StateStore
+from kvproxy.operate.runtime.generation import Generation, Reloader, StateStore
 from tests.support.clock import FakeClock
 from tests.support.until import until
 

@@ -12,19 +12,19 @@ import pytest
 from starlette.types import Send
 
 from kvproxy.app import Proxy
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.service import KvCache
+from kvproxy.cache.status import leases
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.pick import AttemptOutcome
-from kvproxy.commands.configuration import ConfigSource
-from kvproxy.commands.reload import FileReloader
-from kvproxy.config.load import load_config
-from kvproxy.kvcache.service import KvCache
-from kvproxy.kvcache.status import leases
-from kvproxy.listener.server import serve
-from kvproxy.routing.kv_aware import KvAware
-from kvproxy.routing.policy import PickRequest
-from kvproxy.routing.work import features_of
-from kvproxy.simulator.kv_event_publisher import PublisherSettings
-from kvproxy.types import EndpointId
+from kvproxy.cluster.routing.kv_aware import KvAware
+from kvproxy.cluster.routing.policy import PickRequest
+from kvproxy.cluster.routing.work import features_of
+from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.operate.commands.configuration import ConfigSource
+from kvproxy.operate.commands.reload import FileReloader
+from kvproxy.operate.config.load import load_config
+from kvproxy.proxy.listener.server import serve
 from tests.admin.support import admin_of, audited
 from tests.kvcache.fleet import simulated
 from tests.kvcache.support import long_text

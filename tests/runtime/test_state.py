@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from kvproxy.runtime.generation import GenerationStates, StateStore
+from kvproxy.operate.runtime.generation import GenerationStates, StateStore
 
 
 class Counter:

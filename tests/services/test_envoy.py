@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
 from tests.support.until import until
 
 pytest.importorskip("hpack", reason="needs the extra `picker`")
@@ -113,7 +113,7 @@ async def test_a_refusal_reaches_the_client_as_the_picker_says_it(listener: str)
 
 
 def sample_request() -> Any:
-    from kvproxy.routing.policy import PickRequest
+    from kvproxy.cluster.routing.policy import PickRequest
 
     return PickRequest()
 

@@ -15,8 +15,8 @@ import pytest
 
 from benchmarks.processes import free_port
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_config
-from kvproxy.listener.server import Server
+from kvproxy.operate.config.load import load_config
+from kvproxy.proxy.listener.server import Server
 from tests.kvcache.fleet import simulated
 from tests.kvcache.support import long_text
 from tests.support.until import until

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from kvproxy.sync import snapshot
-from kvproxy.sync.peers import SyncStatus
-from kvproxy.sync.stores import RedisLink
-from kvproxy.sync.wire import Origin, decode_deltas
+from kvproxy.features.exchange import snapshot
+from kvproxy.features.exchange.peers import SyncStatus
+from kvproxy.features.exchange.stores import RedisLink
+from kvproxy.features.exchange.wire import Origin, decode_deltas
 from tests.kvcache.support import controller, long_text
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve

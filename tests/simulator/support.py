@@ -12,11 +12,11 @@ from typing import Any
 
 import httpx
 
-from kvproxy.simulator.engine_io import EngineSettings
-from kvproxy.simulator.timing import EngineTiming
-from kvproxy.simulator.vllm_server import VllmApp, create_engine_app
-from kvproxy.simulator.vllm_settings import VllmSettings
-from kvproxy.simulator.vllm_state import OnPrefilled
+from kvproxy.lab.simulator.engine_io import EngineSettings
+from kvproxy.lab.simulator.timing import EngineTiming
+from kvproxy.lab.simulator.vllm_server import VllmApp, create_engine_app
+from kvproxy.lab.simulator.vllm_settings import VllmSettings
+from kvproxy.lab.simulator.vllm_state import OnPrefilled
 from tests.support.loopback import serve
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kvproxy.simulator.block_cache import BlockCache
-from kvproxy.simulator.engine_io import AllBlocksCleared, BlockRemoved, BlockStored
+from kvproxy.lab.simulator.block_cache import BlockCache
+from kvproxy.lab.simulator.engine_io import AllBlocksCleared, BlockRemoved, BlockStored
 
 
 def hold(cache: BlockCache, hashes: list[int]) -> list[int]:

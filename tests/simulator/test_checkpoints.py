@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import BlockRemoved, BlockStored, Checkpoints, FirstToken
+from kvproxy.lab.simulator.engine import Engine
+from kvproxy.lab.simulator.engine_io import BlockRemoved, BlockStored, Checkpoints, FirstToken
 from tests.simulator.test_engine import SMALL, events_of, first_token, of, request, run
 
 EVERY = replace(SMALL, capacity_blocks=128, max_batched_tokens=64, checkpoints=Checkpoints(64))

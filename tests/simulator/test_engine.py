@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import (
+from kvproxy.lab.simulator.engine import Engine
+from kvproxy.lab.simulator.engine_io import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -24,7 +24,7 @@ from kvproxy.simulator.engine_io import (
     SimRequest,
     Tokens,
 )
-from kvproxy.simulator.timing import EngineTiming
+from kvproxy.lab.simulator.timing import EngineTiming
 
 SMALL = EngineSettings(capacity_blocks=64, block_size=16, max_batched_tokens=64, max_sequences=8)
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import BlockStored, EngineOutput, KvEvent, SimRequest
-from kvproxy.simulator.engine_runner import EngineRunner, SequenceProgress
+from kvproxy.lab.simulator.engine import Engine
+from kvproxy.lab.simulator.engine_io import BlockStored, EngineOutput, KvEvent, SimRequest
+from kvproxy.lab.simulator.engine_runner import EngineRunner, SequenceProgress
 from tests.simulator.support import FAST
 
 

@@ -6,10 +6,10 @@ import contextlib
 
 import httpx
 
-from kvproxy.simulator.fleet import Fleet, FleetSettings, clone_engines
-from kvproxy.simulator.lmcache_chunks import CPU, WorkerSettings
-from kvproxy.simulator.lmcache_controller import ControllerSettings
-from kvproxy.simulator.lmcache_coordinator import CoordinatorSettings
+from kvproxy.lab.simulator.fleet import Fleet, FleetSettings, clone_engines
+from kvproxy.lab.simulator.lmcache_chunks import CPU, WorkerSettings
+from kvproxy.lab.simulator.lmcache_controller import ControllerSettings
+from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
 from tests.simulator.support import TINY
 from tests.support.loopback import serve
 

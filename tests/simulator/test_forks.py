@@ -6,11 +6,11 @@ from random import Random
 
 import pytest
 
-from kvproxy.simulator.block_cache import BlockCache
-from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import EngineOutput, EngineSettings, Finished, FirstToken, Preempted, SimRequest
-from kvproxy.simulator.timing import EngineTiming
-from kvproxy.simulator.tokenizer import hash_blocks
+from kvproxy.lab.simulator.block_cache import BlockCache
+from kvproxy.lab.simulator.engine import Engine
+from kvproxy.lab.simulator.engine_io import EngineOutput, EngineSettings, Finished, FirstToken, Preempted, SimRequest
+from kvproxy.lab.simulator.timing import EngineTiming
+from kvproxy.lab.simulator.tokenizer import hash_blocks
 
 SIZE = 16
 TIMING = EngineTiming(prefill_tokens_per_s=1000, quadratic_tokens=1e9, decode_step_s=0.01, decode_sequence_s=0,

@@ -15,9 +15,9 @@ import zmq
 import zmq.asyncio
 
 import kvproxy
-from kvproxy.errors import ConfigError
-from kvproxy.simulator.engine_io import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from kvproxy.simulator.kv_event_publisher import EventEncoder, EventEncoding, KvEventPublisher, PublisherSettings
+from kvproxy.base.errors import ConfigError
+from kvproxy.lab.simulator.engine_io import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from kvproxy.lab.simulator.kv_event_publisher import EventEncoder, EventEncoding, KvEventPublisher, PublisherSettings
 from tests.simulator.support import FIXTURES, Running, engine, shape
 
 EVENTS = FIXTURES / "vllm_events"

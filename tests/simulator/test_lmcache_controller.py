@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.simulator.lmcache_chunks import CPU, DISK, WRONG_STATE, WorkerSettings, hash_chunks
-from kvproxy.simulator.lmcache_controller import ControllerApp, ControllerSettings, create_controller_app
+from kvproxy.lab.simulator.lmcache_chunks import CPU, DISK, WRONG_STATE, WorkerSettings, hash_chunks
+from kvproxy.lab.simulator.lmcache_controller import ControllerApp, ControllerSettings, create_controller_app
 from tests.support.clock import FakeClock
 from tests.support.loopback import serve
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import (
+from kvproxy.lab.simulator.engine import Engine
+from kvproxy.lab.simulator.engine_io import (
     BlockRemoved,
     BlockStored,
     CacheChanged,
@@ -16,9 +16,9 @@ from kvproxy.simulator.engine_io import (
     KvEvent,
     SimRequest,
 )
-from kvproxy.simulator.lower_tiers import LowerTier
-from kvproxy.simulator.retention import Eviction, TierSettings
-from kvproxy.simulator.timing import EngineTiming
+from kvproxy.lab.simulator.lower_tiers import LowerTier
+from kvproxy.lab.simulator.retention import Eviction, TierSettings
+from kvproxy.lab.simulator.timing import EngineTiming
 
 SIZE, READ_S = 16, 0.001
 HOST = TierSettings("CPU", 100, READ_S)

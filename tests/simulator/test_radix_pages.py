@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from kvproxy.simulator.engine_io import AllBlocksCleared, BlockRemoved, BlockStored
-from kvproxy.simulator.sglang.radix_pages import RadixPages, hash_pages
+from kvproxy.lab.simulator.engine_io import AllBlocksCleared, BlockRemoved, BlockStored
+from kvproxy.lab.simulator.sglang_radix_pages import RadixPages, hash_pages
 
 SIZE = 2
 

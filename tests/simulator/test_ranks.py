@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.simulator.kv_event_publisher import PublisherSettings
-from kvproxy.simulator.vllm_ranks import FrontEnd, RankedSettings, RankedVllm
+from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.lab.simulator.vllm_ranks import FrontEnd, RankedSettings, RankedVllm
 from tests.simulator.support import FIXTURES, TINY
 from tests.support.loopback import serve
 

@@ -7,11 +7,11 @@ from random import Random
 
 import pytest
 
-from kvproxy.simulator.block_cache import BlockCache
-from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import BlockStored, EngineSettings, FirstToken, SimRequest
-from kvproxy.simulator.retention import Eviction, FrequencyFilter, Future, Ranking
-from kvproxy.simulator.timing import EngineTiming
+from kvproxy.lab.simulator.block_cache import BlockCache
+from kvproxy.lab.simulator.engine import Engine
+from kvproxy.lab.simulator.engine_io import BlockStored, EngineSettings, FirstToken, SimRequest
+from kvproxy.lab.simulator.retention import Eviction, FrequencyFilter, Future, Ranking
+from kvproxy.lab.simulator.timing import EngineTiming
 
 RANKED = [each for each in Eviction if each is not Eviction.OPTIMUM]
 

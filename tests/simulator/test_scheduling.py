@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvproxy.simulator.block_cache import BlockCache
-from kvproxy.simulator.engine import Engine
-from kvproxy.simulator.engine_io import (
+from kvproxy.lab.simulator.block_cache import BlockCache
+from kvproxy.lab.simulator.engine import Engine
+from kvproxy.lab.simulator.engine_io import (
     EngineOutput,
     EngineSettings,
     Finished,
@@ -20,8 +20,8 @@ from kvproxy.simulator.engine_io import (
     Scheduling,
     SimRequest,
 )
-from kvproxy.simulator.scheduler import Batch, Scheduler
-from kvproxy.simulator.sequence import Sequence, WaitingLine
+from kvproxy.lab.simulator.scheduler import Batch, Scheduler
+from kvproxy.lab.simulator.sequence import Sequence, WaitingLine
 
 SMALL = EngineSettings(capacity_blocks=64, block_size=16, max_batched_tokens=64, max_sequences=8)
 BY_PRIORITY = replace(SMALL, scheduling=Scheduling.PRIORITY)

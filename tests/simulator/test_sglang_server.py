@@ -17,11 +17,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvproxy.simulator.engine_io import EngineSettings
-from kvproxy.simulator.fleet import Fleet, FleetSettings
-from kvproxy.simulator.sglang.server import SglangApp, create_sglang_app
-from kvproxy.simulator.sglang.settings import EventForm, EventSettings, SglangSettings
-from kvproxy.simulator.timing import EngineTiming
+from kvproxy.lab.simulator.engine_io import EngineSettings
+from kvproxy.lab.simulator.fleet import Fleet, FleetSettings
+from kvproxy.lab.simulator.sglang_server import SglangApp, create_sglang_app
+from kvproxy.lab.simulator.sglang_settings import EventForm, EventSettings, SglangSettings
+from kvproxy.lab.simulator.timing import EngineTiming
 from tests.simulator.support import sse_events
 from tests.support.loopback import serve
 from tests.support.until import until

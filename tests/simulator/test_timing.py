@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.simulator.timing import EngineTiming, Stretch
+from kvproxy.lab.simulator.timing import EngineTiming, Stretch
 
 
 def test_prefill_in_chunks_costs_what_it_costs_in_one() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.simulator.tokenizer import Tokenizer
+from kvproxy.lab.simulator.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
 from tests.simulator.support import FIXTURES, Running, captures, engine, shape, sse_events
 
 CAPTURES = captures()

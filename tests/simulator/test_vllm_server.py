@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.simulator.engine_io import EngineSettings
-from kvproxy.simulator.vllm_settings import VllmSettings
-from kvproxy.simulator.vllm_state import Prefilled
+from kvproxy.lab.simulator.engine_io import EngineSettings
+from kvproxy.lab.simulator.vllm_settings import VllmSettings
+from kvproxy.lab.simulator.vllm_state import Prefilled
 from tests.simulator.support import FAST, TINY, Running, engine, slow, sse_events
 
 LONG = {"messages": [{"role": "user", "content": "word " * 150}], "max_tokens": 2}

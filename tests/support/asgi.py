@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvproxy.request.exchange import SCOPE_KEY, Exchange
+from kvproxy.proxy.request.exchange import SCOPE_KEY, Exchange
 
 Pairs = Iterable[tuple[bytes, bytes]]
 

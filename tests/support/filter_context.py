@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from datetime import UTC, datetime
 
+from kvproxy.base.upstream.pool import UpstreamPool
 from kvproxy.cluster.routes import Routes
-from kvproxy.config.schema import Config, LimitSettings, LogSettings
-from kvproxy.filters.chain import FilterContext, Services
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.request.body import HeldBodies
-from kvproxy.runtime.generation import StateStore
-from kvproxy.upstream.pool import UpstreamPool
+from kvproxy.operate.config.schema import Config, LimitSettings, LogSettings
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.operate.runtime.generation import StateStore
+from kvproxy.proxy.filters.chain import FilterContext, Services
+from kvproxy.proxy.request.body import HeldBodies
 from tests.support.clock import FakeClock
 
 NOON = datetime(2026, 1, 2, 12, 0, 0, tzinfo=UTC)

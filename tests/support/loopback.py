@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from kvproxy.listener.server import Server, serve
+from kvproxy.proxy.listener.server import Server, serve
 
 __all__ = ["Server", "serve"]

@@ -15,10 +15,10 @@ import msgspec
 from starlette.types import Message
 
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_config
-from kvproxy.listener.server import Server
-from kvproxy.sync.datagrams import Siblings
-from kvproxy.types import Clock
+from kvproxy.base.types import Clock
+from kvproxy.features.exchange.datagrams import Siblings
+from kvproxy.operate.config.load import load_config
+from kvproxy.proxy.listener.server import Server
 
 
 @dataclass

@@ -9,7 +9,7 @@ import ssl
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from kvproxy.upstream.origin import Origin
+from kvproxy.base.upstream.origin import Origin
 
 
 class Peer:

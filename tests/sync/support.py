@@ -12,21 +12,21 @@ from typing import Any
 
 import httpx
 
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
+from kvproxy.cache.overlap.local_indexes import IndexState, LocalIndexes
 from kvproxy.cluster.prober import ProbeOutcome, TellProbe
-from kvproxy.kvcache.overlap.indexes import IndexState, LocalIndexes
-from kvproxy.prefix.approximate.endpoint_lru import SpeculativeEntry
-from kvproxy.routing.kv_aware import KvAware
-from kvproxy.routing.load import EndpointLoad, Reservation
-from kvproxy.routing.work import Features
-from kvproxy.sync import wire
-from kvproxy.sync.claims import PeerClaims
-from kvproxy.sync.datagrams import Siblings
-from kvproxy.sync.joining import RunSteps, run_at_once
-from kvproxy.sync.journal import Journal
-from kvproxy.sync.peers import Peers, SyncStatus
-from kvproxy.sync.wire import Origin
-from kvproxy.sync.world import World
-from kvproxy.types import EndpointId
+from kvproxy.cluster.routing.kv_aware import KvAware
+from kvproxy.cluster.routing.load import EndpointLoad, Reservation
+from kvproxy.cluster.routing.work import Features
+from kvproxy.features.exchange import wire
+from kvproxy.features.exchange.claims import PeerClaims
+from kvproxy.features.exchange.datagrams import Siblings
+from kvproxy.features.exchange.joining import RunSteps, run_at_once
+from kvproxy.features.exchange.journal import Journal
+from kvproxy.features.exchange.peers import Peers, SyncStatus
+from kvproxy.features.exchange.wire import Origin
+from kvproxy.features.exchange.world import World
 from tests.support.proxy import RunningProxy, chat, running_proxy
 from tests.support.until import until
 

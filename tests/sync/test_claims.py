@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from kvproxy.sync import claims
-from kvproxy.sync.claims import owner_of
+from kvproxy.features.exchange import claims
+from kvproxy.features.exchange.claims import owner_of
 from tests.sync.support import Bus, Node, pair
 
 WHATS = [f"prefetch {number}" for number in range(12)]

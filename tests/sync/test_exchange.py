@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.kvcache.overlap.last_served import Served
-from kvproxy.routing.elsewhere import LoadRow
-from kvproxy.routing.load import EndpointLoad
-from kvproxy.routing.work import NO_WORK
-from kvproxy.sync import deltas, wire
-from kvproxy.sync import joining as joining_module
-from kvproxy.sync import peers as peers_module
-from kvproxy.sync.joining import run_at_once
-from kvproxy.sync.peers import SyncStatus
-from kvproxy.sync.snapshot import take_pieces
-from kvproxy.sync.wire import Batch, Origin, Standing
-from kvproxy.sync.world import World
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.overlap.last_served import Served
+from kvproxy.cluster.routing.elsewhere import LoadRow
+from kvproxy.cluster.routing.load import EndpointLoad
+from kvproxy.cluster.routing.work import NO_WORK
+from kvproxy.features.exchange import deltas, wire
+from kvproxy.features.exchange import joining as joining_module
+from kvproxy.features.exchange import peers as peers_module
+from kvproxy.features.exchange.joining import run_at_once
+from kvproxy.features.exchange.peers import SyncStatus
+from kvproxy.features.exchange.snapshot import take_pieces
+from kvproxy.features.exchange.wire import Batch, Origin, Standing
+from kvproxy.features.exchange.world import World
 from tests.sync.support import BEAT_S, A, B, Bus, Cluster, Node, Request, Sent, join_third, pair
 
 

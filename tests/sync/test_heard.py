@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.kvcache.actions.hotness import KnownPrefix
-from kvproxy.kvcache.providers import ActionKind
-from kvproxy.sync.datagrams import Siblings
-from kvproxy.sync.deltas import (
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.actions.hotness import KnownPrefix
+from kvproxy.cache.providers import ActionKind
+from kvproxy.features.exchange.datagrams import Siblings
+from kvproxy.features.exchange.deltas import (
     Acted,
     Counted,
     Delta,
@@ -24,9 +25,8 @@ from kvproxy.sync.deltas import (
     Started,
     Used,
 )
-from kvproxy.sync.heard import Heard
-from kvproxy.sync.wire import Batch, Bye, Origin, encode
-from kvproxy.types import EndpointId
+from kvproxy.features.exchange.heard import Heard
+from kvproxy.features.exchange.wire import Batch, Bye, Origin, encode
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve
 from tests.sync.support import Deciding, deciding

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvproxy.sync import wire
-from kvproxy.sync.peers import FORGET_S, SyncStatus
+from kvproxy.features.exchange import wire
+from kvproxy.features.exchange.peers import FORGET_S, SyncStatus
 from tests.sync.support import BEAT_S, A, B, Bus, Node, join_third, pair
 
 

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from kvproxy.admin.troubles import Troubles
-from kvproxy.background_task import cancel_tasks
-from kvproxy.config.load import load_config
-from kvproxy.kvcache.overlap.last_served import RequestNames
-from kvproxy.sync import datagrams, snapshot, stores
-from kvproxy.sync.datagrams import DatagramLink, Siblings
-from kvproxy.sync.deltas import Spent
-from kvproxy.sync.peers import SyncStatus
-from kvproxy.sync.stores import StoreLink
-from kvproxy.sync.wire import Beat, Hello, Origin, decode_deltas, encode
-from kvproxy.types import EndpointId
+from kvproxy.base.background_task import cancel_tasks
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.overlap.last_served import RequestNames
+from kvproxy.features.exchange import datagrams, snapshot, stores
+from kvproxy.features.exchange.datagrams import DatagramLink, Siblings
+from kvproxy.features.exchange.deltas import Spent
+from kvproxy.features.exchange.peers import SyncStatus
+from kvproxy.features.exchange.stores import StoreLink
+from kvproxy.features.exchange.wire import Beat, Hello, Origin, decode_deltas, encode
+from kvproxy.operate.admin.troubles import Troubles
+from kvproxy.operate.config.load import load_config
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve
 from tests.support.until import until

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from kvproxy.types import Headers
-from kvproxy.upstream.origin import Origin
-from kvproxy.upstream.pool import Body, Timeouts, UpstreamPool, UpstreamResponse
+from kvproxy.base.types import Headers
+from kvproxy.base.upstream.origin import Origin
+from kvproxy.base.upstream.pool import Body, Timeouts, UpstreamPool, UpstreamResponse
 
 PATIENT = Timeouts(connect_s=60, first_byte_s=60, idle_s=60)
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvproxy.errors import (
+from kvproxy.base.errors import (
     FirstByteTimeout,
     IdleTimeout,
     UnsafeRequest,
@@ -17,10 +17,10 @@ from kvproxy.errors import (
     UpstreamError,
     UpstreamProtocolError,
 )
-from kvproxy.upstream.connection import Connection
-from kvproxy.upstream.origin import Origin
-from kvproxy.upstream.pool import Timeouts, UpstreamPool
-from kvproxy.upstream.request import WireRequest
+from kvproxy.base.upstream.connection import Connection
+from kvproxy.base.upstream.origin import Origin
+from kvproxy.base.upstream.pool import Timeouts, UpstreamPool
+from kvproxy.base.upstream.request import WireRequest
 from tests.support.loop_time import ASYNCIO_ONLY, skipping_time
 from tests.support.scripted import Peer, Script, answer, scripted
 from tests.upstream.calls import HEAD_ONLY, OK, PATIENT, fetch, pieces, post, read, until

@@ -6,7 +6,7 @@ import ssl
 
 import pytest
 
-from kvproxy.upstream.origin import Origin
+from kvproxy.base.upstream.origin import Origin
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvproxy.errors import ResponseHeadTooLarge, UpstreamDisconnected, UpstreamError, UpstreamProtocolError
-from kvproxy.upstream.response import MAX_HEADERS, ResponseParser
+from kvproxy.base.errors import ResponseHeadTooLarge, UpstreamDisconnected, UpstreamError, UpstreamProtocolError
+from kvproxy.base.upstream.response import MAX_HEADERS, ResponseParser
 
 MAX_HEAD_BYTES = 64 * 1024
 

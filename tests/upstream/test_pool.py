@@ -8,12 +8,12 @@ import socket
 import pytest
 from prometheus_client import generate_latest
 
-from kvproxy.errors import ConnectError, ConnectTimeout, PoolFull, UnsafeRequest, UpstreamDisconnected
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.upstream.origin import Origin
-from kvproxy.upstream.origin_pool import OriginPool, PoolLimits
-from kvproxy.upstream.pool import Timeouts, UpstreamPool
-from kvproxy.upstream.request import SLICE_BYTES, encode_request
+from kvproxy.base.errors import ConnectError, ConnectTimeout, PoolFull, UnsafeRequest, UpstreamDisconnected
+from kvproxy.base.upstream.origin import Origin
+from kvproxy.base.upstream.origin_pool import OriginPool, PoolLimits
+from kvproxy.base.upstream.pool import Timeouts, UpstreamPool
+from kvproxy.base.upstream.request import SLICE_BYTES, encode_request
+from kvproxy.operate.metrics.catalog import Metrics
 from tests.support.clock import FakeClock
 from tests.support.scripted import Peer, answer, scripted
 from tests.upstream.calls import HEAD_ONLY, OK, PATIENT, fetch, pieces, post, read, until

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvproxy.errors import UnsafeRequest
-from kvproxy.types import Headers
-from kvproxy.upstream.origin import Origin
-from kvproxy.upstream.request import SLICE_BYTES, RepeatedFields, encode_head, encode_request
+from kvproxy.base.errors import UnsafeRequest
+from kvproxy.base.types import Headers
+from kvproxy.base.upstream.origin import Origin
+from kvproxy.base.upstream.request import SLICE_BYTES, RepeatedFields, encode_head, encode_request
 
 ORIGIN = Origin("http", "engine", 8000, b"/base")
 

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from kvproxy.upstream.connection import IdleTimer
+from kvproxy.base.upstream.connection import IdleTimer
 
 
 class FakeHandle:

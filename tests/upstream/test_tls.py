@@ -8,10 +8,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvproxy.errors import ConnectError, ConnectTimeout
-from kvproxy.upstream.origin import Origin
-from kvproxy.upstream.pool import Timeouts, UpstreamPool
-from kvproxy.upstream.transport import PoolTransport
+from kvproxy.base.errors import ConnectError, ConnectTimeout
+from kvproxy.base.upstream.origin import Origin
+from kvproxy.base.upstream.pool import Timeouts, UpstreamPool
+from kvproxy.base.upstream.transport import PoolTransport
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.scripted import Peer, answer, scripted
 from tests.upstream.calls import OK, fetch, post, until

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from kvproxy.upstream.origin import Origin
-from kvproxy.upstream.pool import Timeouts, UpstreamPool
-from kvproxy.upstream.transport import HttpClients, PoolTransport
+from kvproxy.base.upstream.origin import Origin
+from kvproxy.base.upstream.pool import Timeouts, UpstreamPool
+from kvproxy.base.upstream.transport import HttpClients, PoolTransport
 from tests.support.scripted import Peer, answer, scripted
 from tests.upstream.calls import HEAD_ONLY, OK, pieces, until
 

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvproxy.config.load import load_config
-from kvproxy.errors import ConfigError
-from kvproxy.listener.server import serve
+from kvproxy.base.errors import ConfigError
+from kvproxy.operate.config.load import load_config
+from kvproxy.proxy.listener.server import serve
 from tests.kvcache.actions.support import serve as routed
 from tests.kvcache.fleet import simulated
 from tests.kvcache.support import long_text

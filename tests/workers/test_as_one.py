@@ -9,10 +9,10 @@ import pytest
 from starlette.types import Send
 
 from kvproxy.cluster.prober import ProbeOutcome
-from kvproxy.listener.server import serve
-from kvproxy.sync.deltas import Drained, Probed
-from kvproxy.sync.peers import SyncStatus
-from kvproxy.sync.wire import Batch, Hello, Origin
+from kvproxy.features.exchange.deltas import Drained, Probed
+from kvproxy.features.exchange.peers import SyncStatus
+from kvproxy.features.exchange.wire import Batch, Hello, Origin
+from kvproxy.proxy.listener.server import serve
 from tests.kvcache.support import Fake
 from tests.support.fake_engine import Call, FakeEngine, start_stream
 from tests.support.proxy import chat

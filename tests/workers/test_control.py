@@ -7,11 +7,11 @@ import pickle
 import pytest
 
 from kvproxy.app import Proxy
-from kvproxy.errors import ConfigError
-from kvproxy.runtime.generation import Generation
-from kvproxy.workers import control
-from kvproxy.workers.assignment import Change
-from kvproxy.workers.control import RELOAD
+from kvproxy.base.errors import ConfigError
+from kvproxy.features.workers import control
+from kvproxy.features.workers.assignment import Change
+from kvproxy.features.workers.control import RELOAD
+from kvproxy.operate.runtime.generation import Generation
 from tests.support.until import until
 from tests.workers.together import Together, together
 

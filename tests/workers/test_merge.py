@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvproxy.workers.answers import RULES, merge_answers
-from kvproxy.workers.merge import merge_events, merge_findings, merge_histories
+from kvproxy.features.workers.answers import RULES, merge_answers
+from kvproxy.operate.merge import merge_events, merge_findings, merge_histories
 
 
 def endpoint(name: str, **more: Any) -> dict[str, Any]:

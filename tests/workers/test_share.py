@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.config.load import load_config
-from kvproxy.workers.share import count_workers, keeps_snapshot, take_share, usable_cores
+from kvproxy.features.workers.share import count_workers, keeps_snapshot, take_share, usable_cores
+from kvproxy.operate.config.load import load_config
 
 CONFIG = load_config(
     {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.errors import ConfigError
+from kvproxy.base.errors import ConfigError
 from tests.support.proxy import chat
 from tests.workers.together import Together, together
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.config.load import load_config
-from kvproxy.listener.server import bind_sockets
-from kvproxy.workers import process as process_module
-from kvproxy.workers import supervisor as module
-from kvproxy.workers.assignment import remove_left_folder, shared_folder
-from kvproxy.workers.supervisor import Served, Slot, Supervisor, WorkersFailed, describe_exit
+from kvproxy.features.workers import process as process_module
+from kvproxy.features.workers import supervisor as module
+from kvproxy.features.workers.assignment import remove_left_folder, shared_folder
+from kvproxy.features.workers.supervisor import Served, Slot, Supervisor, WorkersFailed, describe_exit
+from kvproxy.operate.config.load import load_config
+from kvproxy.proxy.listener.server import bind_sockets
 from tests.support.until import until
 
 pytestmark = pytest.mark.anyio

@@ -15,18 +15,18 @@ from typing import Any
 import httpx
 
 from kvproxy.app import Proxy
-from kvproxy.config.load import load_config
-from kvproxy.listener.server import Server
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.sync.datagrams import Siblings
-from kvproxy.sync.peers import SyncStatus
-from kvproxy.workers.admin import WorkersAdmin
-from kvproxy.workers.assignment import Assignment
-from kvproxy.workers.control import ControlApp
-from kvproxy.workers.process import WorkerProcess
-from kvproxy.workers.share import take_share
-from kvproxy.workers.supervisor import Served, Supervisor
-from kvproxy.workers.workers import Workers
+from kvproxy.features.exchange.datagrams import Siblings
+from kvproxy.features.exchange.peers import SyncStatus
+from kvproxy.features.workers.admin import WorkersAdmin
+from kvproxy.features.workers.assignment import Assignment
+from kvproxy.features.workers.control import ControlApp
+from kvproxy.features.workers.process import WorkerProcess
+from kvproxy.features.workers.share import take_share
+from kvproxy.features.workers.supervisor import Served, Supervisor
+from kvproxy.features.workers.workers import Workers
+from kvproxy.operate.config.load import load_config
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.listener.server import Server
 from tests.support.until import until
 
 

@@ -8,10 +8,10 @@ from contextlib import aclosing
 from random import Random
 from typing import Generic
 
-from kvproxy.clients.watched import ItemT, TooOld, Watched, check_count
-from kvproxy.errors import BadResponse, ClientError, DiscoveryError
-from kvproxy.resilience.retry import full_jitter_s
-from kvproxy.types import Clock, Sleep
+from kvproxy.base.errors import BadResponse, ClientError, DiscoveryError
+from kvproxy.base.resilience.retry import full_jitter_s
+from kvproxy.base.types import Clock, Sleep
+from kvproxy.cluster.sources.watched import ItemT, TooOld, Watched, check_count
 
 #: A watch that lasted so long was a good one: the next begins at once.
 _STEADY_S = 5.0

@@ -12,12 +12,12 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from kvproxy.config.addresses import url_fault
-from kvproxy.config.cluster_schema import EndpointSettings
-from kvproxy.config.discovery_schema import DnsDiscoverySettings
-from kvproxy.config.paths import dotted_path
-from kvproxy.config.yaml_text import parse_yaml, substitute_variables
-from kvproxy.errors import DiscoveryError
+from kvproxy.base.errors import DiscoveryError
+from kvproxy.base.settings.addresses import url_fault
+from kvproxy.base.settings.paths import dotted_path
+from kvproxy.base.settings.yaml_text import parse_yaml, substitute_variables
+from kvproxy.cluster.discovery_settings import DnsDiscoverySettings
+from kvproxy.cluster.settings import EndpointSettings
 
 #: Larger endpoint files are refused unread.
 MAX_FILE_BYTES = 4 * 1024 * 1024

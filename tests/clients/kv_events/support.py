@@ -11,9 +11,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvproxy.clients.kv_events.events import END_OF_REPLAY, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
-from kvproxy.clients.kv_events.status import StreamStatus
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.kv_events.events import END_OF_REPLAY, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from kvproxy.cache.kv_events.status import StreamStatus
 from tests.clients.support import FIXTURES
 
 BLOCK = 4

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvproxy.clients.kv_events import events as codec
-from kvproxy.clients.kv_events import events as wire
-from kvproxy.clients.kv_events.events import (
+from kvproxy.base.errors import BadResponse
+from kvproxy.cache.kv_events import events as codec
+from kvproxy.cache.kv_events import events as wire
+from kvproxy.cache.kv_events.events import (
     END_OF_REPLAY,
     MAX_EVENT_BLOCKS,
     MAX_EVENT_TOKENS,
@@ -27,7 +28,6 @@ from kvproxy.clients.kv_events.events import (
     decode_batch,
     sequence_number,
 )
-from kvproxy.errors import BadResponse
 from tests.clients.kv_events.support import BLOCK, CLEARED, captured_frames, captured_rows, frames, removed, stored
 
 CAPTURES = ["mini_fixture.jsonl", "oldfmt_0.11.0.jsonl", "oldfmt_0.22.1.jsonl", "oldfmt_0.24.0.jsonl"]

@@ -8,14 +8,14 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
-from kvproxy.clients.kv_events.source import (
+from kvproxy.cache.kv_events.source import (
     KvEventSource,
     WireSources,
     resolve_address,
     sources_from_wire,
     stated_sources,
 )
-from kvproxy.config.cluster_schema import EventSources
+from kvproxy.cluster.settings import EventSources
 
 
 def sources(answer: object, *, host: str = "10.0.0.9") -> tuple[KvEventSource, ...]:

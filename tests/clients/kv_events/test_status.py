@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvproxy.clients.kv_events.status import StreamHealth, StreamReason, StreamStatus
+from kvproxy.cache.kv_events.status import StreamHealth, StreamReason, StreamStatus
 from tests.support.clock import FakeClock
 
 

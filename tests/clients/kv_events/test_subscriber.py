@@ -13,12 +13,12 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvproxy.clients.kv_events import sockets
-from kvproxy.clients.kv_events.source import KvEventSource
-from kvproxy.clients.kv_events.subscriber import KvEventSubscriber
-from kvproxy.errors import BadResponse, ClientTimeout
-from kvproxy.metrics.catalog import Metrics
-from kvproxy.types import EndpointId
+from kvproxy.base.errors import BadResponse, ClientTimeout
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.kv_events import sockets
+from kvproxy.cache.kv_events.source import KvEventSource
+from kvproxy.cache.kv_events.subscriber import KvEventSubscriber
+from kvproxy.operate.metrics.catalog import Metrics
 from tests.clients.kv_events.support import Index, Publisher, captured_frames, frames, removed, stored
 from tests.support.clock import FakeClock
 from tests.support.until import until
@@ -202,7 +202,7 @@ async def test_a_consumer_that_raises_gets_its_index_rebuilt(
 
 async def test_a_stream_in_trouble_is_a_warning_once(engine: Publisher, caplog: pytest.LogCaptureFixture) -> None:
     """With what it means; on the way back, and when all is well again, it is information."""
-    caplog.set_level(logging.INFO, "kvproxy.clients.kv_events")
+    caplog.set_level(logging.INFO, "kvproxy.cache.kv_events")
     clock = FakeClock()
     async with following(engine, clock=clock) as (subscriber, index):
         assert subscriber.troubled_s is None

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.config.cluster_schema import ClusterSettings, HealthCheckSettings, PolicyName
-from kvproxy.config.discovery_schema import DiscoverySettings
-from kvproxy.metrics.catalog import Metrics
+from kvproxy.cluster.discovery_settings import DiscoverySettings
+from kvproxy.cluster.settings import ClusterSettings, HealthCheckSettings, PolicyName
+from kvproxy.operate.metrics.catalog import Metrics
 from tests.cluster.conftest import Bench
 from tests.support.clock import FakeClock
 

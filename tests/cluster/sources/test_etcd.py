@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from kvproxy.cluster.sources.etcd import endpoint_of
-from kvproxy.config.cluster_schema import EndpointSettings
+from kvproxy.cluster.settings import EndpointSettings
+from kvproxy.features.etcd.source import endpoint_of
 from tests.cluster.sources.conftest import Follow
 from tests.support.loopback import serve
 from tests.support.until import until

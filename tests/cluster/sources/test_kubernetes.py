@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from kvproxy.clients.kubernetes import KubernetesAccess
+from kvproxy.base.errors import ClientError, DiscoveryError
+from kvproxy.cluster.discovery_settings import KubernetesDiscoverySettings
 from kvproxy.cluster.pick import AttemptOutcome
-from kvproxy.cluster.sources.kubernetes import KubernetesDiscovery
-from kvproxy.config.cluster_schema import EndpointSettings
-from kvproxy.config.discovery_schema import KubernetesDiscoverySettings
-from kvproxy.config.listener_schema import ListenerTls
-from kvproxy.errors import ClientError, DiscoveryError
+from kvproxy.cluster.settings import EndpointSettings
+from kvproxy.features.kubernetes.client import KubernetesAccess
+from kvproxy.features.kubernetes.source import KubernetesDiscovery
+from kvproxy.proxy.listener_settings import ListenerTls
 from tests.cluster.sources.conftest import Follow
 from tests.support.certificates import make_certificate
 from tests.support.clock import FakeClock
@@ -407,7 +407,7 @@ async def test_absurd_events_are_said_and_the_list_is_read_again(
 async def test_more_objects_than_can_be_meant_are_refused(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     """A selector that fits everything must not fill the memory."""
     fake, where = api
-    monkeypatch.setattr("kvproxy.clients.watched.MAX_ITEMS", 3)
+    monkeypatch.setattr("kvproxy.cluster.sources.watched.MAX_ITEMS", 3)
     for number in range(4):
         fake.put(PODS, pod(f"p{number}", f"10.0.0.{number}"))
     with pytest.raises(ClientError, match="more than 3 pods in namespace models: narrow"):
@@ -419,7 +419,7 @@ async def test_a_watch_brings_no_more_than_a_list_may(
 ) -> None:
     """Else one grows beyond the bound that the other has."""
     fake, where = api
-    monkeypatch.setattr("kvproxy.clients.watched.MAX_ITEMS", 3)
+    monkeypatch.setattr("kvproxy.cluster.sources.watched.MAX_ITEMS", 3)
     async with follow(**pods(where)) as one:
         await until(lambda: fake.watching)
         for number in range(5):
@@ -510,7 +510,7 @@ async def test_an_api_over_tls(tmp_path: Path) -> None:
 async def test_a_server_that_never_answers(follow: Follow, api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is waited for within a bound, and asked again."""
     fake, where = api
-    monkeypatch.setattr("kvproxy.clients.kubernetes._LIST_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kvproxy.features.kubernetes.client._LIST_TIMEOUT_S", 0.05)
     fake.hang = True
     async with follow(**service(where)) as one:
         assert "no answer within 0.05 s" in one.cluster.discovery_complaints["kubernetes"]
@@ -524,7 +524,7 @@ async def test_a_watch_that_falls_silent_is_begun_anew(
 ) -> None:
     """Its other end may have vanished; that is no trouble."""
     fake, where = api
-    monkeypatch.setattr("kvproxy.clients.kubernetes._IDLE_S", 0.05)
+    monkeypatch.setattr("kvproxy.features.kubernetes.client._IDLE_S", 0.05)
     async with follow(**service(where)) as one:
         await until(lambda: len(fake.watches) >= 3 and one.failing == 0)
         assert len(fake.lists) == 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from kvproxy.config.kvcache_actions_schema import CacheStrategySettings
-from kvproxy.kvcache.actions.hotness import Hotness, KnownPrefix
-from kvproxy.kvcache.actions.signals import Pressure
-from kvproxy.kvcache.actions.strategies import PressureOf, Served
+from kvproxy.cache.action_settings import CacheStrategySettings
+from kvproxy.cache.actions.hotness import Hotness, KnownPrefix
+from kvproxy.cache.actions.signals import Pressure
+from kvproxy.cache.actions.strategies import PressureOf, Served
 from tests.kvcache.support import tokens
 
 CALM = Pressure(0.0, 0.0)

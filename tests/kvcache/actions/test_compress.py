@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvproxy.kvcache.actions.signals import Pressure
-from kvproxy.kvcache.actions.strategies import Compress
-from kvproxy.kvcache.providers import ActionKind
+from kvproxy.cache.actions.signals import Pressure
+from kvproxy.cache.actions.strategies import Compress
+from kvproxy.cache.providers import ActionKind
 from tests.kvcache.actions.support import BUSY, CALM, UNKNOWN, everywhere, hotness, serve, strategy
 
 

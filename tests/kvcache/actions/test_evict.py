@@ -6,11 +6,11 @@ import logging
 
 import pytest
 
-from kvproxy.kvcache.actions.hotness import Hotness
-from kvproxy.kvcache.actions.signals import Pressure
-from kvproxy.kvcache.actions.strategies import CLEAR_PAUSE_S, ActionRecord, Evict
-from kvproxy.kvcache.providers import ActionKind
-from kvproxy.prefix.eviction import Priority
+from kvproxy.cache.actions.hotness import Hotness
+from kvproxy.cache.actions.signals import Pressure
+from kvproxy.cache.actions.strategies import CLEAR_PAUSE_S, ActionRecord, Evict
+from kvproxy.cache.prefix.eviction import Priority
+from kvproxy.cache.providers import ActionKind
 from tests.kvcache.actions.support import BUSY, CALM, UNKNOWN, everywhere, hotness, serve, strategy
 from tests.kvcache.support import tokens
 

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from kvproxy.kvcache.actions.gaps import ANY, HORIZON_S, LEAST_SEEN, MAX_KINDS, UNSEEN, Gaps, PendingCall, pause_kind
-from kvproxy.prefix.cache_marks import read_ttl_s
-from kvproxy.request.parse import parse_body
-from kvproxy.types import Prompt, RequestKind
+from kvproxy.base.types import Prompt, RequestKind
+from kvproxy.cache.prefix.cache_marks import read_ttl_s
+from kvproxy.features.leases.gaps import ANY, HORIZON_S, LEAST_SEEN, MAX_KINDS, UNSEEN, Gaps, PendingCall, pause_kind
+from kvproxy.proxy.request.parse import parse_body
 
 CHAT_STREAM = (
     b'data: {"choices":[{"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'

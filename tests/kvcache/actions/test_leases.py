@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvproxy.config.kvcache_actions_schema import LeaseSettings
-from kvproxy.kvcache.actions.conversations import FIRST_S, MAX_WAITING, Waiting, choose_duration
-from kvproxy.kvcache.actions.gaps import HORIZON_S, LEAST_SEEN, Gaps, PauseKind
-from kvproxy.kvcache.actions.hotness import KnownPrefix
-from kvproxy.kvcache.actions.leases import (
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.action_settings import LeaseSettings
+from kvproxy.cache.actions.hotness import KnownPrefix
+from kvproxy.features.leases.conversations import FIRST_S, MAX_WAITING, Waiting, choose_duration
+from kvproxy.features.leases.gaps import HORIZON_S, LEAST_SEEN, Gaps, PauseKind
+from kvproxy.features.leases.leases import (
     MAX_RELEASED,
     Lease,
     LeaseBook,
     Lever,
     Why,
 )
-from kvproxy.types import EndpointId
 
 A = EndpointId("a")
 CALLS, TALKS = ("codex", "bash"), ("codex", "")

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.config.load import check_config
-from kvproxy.kvcache.actions.on_demand import OnDemand
-from kvproxy.receipts.explain import explain_receipt
-from kvproxy.receipts.receipt import Receipt, decode_receipt
+from kvproxy.features.transfers.on_demand import OnDemand
+from kvproxy.operate.config.load import check_config
+from kvproxy.operate.receipts.explain import explain_receipt
+from kvproxy.operate.receipts.receipt import Receipt, decode_receipt
 from tests.kvcache.support import A, B, Fake, controller, copying, long_text, tokenize
 from tests.support.loopback import serve
 from tests.support.proxy import RunningProxy, running_proxy

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvproxy.kvcache.actions.strategies import Action, ActionRecord, Pin
-from kvproxy.kvcache.providers import ActionKind
+from kvproxy.cache.actions.strategies import Action, ActionRecord, Pin
+from kvproxy.cache.providers import ActionKind
 from tests.kvcache.actions.support import CALM, everywhere, hotness, serve, strategy
 from tests.kvcache.support import tokens
 

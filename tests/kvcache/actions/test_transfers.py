@@ -12,19 +12,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvproxy.config.kvcache_actions_schema import TransferSettings
-from kvproxy.config.load import check_config
-from kvproxy.kvcache.actions.gaps import SessionPauses
-from kvproxy.kvcache.actions.job_queue import Job
-from kvproxy.kvcache.actions.transfer_link import SPEED_AGE_S, Link
-from kvproxy.kvcache.actions.transfers import MAX_PAUSE_S, MIN_PAUSE_S, Transfers, _far_tokens
-from kvproxy.kvcache.overlap.merge import HolderOverlap
-from kvproxy.routing.policy import FactSource
-from kvproxy.routing.transfers import draw_source, find_holders
-from kvproxy.simulator.lmcache_chunks import WorkerSettings
-from kvproxy.simulator.lmcache_controller import ControllerApp, ControllerSettings, create_controller_app
-from kvproxy.simulator.lmcache_coordinator import CoordinatorApp, CoordinatorSettings, create_coordinator_app
-from kvproxy.types import EndpointId, InferenceRequest, LowerTokens, Tier
+from kvproxy.base.types import EndpointId, InferenceRequest, LowerTokens, Tier
+from kvproxy.cache.action_settings import TransferSettings
+from kvproxy.cache.actions.job_queue import Job
+from kvproxy.cache.overlap.merge import HolderOverlap
+from kvproxy.cluster.routing.policy import FactSource
+from kvproxy.features.leases.gaps import SessionPauses
+from kvproxy.features.transfers.planner import draw_source, find_holders
+from kvproxy.features.transfers.transfer_link import SPEED_AGE_S, Link
+from kvproxy.features.transfers.transfers import MAX_PAUSE_S, MIN_PAUSE_S, Transfers, _far_tokens
+from kvproxy.lab.simulator.lmcache_chunks import WorkerSettings
+from kvproxy.lab.simulator.lmcache_controller import ControllerApp, ControllerSettings, create_controller_app
+from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorApp, CoordinatorSettings, create_coordinator_app
+from kvproxy.operate.config.load import check_config
 from tests.kvcache.support import NOWHERE, A, B, Fake, Service, chat, cluster_of, engine, long_text, tokenize, world
 from tests.support.clock import FakeClock
 from tests.support.loopback import serve

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64
 
-from kvproxy.kvcache.snapshot.file_format import (
+from kvproxy.cache.indexes.approximate_snapshot import EndpointPaths, IndexColumns, fingerprint
+from kvproxy.cache.snapshot_format import (
     VERSION,
     ClusterKept,
     EndpointKept,
@@ -21,7 +22,6 @@ from kvproxy.kvcache.snapshot.file_format import (
     encode,
     pack_checksum,
 )
-from kvproxy.prefix.approximate.snapshot import EndpointPaths, IndexColumns, fingerprint
 
 
 def columns(*lengths: int) -> IndexColumns:

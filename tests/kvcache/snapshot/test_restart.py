@@ -14,16 +14,15 @@ from typing import Any
 
 import pytest
 
+from kvproxy.base.types import EndpointId
+from kvproxy.cache import snapshot_contents as contents
+from kvproxy.cache.overlap.last_served import LastServed
+from kvproxy.cache.settings import KvCacheSettings, SnapshotSettings
+from kvproxy.cache.snapshot_contents import Contents
+from kvproxy.cache.snapshot_format import Outcome, Snapshot, TablesKept
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.config.kvcache_schema import KvCacheSettings
-from kvproxy.config.kvcache_schema import SnapshotSettings as SnapshotSettings
-from kvproxy.kvcache.overlap.last_served import LastServed
-from kvproxy.kvcache.snapshot import contents
-from kvproxy.kvcache.snapshot.contents import Contents
-from kvproxy.kvcache.snapshot.file_format import Outcome, Snapshot, TablesKept
-from kvproxy.kvcache.snapshot.restart import WarmRestart
-from kvproxy.kvcache.snapshot.snapshot_file import SnapshotFile, Store
-from kvproxy.types import EndpointId
+from kvproxy.features.snapshot.restart import WarmRestart
+from kvproxy.features.snapshot.snapshot_file import SnapshotFile, Store
 from tests.kvcache.support import NOWHERE, A, B, Fake, Service, chat, cluster_of, engine, long_text, running, settings
 from tests.kvcache.test_last_served import held, request_of, served
 from tests.support.clock import FakeClock

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.kvcache.snapshot.file_format import Kept, Outcome, Unusable, encode
-from kvproxy.kvcache.snapshot.snapshot_file import SnapshotFile
-from kvproxy.prefix.approximate.snapshot import fingerprint
+from kvproxy.cache.indexes.approximate_snapshot import fingerprint
+from kvproxy.cache.snapshot_format import Kept, Outcome, Unusable, encode
+from kvproxy.features.snapshot.snapshot_file import SnapshotFile
 
 NOW = 1_800_000_000.0
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvproxy.prefix.media.cut import MediumKind, cut_part, cut_prompt, find_stand_ins, may_hold_media
-from kvproxy.prefix.media.urls import UrlSignatures
-from kvproxy.types import Prompt
+from kvproxy.base.types import Prompt
+from kvproxy.cache.media.cut import MediumKind, cut_part, cut_prompt, find_stand_ins, may_hold_media
+from kvproxy.cache.media.urls import UrlSignatures
 from tests.prefix.media.samples import data_uri, picture_part, png
 
 SIGNATURES = UrlSignatures()

@@ -7,7 +7,7 @@ from hashlib import sha256
 import pytest
 from blake3 import blake3
 
-from kvproxy.prefix.media.identifiers import digest_picture
+from kvproxy.cache.media.identifiers import digest_picture
 from tests.prefix.media.samples import IDENTIFIERS, RGB_PNG
 
 

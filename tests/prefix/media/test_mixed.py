@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.prefix.media.cut import HEAD_OF_STAND_IN, Medium, MediumKind
-from kvproxy.prefix.media.mixed import MixedPrompt
+from kvproxy.cache.media.cut import HEAD_OF_STAND_IN, Medium, MediumKind
+from kvproxy.cache.media.mixed import MixedPrompt
 
 MEDIA = (Medium(MediumKind.IMAGE, "a", 0, 0, 400, 200), Medium(MediumKind.IMAGE, "b", 0, 0, 1000, 200))
 PROMPT = MixedPrompt(MEDIA, (16, 1000), bytes_per_token=4.0)

@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from kvproxy.prefix.media.pictures import Picture, read_picture
+from kvproxy.cache.media.pictures import Picture, read_picture
 from tests.prefix.media import samples
 
 _FRAME = struct.pack(">BBHBHHB", 0xFF, 0xC0, 17, 8, 2, 3, 3)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.prefix.media.cut import Medium, MediumKind
-from kvproxy.prefix.media.placeholders import guess_tokens
+from kvproxy.cache.media.cut import Medium, MediumKind
+from kvproxy.cache.media.placeholders import guess_tokens
 
 
 def picture(width: int, height: int) -> Medium:

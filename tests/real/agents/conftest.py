@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.clients.vllm import RENDER_PATHS
-from kvproxy.types import RequestKind
+from kvproxy.base.types import RequestKind
+from kvproxy.cache.clients.vllm import RENDER_PATHS
 from tests.real.conftest import Saw, needs_memory
 from tests.real.engines import vllm
 from tests.real.engines.place import TINY

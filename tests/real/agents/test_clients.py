@@ -9,7 +9,7 @@ import anthropic
 import openai
 import pytest
 
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
 from tests.agents import HEADER, MARK
 from tests.real.agents.conftest import TEMPLATE
 from tests.real.conftest import Saw, needs_memory

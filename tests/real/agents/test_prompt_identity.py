@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvproxy.clients.chat_body import tokenize_body
-from kvproxy.clients.messages_chat import chat_of_messages
-from kvproxy.clients.responses_chat import chat_of_responses
-from kvproxy.prefix.prompt_identity import prompt_identity
-from kvproxy.request.parse import parse_body
-from kvproxy.types import Prompt, RequestKind
+from kvproxy.base.types import Prompt, RequestKind
+from kvproxy.cache.clients.chat_body import tokenize_body
+from kvproxy.cache.clients.messages_chat import chat_of_messages
+from kvproxy.cache.clients.responses_chat import chat_of_responses
+from kvproxy.cache.prefix.prompt_identity import prompt_identity
+from kvproxy.proxy.request.parse import parse_body
 from tests.agents import HEADER, MARK, chat_bodies, messages_bodies, responses_bodies
 from tests.real.agents.conftest import Renderer
 from tests.real.conftest import Saw

@@ -8,7 +8,7 @@ from functools import partial
 import httpx
 import pytest
 
-from kvproxy.clients.vllm import VllmClient
+from kvproxy.cache.clients.vllm import VllmClient
 from tests.real.conftest import Saw
 from tests.real.pair import Pair, engine_client, until_in_flight
 from tests.real.prompts import chat, text

@@ -9,7 +9,7 @@ import logging
 import httpx
 import pytest
 
-from kvproxy.clients.lmcache.controller import LMCacheControllerClient
+from kvproxy.cache.clients.lmcache_controller import LMCacheControllerClient
 from tests.real.conftest import Saw
 from tests.real.controller.conftest import Lmcache
 from tests.real.engines.lmcache import LOCATION

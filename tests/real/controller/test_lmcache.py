@@ -8,8 +8,8 @@ from array import array
 
 import pytest
 
-from kvproxy.clients.lmcache.controller import CHUNK_TOKENS, LMCacheControllerClient
-from kvproxy.errors import ClientError, NotSupported, UnknownInstance
+from kvproxy.base.errors import ClientError, NotSupported, UnknownInstance
+from kvproxy.cache.clients.lmcache_controller import CHUNK_TOKENS, LMCacheControllerClient
 from tests.real.conftest import Saw
 from tests.real.controller.conftest import Lmcache
 from tests.real.engines.lmcache import LOCATION

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvproxy.types import RequestKind
+from kvproxy.base.types import RequestKind
 from tests.real.conftest import Saw
 from tests.real.pair import Pair, engine_client
 from tests.real.prompts import chat, raw, text

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
-from kvproxy.clients.lmcache.coordinator_wire import CacheScope
+from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
+from kvproxy.cache.clients.lmcache_coordinator_wire import CacheScope
 from tests.real.conftest import Saw
 from tests.real.engines.lmcache import Coordinator
 from tests.real.engines.place import TINY

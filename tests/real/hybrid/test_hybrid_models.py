@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
 from tests.real.conftest import Saw, needs_memory
 from tests.real.engines import vllm
 from tests.real.engines.place import HERE, TINY, VLLM, Model

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.kvcache.service import KvCache
-from kvproxy.receipts.ledger import LedgerReader
+from kvproxy.cache.service import KvCache
+from kvproxy.features.ledger.ledger import LedgerReader
 from tests.real.conftest import Saw, needs_memory
 from tests.real.engines import vllm
 from tests.real.engines.place import MID

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.feedback.trust import LossReason
+from kvproxy.cache.service import KvCache
 from kvproxy.cluster.endpoint import Condition
-from kvproxy.kvcache.feedback.trust import LossReason
-from kvproxy.kvcache.service import KvCache
-from kvproxy.types import EndpointId
 from tests.real.conftest import Saw, needs_memory
 from tests.real.engines import vllm
 from tests.real.engines.place import TINY

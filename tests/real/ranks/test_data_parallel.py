@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
 from tests.doctor.setup import visit
 from tests.real.conftest import Saw, needs_memory
 from tests.real.engines import vllm

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.clients.engine_metrics import EngineKind
-from kvproxy.kvcache.feedback.trust import LossReason
-from kvproxy.types import EndpointId
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.clients.engine_metrics import EngineKind
+from kvproxy.cache.feedback.trust import LossReason
 from tests.agents import HEADER, MARK
 from tests.doctor.setup import visit
 from tests.real.conftest import Saw, needs_memory

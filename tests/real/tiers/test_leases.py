@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
+from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
 from tests.real.conftest import Saw
 from tests.real.engines.place import MID
 from tests.real.kvcache import ask, chat_tokens, with_kvcache

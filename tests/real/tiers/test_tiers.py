@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from kvproxy.clients.lmcache.coordinator import LMCacheCoordinatorClient
-from kvproxy.clients.lmcache.coordinator_wire import CacheScope, Prefetch
-from kvproxy.clients.tokens import TokenIds
-from kvproxy.errors import ClientError, UnknownInstance
-from kvproxy.kvcache.lmcache_services import CoordinatorProvider
-from kvproxy.kvcache.providers import ActionKind, Effect, Prefix
+from kvproxy.base.errors import ClientError, UnknownInstance
+from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
+from kvproxy.cache.clients.lmcache_coordinator_wire import CacheScope, Prefetch
+from kvproxy.cache.clients.tokens import TokenIds
+from kvproxy.cache.lmcache_services import CoordinatorProvider
+from kvproxy.cache.providers import ActionKind, Effect, Prefix
 from tests.real.conftest import Saw
 from tests.real.engines.place import MID
 from tests.real.kvcache import ask, chat_tokens, decided, with_kvcache

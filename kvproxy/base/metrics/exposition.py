@@ -1,0 +1,85 @@
+"""The page a scrape gets: the Prometheus text format, written in slices so that no request waits for it.
+
+prometheus_client renders label by label and line by line: 50 ms of a held event loop for 64 endpoints. Our own metrics
+keep the text of a series with places for its values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Protocol, runtime_checkable
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.registry import Collector
+
+from kvproxy.base.types import Clock
+
+#: How long a scrape may hold the event loop before others have their turn.
+SLICE_S = 0.0005
+
+
+@runtime_checkable
+class Texts(Protocol):
+    """A collector that writes itself: its head, then piece by piece what belongs together."""
+
+    def texts(self) -> Iterator[str]: ...
+
+
+class Registry(CollectorRegistry):
+    """One that can be walked collector by collector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectors: list[Collector] = []
+
+    def register(self, collector: Collector) -> None:
+        """Show it from now on. ValueError when a name is taken."""
+        super().register(collector)
+        self.collectors.append(collector)
+
+
+def family_head(name: str, kind: str, documentation: str) -> str:
+    """The two lines before a metric's series."""
+    text = documentation.replace("\\", r"\\").replace("\n", r"\n")
+    return f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
+
+
+def label_text(names: tuple[str, ...], values: tuple[str, ...]) -> str:
+    """The labels of a series without their braces."""
+    return ",".join(f'{name}="{_escaped(value)}"' for name, value in zip(names, values, strict=True))
+
+
+async def render_exposition(
+    registry: Registry,
+    *,
+    slice_s: float = SLICE_S,
+    clock: Clock = time.perf_counter,
+    pause: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0),
+) -> bytes:
+    """Every series of the registry. The values of one series belong together; those of two may be a moment apart."""
+    page: list[bytes] = []
+    piece: list[str] = []
+    end = clock() + slice_s
+    for collector in list(registry.collectors):
+        for text in _texts(collector):
+            piece.append(text)
+            if clock() >= end:
+                page.append("".join(piece).encode())
+                piece.clear()
+                await pause()
+                end = clock() + slice_s
+    page.append("".join(piece).encode())
+    return b"".join(page)
+
+
+def _texts(collector: Collector) -> Iterator[str]:
+    if isinstance(collector, Texts):
+        yield from collector.texts()
+    else:
+        yield generate_latest(collector).decode()
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

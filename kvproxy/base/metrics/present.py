@@ -1,0 +1,97 @@
+"""Figures of the present, worked out here: hit ratios over the last requests, and how late the event loop is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from kvproxy.base.background_task import BackgroundTask
+from kvproxy.base.metrics.collectors import Histogram
+from kvproxy.base.types import Clock, Sleep
+
+#: Requests a ratio is taken over.
+WINDOW = 1000
+
+#: Between two looks at the event loop.
+INTERVAL_S = 0.25
+
+
+class HitWindow:
+    """The last `size` requests of one cluster whose engines said what they had cached."""
+
+    __slots__ = ("_kept", "_size", "cached_tokens", "hits", "prompt_tokens")
+
+    def __init__(self, size: int = WINDOW) -> None:
+        self._size = size
+        self._kept: deque[tuple[int, int]] = deque()
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.hits = 0  # requests with any cached token
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add_request(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """One request, by the engine's own count."""
+        kept = self._kept
+        if len(kept) >= self._size:
+            prompt, cached = kept.popleft()
+            self.prompt_tokens -= prompt
+            self.cached_tokens -= cached
+            self.hits -= cached > 0
+        kept.append((prompt_tokens, cached_tokens))
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += cached_tokens
+        self.hits += cached_tokens > 0
+
+
+class HitWindows:
+    """One window a cluster."""
+
+    def __init__(self) -> None:
+        self._windows: dict[str, HitWindow] = {}
+
+    def of(self, cluster: str) -> HitWindow:
+        """The window of this cluster, made on first use."""
+        window = self._windows.get(cluster)
+        if window is None:
+            window = self._windows[cluster] = HitWindow()
+        return window
+
+    def hit_ratios(self) -> Iterable[tuple[tuple[str, ...], float]]:
+        """By cluster and by what is counted; nothing before the first request."""
+        return self._ratios(lambda share: share)
+
+    def miss_ratios(self) -> Iterable[tuple[tuple[str, ...], float]]:
+        """What is missing to one."""
+        return self._ratios(lambda share: 1.0 - share)
+
+    def sizes(self) -> Iterable[tuple[tuple[str, ...], float]]:
+        """Requests each ratio is taken over."""
+        return [((name,), float(len(window))) for name, window in list(self._windows.items())]
+
+    def _ratios(self, shown: Callable[[float], float]) -> Iterable[tuple[tuple[str, ...], float]]:
+        for name, window in list(self._windows.items()):
+            if len(window):
+                yield (name, "requests"), shown(window.hits / len(window))
+            if window.prompt_tokens:
+                yield (name, "tokens"), shown(window.cached_tokens / window.prompt_tokens)
+
+
+class LoopLag(BackgroundTask):
+    """Owns one task that sleeps and observes how much longer that took: what every request waits for when something
+    holds the loop it was entered on."""
+
+    task_name = "event loop lag"
+
+    def __init__(self, lag: Histogram, *, clock: Clock, sleep: Sleep = asyncio.sleep) -> None:
+        self._lag = lag
+        self._clock = clock
+        self._sleep = sleep
+
+    async def _run(self) -> None:
+        while True:
+            began = self._clock()
+            await self._sleep(INTERVAL_S)
+            self._lag.observe(max(0.0, self._clock() - began - INTERVAL_S))

@@ -1,0 +1,251 @@
+"""One response of an engine: parsed from the bytes of its connection, then on its way through: head first, then
+whatever has arrived so far, until the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+import httptools
+import msgspec
+
+from kvproxy.base.errors import ResponseHeadTooLarge, UpstreamDisconnected, UpstreamProtocolError
+from kvproxy.base.types import Headers
+
+#: Of a head, and of what is neither head nor body; engines put the index of binary embeddings into a header field.
+MAX_HEAD_BYTES = 1024 * 1024
+MAX_HEADERS = 256
+
+_BODILESS = frozenset({204, 304})
+
+
+class ResponseParser:
+    """Feeds bytes to httptools and keeps what came out of them, one response at a time. No I/O and no clock, so that a
+    fuzzer can drive it.
+
+    `expect` begins a response, `feed` and `eof` advance it, `drain` takes the body that arrived. What is neither
+    head nor body (interim responses, chunk extensions, trailers) is dropped, and bounded like the head.
+    """
+
+    def __init__(self, *, max_head_bytes: int = MAX_HEAD_BYTES) -> None:
+        self._max_head_bytes = max_head_bytes
+        self.body: list[bytes] = []
+        self.on_body = self.body.append  # bound to C: a burst of chunks costs one call each
+        self._head_request = False
+        self._parser = httptools.HttpResponseParser(self)
+        self.expect_response(b"")
+
+    def expect_response(self, method: bytes) -> None:
+        """Begin the response to a request with this method."""
+        self.body.clear()
+        self.status = 0
+        self.reason = b""
+        self.headers: Headers = []
+        self.heard = False  # any byte at all
+        self.head_complete = False
+        self.complete = False
+        self.reusable = False  # meaningful once complete: the connection is at a message boundary
+        self._until_eof = False
+        self._framing_bytes = 0
+        self._feeding_bytes = 0
+        if self._head_request:  # the old one may still wait for the body that content-length spoke of
+            self._parser = httptools.HttpResponseParser(self)
+        self._head_request = method == b"HEAD"
+
+    def feed(self, data: bytes) -> None:
+        """Take what arrived. Raises UpstreamProtocolError for what is not HTTP; bytes after the end spoil reuse."""
+        self.heard = True
+        self._feeding_bytes = len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self.reusable = False
+            if not self.complete:
+                raise _explain(error) from None
+        if self.body:
+            self._framing_bytes = 0
+            if self._head_request:
+                self.reusable = False
+                self.body.clear()
+        else:
+            self._framing_bytes += len(data)
+            if self._framing_bytes > self._max_head_bytes and not self.complete:
+                raise self._too_large("head or framing without a body byte")
+
+    def feed_eof(self) -> None:
+        """The peer will send no more. Raises UpstreamDisconnected unless that ends the response as it should."""
+        self.reusable = False
+        if self._until_eof:
+            self.complete = True
+        if not self.complete:
+            where = "in the body" if self.head_complete else "in the head" if self.heard else "without a response"
+            raise UpstreamDisconnected(f"closed {where}")
+
+    def _too_large(self, of_what: str) -> UpstreamProtocolError:
+        kind = UpstreamProtocolError if self.head_complete else ResponseHeadTooLarge
+        return kind(f"over {self._max_head_bytes} bytes of {of_what}")
+
+    def take_body(self) -> bytes:
+        """Everything of the body that arrived since the last call, as one piece."""
+        body = self.body
+        data = body[0] if len(body) == 1 else b"".join(body)
+        body.clear()
+        return data
+
+    # callbacks of httptools; an exception in one stops the parser
+
+    def on_message_begin(self) -> None:
+        if self.complete:
+            raise UpstreamProtocolError("bytes after the end of the response")
+
+    def on_status(self, reason: bytes) -> None:
+        self.reason += reason
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.head_complete:  # else a trailer
+            self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self.status = status = self._parser.get_status_code()
+        if status < 100:
+            raise UpstreamProtocolError(f"status {status}")
+        if status < 200:
+            if status == 101:
+                raise UpstreamProtocolError("101 without a request to upgrade")
+            return
+        if status > 599:
+            raise UpstreamProtocolError(f"status {status}")
+        headers = self.headers
+        if len(headers) > MAX_HEADERS:
+            raise ResponseHeadTooLarge(f"over {MAX_HEADERS} header fields")
+        limit_bytes = self._max_head_bytes
+        if self._framing_bytes + self._feeding_bytes > limit_bytes and _size(headers) > limit_bytes:
+            raise self._too_large("head")
+        self.head_complete = True
+        self.reusable = self._parser.should_keep_alive()
+        # How this response ends, as far as httptools does not say it: at once, or with the connection.
+        chunked = framed = False
+        for name, value in headers:
+            if name == b"content-length":
+                framed = True
+            elif name == b"transfer-encoding":
+                if chunked or value.strip().lower() != b"chunked":  # the header is dropped, so the coding must be ours
+                    raise UpstreamProtocolError("a transfer coding that was not asked for")
+                chunked = framed = True
+        if not self.reusable and self._parser.get_http_version() not in ("1.0", "1.1"):
+            raise UpstreamProtocolError("not HTTP/1")
+        if self._head_request:
+            self.complete = True
+        elif status not in _BODILESS:
+            self._until_eof = not framed
+
+    def on_message_complete(self) -> None:
+        if self.status < 200:  # an interim response: the real one follows
+            self.headers = []
+            self.reason = b""
+        else:
+            self.complete = True
+
+
+def _size(headers: Headers) -> int:
+    return sum(len(name) + len(value) + 4 for name, value in headers)
+
+
+def _explain(error: Exception) -> UpstreamProtocolError:
+    """Return the error that a callback raised, or one for what httptools found."""
+    cause = error.__context__
+    if isinstance(cause, UpstreamProtocolError):
+        return type(cause)(str(cause))
+    if isinstance(error, httptools.HttpParserError):
+        return UpstreamProtocolError(f"not HTTP: {error}")
+    return UpstreamProtocolError("an upgrade that was not asked for")
+
+
+class Source(Protocol):
+    """The connection a response still comes from."""
+
+    def take(self) -> bytes | None:
+        """The body that arrived, None when there is none yet."""
+        ...
+
+    def cancel(self) -> None:
+        """Give the response up and close the connection."""
+        ...
+
+
+class UpstreamResponse(msgspec.Struct, eq=False):
+    """`status`, `headers` (lower-case names) and `reason` are there once `UpstreamPool.request` returned it.
+
+    One reader at a time; one that does not read to the end calls `abort()`. (A struct: one is made in C.)
+    """
+
+    _source: Source | None
+    _loop: asyncio.AbstractEventLoop  # asking for it costs a system call (getpid)
+    #: The reader is woken by the head alone, not only by what follows it.
+    early: bool = True
+    #: Called with the response when its head has come without a part of its body. It must not raise.
+    on_head: Callable[[UpstreamResponse], None] | None = None
+    status: int = 0
+    headers: Headers = []
+    reason: bytes = b""
+    #: The whole response arrived (its last bytes may still wait to be taken); the connection is given back.
+    complete: bool = False
+    #: Called with a part of the body that arrives while the reader waits; True: it went on, and the reader goes on
+    #: waiting; False: it is to be taken. It must not raise.
+    on_piece: Callable[[bytes], bool] | None = None
+    error: BaseException | None = None  # what came in place of the end
+    _rest: bytes = b""
+    waiter: asyncio.Future[None] | None = None  # done: the reader is woken, or gave up
+
+    def take(self) -> bytes | None:
+        """What has arrived and was not taken yet, b"" after the end, None when `chunk()` would have to wait.
+
+        Raises what ended the response too early (kvproxy.base.errors), after everything that came before it was taken.
+        """
+        if self._source is not None:
+            return self._source.take()
+        rest = self._rest
+        if rest:
+            self._rest = b""
+        elif self.error is not None:
+            raise self.error
+        return rest
+
+    async def next_chunk(self) -> bytes:
+        """Like `take`, but waits for the next bytes or the end."""
+        while (data := self.take()) is None:
+            await self.changed()
+        return data
+
+    def changed(self) -> asyncio.Future[None]:
+        """Done when something has arrived, or the end; a future and no coroutine, which would be resumed as well."""
+        self.waiter = waiter = self._loop.create_future()
+        return waiter
+
+    def abort(self) -> None:
+        """Tells upstream at once by closing the connection, unless the response is complete."""
+        if self._source is not None:
+            self._source.cancel()
+
+    # called by the connection
+
+    def finish(self, rest: bytes) -> None:
+        """The end is there; `rest` is what was not taken yet. The source is let go."""
+        self._source = None
+        self._rest = rest
+        self.complete = True
+        self.wake()
+
+    def fail(self, error: BaseException, *, rest: bytes) -> None:
+        """The end will not come. The source is let go."""
+        self._source = None
+        self._rest = rest
+        self.error = error
+        self.wake()
+
+    def wake(self) -> None:
+        """Something changed for a waiting reader."""
+        waiter = self.waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

@@ -1,0 +1,183 @@
+"""Settings of what the `kvcache` filter does about caches: pin, compress, evict, warm, transfer."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from kvproxy.base.settings.model import Duration, Fraction, Model, Name
+
+
+def _prefix_name(text: str) -> str:
+    if not re.fullmatch("[0-9a-f]{16}", text):
+        raise ValueError("must be the 16 hex digits by which the audit log names a prefix")
+    return text
+
+
+#: A prefix's key, as logs show it.
+PrefixName = Annotated[str, AfterValidator(_prefix_name)]
+
+
+class SignalSource(StrEnum):
+    """Where a load or memory figure comes from."""
+
+    ENGINE = "engine"
+    HOST = "host"
+
+
+class ScoreWeights(Model):
+    """What makes a prefix go first when KV memory is short. Only their ratios matter."""
+
+    frequency: float = Field(default=0.5, ge=0)
+    """Few uses within `hot_window`."""
+    size: float = Field(default=0.3, ge=0)
+    """Many tokens."""
+    recency: float = Field(default=0.2, ge=0)
+    """Long not used."""
+    next_use: float = Field(default=0.5, ge=0)
+    """Its next use is far away, by the time between those it had."""
+
+
+class CacheStrategySettings(Model):
+    """What is done with cached prefixes after a response. Every action is off unless enabled."""
+
+    enable_pinning: bool = False
+    """Pin prefixes that are hot."""
+    enable_compression: bool = False
+    """Compress cold prefixes while the load is high."""
+    enable_eviction: bool = False
+    """Evict the coldest prefixes while KV memory is short."""
+    dry_run: bool = False
+    """Decide, log and count every action without sending it."""
+    load_source: SignalSource = SignalSource.ENGINE
+    """Load is the busier of running/waiting requests at the engine, or this host's CPU."""
+    load_threshold: Fraction = 0.8
+    """Load from which cold prefixes are compressed."""
+    memory_source: SignalSource = SignalSource.ENGINE
+    """Memory is the engine's KV cache usage, or this host's memory."""
+    memory_threshold: Fraction = 0.9
+    """Memory use from which cold prefixes are evicted."""
+    memory_hysteresis: Fraction = 0.1
+    """Once begun, eviction goes on until memory use is this much below `memory_threshold`."""
+    evict_batch: int = Field(default=4, ge=1, le=64)
+    """Prefixes evicted, or compressed, after one response; memory is read again before the next ones."""
+    score_weights: ScoreWeights = ScoreWeights()
+    """Which of the cold prefixes go first."""
+    keep_prefixes: tuple[PrefixName, ...] = Field(default=(), max_length=1024)
+    """Prefixes that are neither evicted nor compressed, by the name that the audit log gives them (16 hex digits)."""
+    hot_content_threshold: int = Field(default=5, ge=1)
+    """A prefix seen this often within `hot_window` is hot."""
+    pin_instance_id: str = ""
+    """LMCache instance that pins; empty: the one that served or holds the prefix."""
+    pin_location: str = "LocalCPUBackend"
+    """Storage location the pin applies to."""
+    pin_lease: Duration = 300.0
+    """How long the provider honours a pin (LMCache's default is about 300 s)."""
+    pin_renewal: Duration = 240.0
+    """A pin of a prefix that is still hot is renewed after this long; shorter than `pin_lease`."""
+    pin_max_tokens: int = Field(default=200_000, ge=0)
+    """Tokens pinned at once on one instance; 0 pins nothing."""
+    compress_instance_id: str = ""
+    """LMCache instance that compresses; empty: the one that served or holds the prefix."""
+    compress_location: str = "LocalCPUBackend"
+    """Storage location whose entries are compressed."""
+    compress_min_tokens: int = Field(default=2048, ge=0)
+    """Shorter prefixes are not compressed: little would be won, and to use them again they are decompressed."""
+    compress_method: str = "cachegen"
+    """Compression method; LMCache knows `cachegen` only and answers others with no effect."""
+    evict_instance_id: str = ""
+    """LMCache instance that evicts; empty: the one whose memory is short."""
+    evict_location: str = "LocalCPUBackend"
+    """Storage location that is evicted from."""
+    allow_clear: bool = False
+    """Where the provider cannot evict one prefix (LMCache's controller), clear the whole location instead."""
+    disable_after: int = Field(default=5, ge=1)
+    """An action without effect this many times in a row on one instance switches itself off there."""
+
+
+class PrefixExport(StrEnum):
+    """What the admin listener tells of hot prefixes."""
+
+    OFF = "off"
+    HASHES = "hashes"
+    TOKENS = "tokens"  # from which the text can be made again
+
+
+class WarmingSettings(Model):
+    """Computing hot prefixes at endpoints that lack them, while these have nothing else to do: after a restart, at a
+    new endpoint, and where fewer hold one than its traffic is worth. Needs `kv_events`."""
+
+    enabled: bool = False
+    """Do it without being asked. Token ids of hot prefixes are then kept in memory (64 MiB at most), never text."""
+    max_requests: int = Field(default=8, ge=0, le=10_000)
+    """An engine that runs and holds more requests than this is left alone; also for `kvproxy warm`."""
+    tokens_per_minute: int = Field(default=200_000, ge=1)
+    """Budget of all endpoints together."""
+    export: PrefixExport = PrefixExport.OFF
+    """What `GET /warm` tells of the hot prefixes: token ids, by which `kvproxy warm` computes them again after the
+    engines' restart (and from which their text can be read), or hashes alone."""
+    uses_per_replica: int = Field(default=50, ge=1)
+    """One more endpoint should hold a prefix for each so many uses within `hot_window`."""
+
+
+class TransferSettings(Model):
+    """Copying KV to where it will be needed: from a shared store into an instance's memory (LMCache's coordinator), or
+    from one instance to another (its controller, where the engines have P2P). Needs `lmcache_endpoint`."""
+
+    ahead: bool = False
+    """Before a session's next turn is due, by the time that its turns have taken to come."""
+    on_demand: bool = False
+    """To where a request goes: while the router queue holds it or, with `max_wait`, as part of the decision. Needs a
+    cluster with `queue`."""
+    max_wait: Duration = Field(default=0.0, ge=0, le=60)
+    """On demand: a request whose turn has come waits for its copy, so long at most and never longer than the copy is to
+    save; 0: none waits."""
+    at_once: int = Field(default=2, ge=1, le=64)
+    """Transfers under way at once, over all instances; further ones are not made."""
+    tokens_per_second: int = Field(default=50_000, ge=1)
+    """Budget of all instances together; 8,192 are 1 GB/s where a token's KV is 128 KiB."""
+    timeout: Duration = 2.0
+    """A transfer that is not over by then has failed."""
+    min_tokens: int = Field(default=1024, ge=1)
+    """Fewer tokens are not worth a transfer."""
+
+
+class LeaseBudget(Model):
+    """What one tenant may have under lease."""
+
+    tenant: Name
+    """Name of its API key."""
+    tokens: int = Field(ge=0)
+    """At once; 0: no leases."""
+
+
+class LeaseSettings(Model):
+    """Keeping prompts for conversations that are expected back (docs/leases.md): after an answer that calls a tool, and
+    where clients ask for it. By a pin of LMCache, else by asking the engine for the prompt again."""
+
+    enabled: bool = False
+    """Do it. Token ids of prompts under a lease are then kept in memory, never text."""
+    max_duration: Duration = Field(default=900.0, gt=0, le=3600)
+    """Longest lease, whatever a client asks for."""
+    share: Fraction = 0.95
+    """A lease ends when this share of the pauses of its kind (client and tool, as learned) would be over."""
+    min_tokens: int = Field(default=1024, ge=1)
+    """Shorter prompts are not worth one."""
+    max_leases: int = Field(default=1000, ge=1, le=100_000)
+    """At once."""
+    endpoint_tokens: int = Field(default=500_000, ge=0)
+    """Under lease at one endpoint at once; of an engine's own memory never more than half."""
+    tenant_tokens: int = Field(default=200_000, ge=0)
+    """Under lease for one tenant (API key) at once; requests without one are a tenant together."""
+    tenants: tuple[LeaseBudget, ...] = ()
+    """The same for single tenants, where it is another number."""
+    touch: bool = False
+    """Ask the engine for a prompt again (`max_tokens: 1`) where nothing pins and that is expected to save more:
+    of use where prompts are long and memory is short (docs/leases.md)."""
+
+    def tenant_budget(self, tenant: str) -> int:
+        """Tokens that may be under lease for it at once."""
+        return next((one.tokens for one in self.tenants if one.tenant == tenant), self.tenant_tokens)

@@ -1,0 +1,209 @@
+"""Carries out what the strategies decide: queued, guarded, retried, checked for effect, and written down."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from array import array
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection
+from typing import Protocol
+
+from kvproxy.base.errors import (
+    BreakerOpen,
+    ClientError,
+    ClientTimeout,
+    ClientUnavailable,
+    InstanceBusy,
+    NotSupported,
+    TooManyWaiting,
+)
+from kvproxy.base.log_lines import log_fields
+from kvproxy.base.resilience.retry import retry_background
+from kvproxy.base.types import Clock
+from kvproxy.cache.actions.job_queue import Job, JobQueue
+from kvproxy.cache.actions.strategies import Action, Strategy
+from kvproxy.cache.breakers import OperationBreakers
+from kvproxy.cache.overlap.lookup import LookupClient
+from kvproxy.cache.providers import ActionKind, Effect, Prefix
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.operate.metrics.catalog import Metrics
+
+log = logging.getLogger("kvproxy.kvcache")
+audit = logging.getLogger("kvproxy.audit")
+
+#: Worth another attempt after a pause; everything else would fail the same way.
+RETRIED = (ClientTimeout, ClientUnavailable, InstanceBusy, TooManyWaiting)
+#: Of a transfer, which is worth something now or not at all.
+RETRIED_AT_ONCE = (InstanceBusy, TooManyWaiting)
+
+#: Told how an action went (a metric label), its amount, and the seconds it took; also of one that was given up.
+OnOver = Callable[[str, int | None, float], None]
+
+
+class Claims(Protocol):
+    """Where several proxies act on the same engines: which of them does what."""
+
+    async def claim(self, what: str, ttl_s: float) -> bool:
+        """Whether this one is to do it. No other one is told so within `ttl_s`, in which it must be done."""
+        ...
+
+    def acted(self, action: Action) -> None:
+        """It was done, and had its effect."""
+        ...
+
+
+class ActionExecutor:
+    """One at a time per instance, each with a breaker of its kind. What keeps having no effect at an instance switches
+    itself off there, and says so."""
+
+    def __init__(
+        self,
+        settings: KvCacheSettings,
+        *,
+        jobs: JobQueue,
+        lookups: LookupClient,
+        breakers: OperationBreakers,
+        metrics: Metrics,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self._settings = settings
+        self._jobs = jobs
+        self._lookups = lookups
+        self._breakers = breakers
+        self._results = metrics.holdings.actions
+        self._clock = clock
+        self._rng = rng
+        self.claims: Claims | None = None  # None: no other proxy acts
+        self._without_effect: Counter[tuple[str, str]] = Counter()  # in a row, by kind and instance
+
+    def is_disabled(self, action: Action) -> bool:
+        """Whether this kind of action switched itself off at that instance."""
+        return self._without_effect[action.kind, action.instance_id] >= self._settings.cache_strategy.disable_after
+
+    @property
+    def switched_off(self) -> list[tuple[str, str]]:
+        """Kind and instance of what switched itself off for want of effect."""
+        limit = self._settings.cache_strategy.disable_after
+        return sorted((kind, instance) for (kind, instance), count in self._without_effect.items() if count >= limit)
+
+    def keep_only(self, instances: Collection[str]) -> None:
+        """Forget what came of actions at all others."""
+        for where in [where for where in self._without_effect if where[1] not in instances]:
+            del self._without_effect[where]
+
+    def submit(self, action: Action, strategy: Strategy, on_over: OnOver | None = None) -> bool:
+        """Queue it, unless it is switched off, its breaker is open, or it waits or runs already."""
+        if self._lookups.provider is None or self.is_disabled(action) or not self._breakers.admits(action.kind):
+            return False
+        key = (action.kind, action.instance_id, 0 if action.prefix is None else action.prefix.key, action.own)
+        about = f"{action.kind} {'*' if action.prefix is None else action.prefix.name}"
+        job = Job(key, lambda: self._run(action, strategy, on_over), lane=action.instance_id, about=about)
+        return self._jobs.submit(job)
+
+    async def _run(self, action: Action, strategy: Strategy, on_over: OnOver | None) -> bool:
+        started, result, amount = self._clock(), "abandoned", None
+        try:
+            result, amount = await self._carry_out(action, strategy)
+        finally:
+            if on_over is not None:
+                on_over(result, amount, self._clock() - started)
+        return result in ("done", "dry_run")
+
+    async def _carry_out(self, action: Action, strategy: Strategy) -> tuple[str, int | None]:
+        if self.is_disabled(action):
+            return "disabled", None
+        if self.claims is not None and not action.own and not await self._claim(self.claims, action):
+            self._results.labels(action.kind, "elsewhere").inc()
+            return "elsewhere", None
+        started = self._clock()
+        result, amount = await self._attempt(action)
+        self._results.labels(action.kind, result).inc()
+        self._record(action, result, amount, self._clock() - started)
+        gone = action.kind is ActionKind.UNPIN and result == "no_effect"  # the service has forgotten the pin
+        if gone or result in ("done", "dry_run"):
+            strategy.done(action, self._clock())
+            if self.claims is not None and not action.own:
+                self.claims.acted(action)
+        if not gone and result in ("done", "no_effect"):
+            self._judge(action, had_effect=result == "done")
+        return result, amount
+
+    async def _claim(self, claims: Claims, action: Action) -> bool:
+        prefix = "*" if action.prefix is None else action.prefix.name
+        return await claims.claim(f"{action.kind} {action.instance_id} {prefix}", self._settings.background.job_timeout)
+
+    async def _attempt(self, action: Action) -> tuple[str, int | None]:
+        """How it went (a metric label), and the amount the service named."""
+        if self._settings.cache_strategy.dry_run:
+            return "dry_run", None
+        retry = self._settings.retry
+        try:
+            effect = await retry_background(
+                self._call(action),
+                attempts=retry.max_attempts,
+                deadline_s=self._settings.background.job_timeout,
+                base_s=retry.base_backoff,
+                max_s=retry.max_backoff,
+                retry_on=RETRIED_AT_ONCE if action.kind is ActionKind.TRANSFER else RETRIED,
+                rng=self._rng,
+                clock=self._clock,
+            )
+        except BreakerOpen:
+            return "breaker_open", None
+        except ClientError as error:
+            level = logging.DEBUG if isinstance(error, NotSupported) else logging.WARNING
+            log.log(level, "[kvcache] %s at %s: %s", action.kind, action.instance_id, error)
+            return error.reason, None
+        # A service that does not say how much it did (before 0.3.5) is taken at its word.
+        return "no_effect" if effect.amount == 0 else "done", effect.amount
+
+    def _call(self, action: Action) -> Callable[[], Awaitable[Effect]]:
+        provider = self._lookups.provider
+        assert provider is not None
+        known = action.prefix
+        prefix = Prefix(array("I"), "") if known is None else Prefix(known.tokens, known.model, known.cache_salt)
+        limit_s = self._settings.transfers.timeout if action.kind is ActionKind.TRANSFER else None
+
+        async def act() -> Effect:
+            try:
+                async with asyncio.timeout(limit_s):
+                    return await provider.act(action.kind, action.instance_id, prefix, source=action.source)
+            except TimeoutError:
+                raise ClientTimeout(f"not over within {limit_s:g} s") from None
+
+        return lambda: self._breakers.call(action.kind, act)
+
+    def _judge(self, action: Action, *, had_effect: bool) -> None:
+        where = (action.kind, action.instance_id)
+        if had_effect:
+            del self._without_effect[where]
+            return
+        self._without_effect[where] += 1
+        if self.is_disabled(action):
+            log.warning(
+                "[kvcache] %s at %s had no effect %d times in a row and is switched off there; check its location, "
+                "method and instance id",
+                action.kind,
+                action.instance_id,
+                self._without_effect[where],
+            )
+
+    def _record(self, action: Action, result: str, amount: int | None, took_s: float) -> None:
+        """One line an action: hashes and counts, never prompts."""
+        prefix = action.prefix
+        fields = {
+            "action": action.kind.value,
+            "instance": action.instance_id,
+            "prefix": "*" if prefix is None else prefix.name,
+            "tokens": 0 if prefix is None else len(prefix.tokens),
+            "reason": action.reason,
+            **({} if action.score is None else {"score": round(action.score, 3)}),
+            "result": result,
+            "amount": amount,
+            "took_ms": round(took_s * 1000, 1),
+            **({"source": action.source or "shared"} if action.kind is ActionKind.TRANSFER else {}),
+        }
+        log_fields(audit, "cache", fields)

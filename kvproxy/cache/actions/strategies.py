@@ -1,0 +1,320 @@
+"""What is done to keep KV cache useful: pin, compress, evict. One class each, all decisions, no I/O."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from kvproxy.base.bounded import BoundedMapping
+from kvproxy.cache.action_settings import CacheStrategySettings
+from kvproxy.cache.actions.hotness import EDGE_PREFIXES, Hotness, KnownPrefix
+from kvproxy.cache.actions.signals import Pressure
+from kvproxy.cache.prefix.eviction import Priority, Weights, score_use
+from kvproxy.cache.providers import ActionKind
+
+log = logging.getLogger("kvproxy.kvcache")
+
+#: What bears on an instance now.
+PressureOf = Callable[[str], Pressure]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A response that just ended, and the prefixes of its prompt, shortest first."""
+
+    instance_id: str
+    prefixes: Sequence[KnownPrefix]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Something to be done at one instance. `prefix` None: to all it holds in a location. `source`: of a transfer, the
+    instance that it comes from; "": what the target itself reads."""
+
+    kind: ActionKind
+    instance_id: str
+    prefix: KnownPrefix | None
+    reason: str
+    score: float | None = None  # from 0, to be kept, to 1, to go first
+    source: str = ""
+    own: bool = False  # of this process alone: no other one does it instead, or counts it among what it did
+
+
+class Strategy(Protocol):
+    """Decides after each response. `taken` holds the heads of prefixes that are not to be dropped or shrunk in this
+    pass; a strategy adds those it acts on, so that no prefix is pinned and evicted at once."""
+
+    def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:
+        """What to do now."""
+        ...
+
+    def done(self, action: Action, now: float) -> None:
+        """An action of this strategy had its effect."""
+        ...
+
+
+#: Prefixes looked at to find those that are acted on in a pass.
+LOOKED_AT = 256
+#: A prefix of so many tokens is neither long nor short, for the score.
+TYPICAL_TOKENS = 4096
+
+
+class ColdPrefixes:
+    """Chooses, by one score, what is evicted and compressed."""
+
+    def __init__(
+        self, settings: CacheStrategySettings, hotness: Hotness, priorities: Mapping[int, Priority] | None = None
+    ) -> None:
+        self._settings = settings
+        self._hotness = hotness
+        self._priorities = {} if priorities is None else priorities  # by prefix key, as the operator set them
+        self._weights = Weights(**settings.score_weights.model_dump())
+        self._kept = {int(name, 16) for name in settings.keep_prefixes}
+
+    def choose(self, instance: str, *, taken: set[int], now: float, least_tokens: int = 0,
+               skip: Container[int] = ()) -> list[KnownPrefix]:  # fmt: skip
+        """A batch of prefixes at the instance, the highest score first, and what is promised to a client last. Cache
+        entries are shared by prompts that begin alike, so nothing is touched whose head something hot, pinned, kept or
+        just served has as well."""
+        looked_at = list(islice(self._hotness.walk_coldest(instance), LOOKED_AT))
+        hot = self._settings.hot_content_threshold
+        protected = taken | {
+            one.head
+            for one in looked_at
+            if self.priority(one, now) is Priority.OPERATOR or self._hotness.count_recent_uses(one, now) >= hot
+        }
+        found = [
+            one
+            for one in looked_at
+            if one.head not in protected and one.key not in skip and len(one.tokens) >= least_tokens
+        ]
+        found.sort(key=lambda one: (self.priority(one, now), -self.score(one, now)))
+        return found[: self._settings.evict_batch]
+
+    def score(self, prefix: KnownPrefix, now: float) -> float:
+        """From 0, to be kept, to 1, to go first."""
+        use, span_s = self._hotness.recall_use(prefix, now), self._hotness.window_s
+        return score_use(use, self._weights, span=span_s, size=TYPICAL_TOKENS)
+
+    def priority(self, prefix: KnownPrefix, now: float) -> Priority:
+        """What it is kept for besides its score."""
+        if prefix.key in self._kept:
+            return Priority.OPERATOR
+        promised = Priority.CONTRACT if prefix.promised_until > now else Priority.NORMAL
+        return max(promised, self._priorities.get(prefix.key, Priority.NORMAL))
+
+
+@dataclass(slots=True)
+class Lease:
+    """Tokens that are not evicted at one instance until the pin lapses."""
+
+    prefix: KnownPrefix
+    tokens: int
+    pinned_at: float
+
+
+#: Prefixes that the operator may give a priority of their own.
+MAX_PRIORITIES = 1024
+#: Compressed prefixes remembered; one that is forgotten is never decompressed, as if the proxy had restarted.
+MAX_REMEMBERED = 10_000
+
+
+class ActionRecord:
+    """What was done at LMCache and stands there, by instance: it outlives a reload, or nothing would ever undo it. The
+    operator's priorities, by prefix key, outlive a change of LMCache too."""
+
+    def __init__(self, priorities: dict[int, Priority] | None = None) -> None:
+        self.priorities = {} if priorities is None else priorities
+        self.leases: dict[tuple[str, int], Lease] = {}  # by instance and prefix key, as the next
+        self.compressed: BoundedMapping[tuple[str, int], KnownPrefix] = BoundedMapping(MAX_REMEMBERED)
+        self.cleared_at: dict[str, float] = {}
+        self.short: set[str] = set()  # instances whose memory is, until it is well below the threshold
+
+    def keep_only(self, instances: Collection[str]) -> None:
+        """Forget when all others were cleared, and how full they are; leases lapse by themselves."""
+        self.short.intersection_update(instances)
+        for instance in self.cleared_at.keys() - set(instances):
+            del self.cleared_at[instance]
+
+
+class Pin:
+    """`counted`: the service counts pins and keeps them until they are taken back, so a renewal sends nothing and a
+    lease that ends does."""
+
+    def __init__(
+        self,
+        settings: CacheStrategySettings,
+        hotness: Hotness,
+        record: ActionRecord | None = None,
+        *,
+        counted: bool = False,
+    ) -> None:
+        self.counted = counted
+        self._settings = settings
+        self._hotness = hotness
+        self._leases = (record or ActionRecord()).leases
+
+    def leases(self, now: float) -> dict[tuple[str, int], Lease]:
+        """Running leases by instance and prefix key."""
+        return {where: lease for where, lease in self._leases.items() if not self._lapsed(lease, now)}
+
+    def heads(self, now: float) -> set[int]:
+        """Heads of everything under a lease."""
+        return {lease.prefix.head for lease in self.leases(now).values()}
+
+    def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:
+        instance = self._settings.pin_instance_id or served.instance_id
+        longest = next((one for one in reversed(served.prefixes) if one.actionable and self._hot(one, now)), None)
+        if longest is None:
+            return []
+        taken.add(longest.head)
+        lease = self._leases.get((instance, longest.key))
+        if lease is not None and not self._lapsed(lease, now) and not self._due(lease, now):
+            return []
+        if self._held_tokens(instance, longest.key, now) + len(longest.tokens) > self._settings.pin_max_tokens:
+            return []
+        return [Action(ActionKind.PIN, instance, longest, "hot" if lease is None else "renewal")]
+
+    def tick(self, now: float) -> list[Action]:
+        """Renewals that no request brings about, and the end of counted pins that are hot no more."""
+        actions = []
+        for (instance, key), lease in list(self._leases.items()):
+            hot = self._hot(lease.prefix, now)
+            if hot and self._due(lease, now) and not self._lapsed(lease, now):
+                if self.counted:
+                    lease.pinned_at = now
+                elif lease.prefix.tokens:  # else another proxy pinned it, and renews it
+                    actions.append(Action(ActionKind.PIN, instance, lease.prefix, "renewal"))
+            elif self.counted and not hot and self._due(lease, now) and lease.prefix.tokens:
+                lease.pinned_at = now  # undone once, also where the service of an earlier configuration still runs
+                actions.append(Action(ActionKind.UNPIN, instance, lease.prefix, "cold"))
+            elif not self.counted and self._lapsed(lease, now):
+                del self._leases[instance, key]
+        return actions
+
+    def done(self, action: Action, now: float) -> None:
+        assert action.prefix is not None
+        where = (action.instance_id, action.prefix.key)
+        if action.kind is ActionKind.UNPIN:
+            self._leases.pop(where, None)
+        else:
+            self._leases[where] = Lease(action.prefix, len(action.prefix.tokens), now)
+
+    def _hot(self, prefix: KnownPrefix, now: float) -> bool:
+        return self._hotness.count_recent_uses(prefix, now) >= self._settings.hot_content_threshold
+
+    def _due(self, lease: Lease, now: float) -> bool:
+        return now - lease.pinned_at >= self._settings.pin_renewal
+
+    def _lapsed(self, lease: Lease, now: float) -> bool:
+        return not self.counted and now - lease.pinned_at >= self._settings.pin_lease
+
+    def _held_tokens(self, instance: str, besides: int, now: float) -> int:
+        """Tokens under lease at the instance, but for those of one prefix."""
+        running = self.leases(now).items()
+        return sum(lease.tokens for (where, key), lease in running if where == instance and key != besides)
+
+
+#: Message prefixes looked up of one prompt besides its first ones, the longest: earlier turns end in one of them.
+MAX_LOOKED_UP = 256
+
+
+class Compress:
+    """`compressed` is what was compressed and not yet decompressed, by instance and prefix key."""
+
+    def __init__(self, settings: CacheStrategySettings, hotness: Hotness, record: ActionRecord | None = None) -> None:
+        self._settings = settings
+        record = record or ActionRecord()
+        self._cold = ColdPrefixes(settings, hotness, record.priorities)
+        self.compressed = record.compressed
+
+    def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:
+        instance = self._settings.compress_instance_id or served.instance_id
+        load = pressure(instance).load
+        if load is None or load < self._settings.load_threshold:
+            return []
+        done = {key for where, key in self.compressed if where == instance}
+        least = self._settings.compress_min_tokens
+        cold = self._cold.choose(instance, taken=taken, now=now, least_tokens=least, skip=done)
+        taken.update(one.head for one in cold)
+        return [Action(ActionKind.COMPRESS, instance, one, f"load {load:.2f}") for one in cold]
+
+    def plan_decompressions(self, keys: Sequence[int], instance: str) -> list[Action]:
+        """What must be undone at the instance before a prompt with these message prefixes is served from there."""
+        compressed, near = self.compressed, [*keys[:EDGE_PREFIXES], *keys[EDGE_PREFIXES:][-MAX_LOOKED_UP:]]
+        found = [compressed[instance, key] for key in near if (instance, key) in compressed]
+        return [Action(ActionKind.DECOMPRESS, instance, prefix, "wanted again") for prefix in found]
+
+    def done(self, action: Action, now: float) -> None:
+        assert action.prefix is not None
+        where = (action.instance_id, action.prefix.key)
+        if action.kind is ActionKind.COMPRESS:
+            self.compressed[where] = action.prefix
+        else:
+            self.compressed.pop(where, None)
+
+
+#: A location that was cleared is not cleared again sooner: it takes traffic to fill.
+CLEAR_PAUSE_S = 60.0
+
+
+class Evict:
+    """`supports` says what the service can do at present. A real LMCache controller evicts no single prefix: that is
+    said once, and whole locations are cleared only where the operator allows it."""
+
+    def __init__(
+        self,
+        settings: CacheStrategySettings,
+        hotness: Hotness,
+        record: ActionRecord | None = None,
+        *,
+        supports: Callable[[], frozenset[ActionKind]],
+    ) -> None:
+        self._settings = settings
+        self._hotness = hotness
+        self._supports = supports
+        self._record = record or ActionRecord()
+        self._cold = ColdPrefixes(settings, hotness, self._record.priorities)
+        self._said = False
+
+    def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:
+        instance = self._settings.evict_instance_id or served.instance_id
+        memory = pressure(instance).memory
+        if memory is None or not self._is_short(instance, memory):
+            return []
+        reason = f"memory {memory:.2f}"
+        if ActionKind.EVICT not in self._supports():
+            return self._clear(instance, reason, now)
+        cold = self._cold.choose(instance, taken=taken, now=now)
+        taken.update(one.head for one in cold)
+        return [Action(ActionKind.EVICT, instance, one, reason) for one in cold]
+
+    def done(self, action: Action, now: float) -> None:
+        if action.prefix is None:
+            self._hotness.note_emptied(action.instance_id)
+        else:
+            self._hotness.note_gone(action.prefix, action.instance_id)
+
+    def _is_short(self, instance: str, memory: float) -> bool:
+        """From the threshold on, until it is so much below that evicting need not begin again at once."""
+        short, limit = self._record.short, self._settings.memory_threshold
+        if memory >= limit:
+            short.add(instance)
+        elif memory < limit - self._settings.memory_hysteresis:
+            short.discard(instance)
+        return instance in short
+
+    def _clear(self, instance: str, reason: str, now: float) -> list[Action]:
+        allowed = self._settings.allow_clear and ActionKind.CLEAR in self._supports()
+        if not self._said:
+            self._said = True
+            instead = "whole locations are cleared instead" if allowed else "nothing is evicted (see allow_clear)"
+            log.warning("[kvcache] this LMCache cannot evict a single prefix: %s", instead)
+        if not allowed or now - self._record.cleared_at.get(instance, -math.inf) < CLEAR_PAUSE_S:
+            return []
+        self._record.cleared_at[instance] = now
+        return [Action(ActionKind.CLEAR, instance, None, reason)]

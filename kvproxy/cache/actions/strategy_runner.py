@@ -1,0 +1,227 @@
+"""One pass after each response: compress, then pin, then evict - what each decides goes to the queue."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Self
+
+from kvproxy.base.types import Clock, EndpointId
+from kvproxy.cache.actions.executor import ActionExecutor
+from kvproxy.cache.actions.hotness import Hotness, KnownPrefix
+from kvproxy.cache.actions.job_queue import Job, JobQueue
+from kvproxy.cache.actions.strategies import (
+    MAX_PRIORITIES,
+    Action,
+    ActionRecord,
+    ColdPrefixes,
+    Compress,
+    Evict,
+    Pin,
+    PressureOf,
+    Served,
+    Strategy,
+)
+from kvproxy.cache.breakers import OperationBreakers
+from kvproxy.cache.clients.tokens import TokenIds
+from kvproxy.cache.overlap.facts import RequestFacts
+from kvproxy.cache.overlap.lookup import LookupClient
+from kvproxy.cache.overlap.merge import HolderOverlap
+from kvproxy.cache.overlap.tokens import TokenSource
+from kvproxy.cache.prefix.eviction import Priority
+from kvproxy.cache.providers import ActionKind
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.features.leases.leasing import Leasing
+from kvproxy.features.transfers.transfers import Transfers
+from kvproxy.operate.metrics.catalog import Metrics
+
+
+class StrategyRunner:
+    """The strategies that are switched on, what they know of prefixes (`hotness`), and the queue their actions go
+    through. An async context manager around that queue."""
+
+    def __init__(
+        self,
+        settings: KvCacheSettings,
+        *,
+        hotness: Hotness,
+        record: ActionRecord,
+        tokens: TokenSource,
+        lookups: LookupClient,
+        breakers: OperationBreakers,
+        pressure: PressureOf,
+        metrics: Metrics,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        strategy = settings.cache_strategy
+        self.hotness = hotness
+        self.priorities = record.priorities
+        self._record = record
+        self._stated = (strategy.pin_instance_id, strategy.compress_instance_id, strategy.evict_instance_id)
+        self._cold = ColdPrefixes(strategy, hotness, record.priorities)
+        self.pin = Pin(strategy, hotness, record) if strategy.enable_pinning else None
+        self.compress = Compress(strategy, hotness, record) if strategy.enable_compression else None
+        self.evict = (
+            Evict(strategy, hotness, record, supports=lambda: lookups.supported) if strategy.enable_eviction else None
+        )
+        self._order: Sequence[Strategy] = [one for one in (self.compress, self.pin, self.evict) if one is not None]
+        self.jobs = JobQueue(settings.background, metrics=metrics)
+        self.executor = ActionExecutor(
+            settings, jobs=self.jobs, lookups=lookups, breakers=breakers, metrics=metrics, clock=clock, rng=rng
+        )
+        self._counts_uses = settings.warming.enabled or settings.transfers.ahead or settings.leases.enabled
+        self.transfers: Transfers | None = None
+        self.leasing: Leasing | None = None  # told of prompts whose tokens are known
+        self._tokens = tokens
+        self._lookups = lookups
+        self._pressure = pressure
+        self._clock = clock
+
+    async def __aenter__(self) -> Self:
+        await self.jobs.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            await self.jobs.__aexit__()
+        finally:
+            if self.transfers is not None:  # last: a job that ends may expect another turn
+                self.transfers.close()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is anything to do after a response."""
+        return bool(self._order) and self._lookups.provider is not None
+
+    def run_strategies(self, facts: RequestFacts, endpoint: Endpoint | None) -> None:
+        """The strategies' turn after a response of the endpoint (None: it left), with the prompt's tokens. Where these
+        are not known yet they are asked for, which also lets the next turn of this chat know its beginning."""
+        used = self._use(facts, endpoint) if endpoint is not None and (self.enabled or self._counts_uses) else []
+        if facts.tokens is not None and facts.tokens_exact:
+            if endpoint is not None and used:
+                self._consider(facts, used, facts.tokens, endpoint)
+        elif self._tokens.may_ask(facts):
+            key = ("tokenize", facts.model, facts.hashes[-1] if facts.hashes else 0, facts.prompt_bytes)
+            run = partial(self._tokenize, facts, used, endpoint)
+            self.jobs.submit(Job(key, run, about="tokenize", held_bytes=len(facts.body)))
+
+    def show(self, metrics: Metrics) -> None:
+        """The gauges read it from now on."""
+        self.jobs.show(metrics)
+        metrics.bounds.queue_depth.labels("priorities").set_function(lambda: len(self.priorities))
+        metrics.bounds.queue_limit.labels("priorities").set(MAX_PRIORITIES)
+
+    def set_priority(self, key: int, priority: Priority) -> bool:
+        """What the prefix of this key is kept for from now on, whether it is known or not; NORMAL: nothing but its
+        score and what is promised. False: too many have one."""
+        if priority is Priority.NORMAL:
+            self.priorities.pop(key, None)
+        elif key in self.priorities or len(self.priorities) < MAX_PRIORITIES:
+            self.priorities[key] = priority
+        else:
+            return False
+        return True
+
+    def describe_prefixes(self, limit: int) -> list[dict[str, object]]:
+        """For people: those with a priority of their own, then the last used ones. Hashes, never prompts."""
+        now, found = self._clock(), {key: self.hotness.find_prefix(key) for key in self.priorities}
+        found |= {one.key: one for one in self.hotness.walk_latest(limit)}
+        return [
+            {
+                "prefix": f"{key:016x}",
+                "set": self.priorities.get(key, Priority.NORMAL).name.lower(),
+                "priority": None if one is None else self._cold.priority(one, now).name.lower(),
+                "score": None if one is None else round(self._cold.score(one, now), 3),
+                "tokens": None if one is None else len(one.tokens),
+                "uses": None if one is None else self.hotness.count_recent_uses(one, now),
+            }
+            for key, one in islice(found.items(), limit)
+        ]
+
+    def tick(self, instances: Iterable[str]) -> None:
+        """Between requests: forget instances other than these and those that settings name, and renew leases that are
+        due."""
+        there = {*instances, *self._stated}
+        self.executor.keep_only(there)
+        self._record.keep_only(there)
+        if self.pin is None or self._lookups.provider is None:
+            return
+        self.pin.counted = ActionKind.UNPIN in self._lookups.provider.supports
+        for action in self.pin.tick(self._clock()):
+            self._submit(action, self.pin)
+
+    def adopt_action(self, action: Action, now: float) -> None:
+        """Another proxy did this, at this time."""
+        kinds: dict[ActionKind, Strategy | None] = {
+            ActionKind.PIN: self.pin,
+            ActionKind.UNPIN: self.pin,
+            ActionKind.COMPRESS: self.compress,
+            ActionKind.DECOMPRESS: self.compress,
+            ActionKind.EVICT: self.evict,
+            ActionKind.CLEAR: self.evict,
+            ActionKind.TRANSFER: self.transfers,
+        }
+        strategy = kinds[action.kind]
+        if strategy is not None:
+            strategy.done(action, now)
+
+    def without_compressed(self, facts: RequestFacts, holders: Sequence[HolderOverlap]) -> list[HolderOverlap]:
+        """The holders without those of prefixes that are compressed there; these are being decompressed from now on."""
+        if self.compress is None or not self.compress.compressed:
+            return list(holders)
+        instances = {endpoint.id: endpoint.instance_id for endpoint in facts.endpoints}
+        return [holder for holder in holders if not self._decompress(holder.endpoint, facts.keys, instances)]
+
+    def _use(self, facts: RequestFacts, endpoint: Endpoint) -> list[KnownPrefix]:
+        """Count the use of this prompt's prefixes."""
+        salt = facts.request.cache_salt or ""
+        return self.hotness.count_use(
+            facts.keys,
+            model=facts.model,
+            cache_salt=salt,
+            instance=endpoint.instance_id,
+            now=self._clock(),
+            session=facts.names.session,
+        )
+
+    async def _tokenize(self, facts: RequestFacts, used: Sequence[KnownPrefix], endpoint: Endpoint | None) -> bool:
+        task = self._tokens.start_tokenizing(facts)
+        tokens = None if task is None else await asyncio.shield(task)
+        if tokens is not None and tokens.whole and endpoint is not None and used:
+            self._consider(facts, used, tokens.ids, endpoint)
+        return tokens is not None
+
+    def _consider(self, facts: RequestFacts, used: Sequence[KnownPrefix], tokens: TokenIds, endpoint: Endpoint) -> None:
+        """The prompt with these prefixes was served there, and its KV exists: decide and queue."""
+        self.hotness.learn_tokens(used, tokens)
+        if self.leasing is not None:
+            self.leasing.hold(used[-1], endpoint)
+        if self.transfers is not None:
+            self.transfers.expect_turn(facts, used[-1], tokens)
+        now = self._clock()
+        served = Served(endpoint.instance_id, used)
+        taken = {one.head for one in used if one.tokens}
+        if self.pin is not None:
+            taken |= self.pin.heads(now)
+        for strategy in self._order:
+            for action in strategy.plan(served, self._pressure, taken, now):
+                self._submit(action, strategy)
+
+    def _decompress(self, endpoint: EndpointId, keys: Sequence[int], instances: dict[EndpointId, str]) -> bool:
+        assert self.compress is not None
+        actions = self.compress.plan_decompressions(keys, instances[endpoint])
+        for action in actions:
+            self._submit(action, self.compress)
+        return bool(actions)
+
+    def _submit(self, action: Action, strategy: Strategy) -> None:
+        """With the score that the prefix has now."""
+        if action.prefix is not None:
+            action = replace(action, score=self._cold.score(action.prefix, self._clock()))
+        self.executor.submit(action, strategy)

@@ -1,0 +1,275 @@
+"""An engine's own API besides inference, in vLLM's shape and where it differs in SGLang's: tokenize, render, health,
+metrics, models, event sources."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import httpx
+import msgspec
+
+from kvproxy.base.errors import BadResponse, NotSupported, Refused
+from kvproxy.base.types import RequestKind
+from kvproxy.cache.clients.api import Api
+from kvproxy.cache.clients.chat_body import render_body, tokenize_body
+from kvproxy.cache.clients.engine_metrics import EngineMetrics, parse_engine_metrics
+from kvproxy.cache.clients.messages_chat import chat_of_messages
+from kvproxy.cache.clients.responses_chat import chat_of_responses
+from kvproxy.cache.clients.sglang import SglangInfo, fetch_info
+from kvproxy.cache.clients.sglang_messages import sglang_chat_of_messages
+from kvproxy.cache.clients.tokens import TokenIds, tokens_from_json
+from kvproxy.cache.kv_events.source import MAX_SOURCES, KvEventSource, WireSources, sources_from_wire
+
+#: A million tokens as JSON.
+MAX_TOKENS_BYTES = 8 << 20
+#: A scrape of one engine is 50 kB and 400 lines, and so much again for each data-parallel rank.
+MAX_METRICS_BYTES, MAX_METRICS_LINES = 4 << 20, 50_000
+#: Longer texts are read beside the event loop.
+_LONG_BYTES = 1 << 17
+MAX_SOURCES_BYTES = 1 << 16
+#: Where an engine renders requests of a kind (`--enable-scale-out`), and what chat each of them is.
+RENDER_PATHS = {
+    RequestKind.CHAT: "/v1/chat/completions/render",
+    RequestKind.MESSAGES: "/v1/messages/render",
+    RequestKind.RESPONSES: "/v1/responses/render",
+}
+AS_CHAT: dict[RequestKind, Callable[[bytes], bytes]] = {
+    RequestKind.CHAT: bytes,
+    RequestKind.MESSAGES: chat_of_messages,
+    RequestKind.RESPONSES: chat_of_responses,
+}
+MAX_MODELS = 5000
+_FORBIDDEN = 403
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """Token ids of one prompt, exactly as the engine sees them."""
+
+    tokens: TokenIds
+    max_model_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """One row of `/v1/models`. `root` is vLLM's `--model` (the name LMCache's coordinator knows)."""
+
+    id: str
+    root: str
+    parent: str | None  # the base model of a LoRA
+    max_model_len: int | None
+
+
+class _Tokens(msgspec.Struct):
+    tokens: msgspec.Raw
+    max_model_len: int | None = None
+
+
+class _Rendered(msgspec.Struct):
+    token_ids: msgspec.Raw
+
+
+class _Model(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """What a request took by the engine's own count; None: it does not say what it reused."""
+
+    prompt_tokens: int
+    cached_tokens: int | None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    prompt_tokens_details: _Details | None = None
+
+
+class _Generated(msgspec.Struct):
+    usage: _Usage
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+_INVALID = frozenset({400, 422})
+_PROMPT_MISSING = re.compile(r"prompt\W.*field required", re.I | re.S)
+
+
+class VllmClient:
+    """One engine. Every method raises ClientError and nothing else; `timeout_s` bounds each call as a whole."""
+
+    def __init__(
+        self, http: httpx.AsyncClient, base_url: str, authorization: str | None = None, *, timeout_s: float = 2.0
+    ) -> None:
+        self._api = Api(http, base_url, service="vllm", authorization=authorization)
+        self._timeout_s = timeout_s
+        #: Whether the engine renders requests of a kind: False once it said no (then never asked again).
+        self.renders: dict[RequestKind, bool] = {}
+        self._is_sglang: bool | None = None  # once it was asked
+
+    async def tokenize_prompt(self, model: str, prompt: str, *, timeout_s: float | None = None) -> Tokenized:
+        """Token ids of a completion prompt; special tokens as the engine's completion endpoint adds them."""
+        body = msgspec.json.encode({"model": model, "prompt": prompt} if model else {"prompt": prompt})
+        return await self._tokenize(body, timeout_s)
+
+    async def tokenize_chat(self, model: str, body: bytes, *, timeout_s: float | None = None) -> Tokenized:
+        """Token ids of a chat request, from its raw JSON body; `model` replaces the body's unless empty.
+
+        Raises ValueError when the body is not a chat request, NotSupported where `/tokenize` takes prompts alone
+        (older SGLangs).
+        """
+        try:
+            return await self._tokenize(tokenize_body(model, body), timeout_s)
+        except Refused as error:
+            if error.status in _INVALID and _PROMPT_MISSING.search(str(error)):
+                raise NotSupported(str(error), status=error.status) from error
+            raise
+
+    async def render_prompt(
+        self, kind: RequestKind, model: str, body: bytes, *, timeout_s: float | None = None
+    ) -> Tokenized:
+        """Token ids of a request by the engine's own renderer: exact for every input, where the engine has it.
+
+        Raises NotSupported where it has not; `renders` then stays False for the kind.
+        """
+        path = RENDER_PATHS[kind]
+        try:
+            answer = await self._api.post(
+                path,
+                render_body(model, body),
+                _Rendered,
+                timeout_s=timeout_s or self._timeout_s,
+                max_bytes=MAX_TOKENS_BYTES,
+            )
+        except Refused as error:
+            if error.status == _FORBIDDEN:
+                self.renders[kind] = False
+                raise NotSupported(str(error), status=error.status) from error
+            if isinstance(error, NotSupported):
+                self.renders[kind] = False
+            raise
+        self.renders[kind] = True
+        return Tokenized(await _tokens(answer.token_ids, path))
+
+    async def prompt_tokens(
+        self, kind: RequestKind, model: str, body: bytes, *, timeout_s: float | None = None
+    ) -> Tokenized:
+        """Token ids of a request by the best means this engine has: render, else the chat it is and `/tokenize`.
+
+        Raises ValueError for what is no such request, or cannot be told as a chat.
+        """
+        if self.renders.get(kind) is not False:
+            try:
+                return await self.render_prompt(kind, model, body, timeout_s=timeout_s)
+            except NotSupported:
+                pass  # answered without work by the engine; asked once only
+        as_chat = AS_CHAT[kind]
+        if kind is RequestKind.MESSAGES and await self._ask_sglang(timeout_s):
+            as_chat = sglang_chat_of_messages
+        return await self.tokenize_chat(model, as_chat(body), timeout_s=timeout_s)
+
+    async def prefill(self, path: str, body: bytes, *, timeout_s: float | None = None) -> Prefill:
+        """Has a chat or completion request computed, which is to generate one token and not to be streamed."""
+        usage = (await self._api.post(path, body, _Generated, timeout_s=timeout_s or self._timeout_s)).usage
+        details = usage.prompt_tokens_details
+        return Prefill(usage.prompt_tokens, None if details is None else details.cached_tokens)
+
+    async def check_health(self, *, timeout_s: float | None = None) -> bool:
+        """Whether `/health` says the engine lives; False for an error status, ClientError without any answer."""
+        try:
+            await self._api.call("GET", "/health", timeout_s=timeout_s or self._timeout_s)
+        except Refused:
+            return False
+        return True
+
+    async def fetch_metrics(self, *, timeout_s: float | None = None) -> EngineMetrics:
+        """One scrape of `/metrics`; costs the engine tens of milliseconds, so never per request."""
+        text = await self.fetch_exposition(timeout_s=timeout_s)
+        if len(text) > _LONG_BYTES:
+            return await asyncio.to_thread(parse_engine_metrics, text)
+        return parse_engine_metrics(text)
+
+    async def fetch_exposition(self, *, timeout_s: float | None = None) -> bytes:
+        """The text of one scrape."""
+        timeout_s = timeout_s or self._timeout_s
+        text = await self._api.call("GET", "/metrics", timeout_s=timeout_s, max_bytes=MAX_METRICS_BYTES)
+        if text.count(b"\n") > MAX_METRICS_LINES:
+            raise BadResponse(f"vllm /metrics: more than {MAX_METRICS_LINES} lines")
+        return text
+
+    async def kv_event_sources(self, *, timeout_s: float | None = None) -> tuple[KvEventSource, ...]:
+        """Streams of KV events, one a data-parallel rank; NotSupported where the engine cannot tell."""
+        shape = cast("type[WireSources]", WireSources)
+        path, timeout_s = "/kv_event_sources", timeout_s or self._timeout_s
+        try:
+            answer = await self._api.get(path, shape, timeout_s=timeout_s, max_bytes=MAX_SOURCES_BYTES)
+        except NotSupported:
+            info = await self.sglang_info(timeout_s=timeout_s)
+            return info.event_sources(host=self._api.base_url.host)
+        if len(answer) > MAX_SOURCES:
+            raise BadResponse(f"vllm {path}: more than {MAX_SOURCES} streams")
+        return sources_from_wire(answer, host=self._api.base_url.host)
+
+    async def sglang_info(self, *, timeout_s: float | None = None) -> SglangInfo:
+        """What SGLang says of itself; NotSupported for every other engine."""
+        try:
+            info = await fetch_info(self._api, timeout_s=timeout_s or self._timeout_s)
+        except NotSupported:
+            self._is_sglang = False
+            raise
+        self._is_sglang = True
+        return info
+
+    async def close_session(self, session_id: str, *, timeout_s: float | None = None) -> None:
+        """SGLang holds nothing for this session any more; requests that name it later are in none."""
+        body = msgspec.json.encode({"session_id": session_id})
+        await self._api.call("POST", "/close_session", body=body, timeout_s=timeout_s or self._timeout_s)
+
+    async def list_models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
+        """Models and LoRA adapters the engine serves. Answers even when the engine core is dead: not a health check."""
+        answer = await self._api.get("/v1/models", _Models, timeout_s=timeout_s or self._timeout_s)
+        if len(answer.data) > MAX_MODELS:
+            raise BadResponse(f"vllm /v1/models: more than {MAX_MODELS} models")
+        return tuple(ModelInfo(row.id, row.root or row.id, row.parent, row.max_model_len) for row in answer.data)
+
+    async def fetch_version(self, *, timeout_s: float | None = None) -> str:
+        """The engine's version, such as `0.32.0`."""
+        return (await self._api.get("/version", _Version, timeout_s=timeout_s or self._timeout_s)).version
+
+    async def _ask_sglang(self, timeout_s: float | None) -> bool:
+        if self._is_sglang is None:
+            with contextlib.suppress(NotSupported):
+                await self.sglang_info(timeout_s=timeout_s)
+        return self._is_sglang is True
+
+    async def _tokenize(self, body: bytes, timeout_s: float | None) -> Tokenized:
+        answer = await self._api.post(
+            "/tokenize", body, _Tokens, timeout_s=timeout_s or self._timeout_s, max_bytes=MAX_TOKENS_BYTES
+        )
+        return Tokenized(await _tokens(answer.tokens, "/tokenize"), answer.max_model_len)
+
+
+async def _tokens(raw: msgspec.Raw, path: str) -> TokenIds:
+    try:
+        return await tokens_from_json(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadResponse(f"vllm {path}: not a list of token ids") from error

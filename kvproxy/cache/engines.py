@@ -1,0 +1,138 @@
+"""The engines' own APIs (tokenize, metrics, event sources), one client an engine, and their data-parallel ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Self
+
+from kvproxy.base.bounded import BoundedMapping
+from kvproxy.base.errors import ClientError, NotSupported
+from kvproxy.base.types import Clock
+from kvproxy.base.upstream.pool import UpstreamPool
+from kvproxy.base.upstream.transport import HttpClients
+from kvproxy.cache.clients.engine_metrics import EngineKind, EngineMetrics
+from kvproxy.cache.clients.vllm import VllmClient
+from kvproxy.cache.kv_events.source import stated_sources
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.engine import Engine
+from kvproxy.cluster.settings import EventSources
+
+#: Engines that others may have read since the latest turn.
+_MAX_HEARD = 4096
+
+
+class Engines:
+    """Clients by engine, made on first use. `tokenizer_url` is an engine that tokenizes for all of them.
+
+    A context manager: leaving it closes the clients, not the pool they ride on.
+    """
+
+    def __init__(self, pool: UpstreamPool, *, timeout_s: float, tokenizer_url: str = "") -> None:
+        self.http = HttpClients(pool)
+        self._timeout_s = timeout_s
+        self._clients: dict[Engine, VllmClient] = {}
+        self._unable: set[Engine] = set()  # answered that they cannot tokenize
+        self._tokenizer = VllmClient(self.http.client(), tokenizer_url, timeout_s=timeout_s) if tokenizer_url else None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.http.aclose()
+
+    def client(self, engine: Engine) -> VllmClient:
+        """The engine's API, with its own credential and no other."""
+        client = self._clients.get(engine)
+        if client is None:
+            origin, key = engine.origin, engine.authorization
+            authorization = key.decode("latin-1") if key else None
+            client = VllmClient(self.http.client(origin), str(origin), authorization, timeout_s=self._timeout_s)
+            self._clients[engine] = client
+        return client
+
+    def find_tokenizer(self, endpoints: Sequence[Endpoint]) -> tuple[VllmClient, Endpoint | None] | None:
+        """The engine that tokenizes for these: the configured one, else the least busy of those that may be able to."""
+        if self._tokenizer is not None:
+            return self._tokenizer, None
+        able = [
+            endpoint for endpoint in endpoints if endpoint.engine not in self._unable and endpoint.health.is_healthy
+        ]
+        if not able:
+            return None
+        endpoint = min(able, key=lambda one: one.load.in_flight)
+        return self.client(endpoint.engine), endpoint
+
+    def cannot_tokenize(self, endpoint: Endpoint) -> None:
+        """The engine has no `/tokenize`: it is not asked again."""
+        self._unable.add(endpoint.engine)
+
+    def keep_only(self, engines: Iterable[Engine]) -> None:
+        """Forget the clients of all others."""
+        kept = set(engines)
+        self._unable &= kept
+        self._clients = {engine: client for engine, client in self._clients.items() if engine in kept}
+
+
+log = logging.getLogger("kvproxy.kvcache")
+
+
+class SharedReadings:
+    """What engines said, where several processes read the same ones: whose turn comes first reads an engine and tells
+    the others, who leave it out of their turn. Turns must not keep step, or each would read."""
+
+    def __init__(self, *, clock: Clock, max_age_s: float) -> None:
+        self.tell: Callable[[str, str, EngineMetrics], None] | None = None  # cluster, engine and what it said
+        self._clock = clock
+        self._max_age_s = max_age_s
+        self._heard: BoundedMapping[tuple[str, str], tuple[float, EngineMetrics]] = BoundedMapping(_MAX_HEARD)
+
+    def hear(self, cluster: str, engine: str, metrics: EngineMetrics) -> None:
+        """Another process has read this engine just now."""
+        self._heard[cluster, engine] = (self._clock(), metrics)
+
+    def take(self, cluster: str, engine: str) -> EngineMetrics | None:
+        """What was heard since the latest turn."""
+        heard_at, metrics = self._heard.pop((cluster, engine), (0.0, None))
+        return metrics if self._clock() - heard_at <= self._max_age_s else None
+
+
+class RankFinder:
+    """An engine whose metrics show several ranks is asked where each publishes its KV events (SGLang: how many it was
+    started with); `stated` says it for engines that cannot. Asked once for each set of ranks that metrics show."""
+
+    def __init__(self, engines: Engines, *, stated: EventSources) -> None:
+        self._engines = engines
+        self._stated = stated
+
+    async def follow_ranks(self, cluster: Cluster, engine: Engine, metrics: EngineMetrics) -> None:
+        """Tell the cluster what is known of the engine's ranks now."""
+        shown, ranks = metrics.ranks.keys(), engine.ranks
+        named: Collection[int] | None = ranks.named if shown == set(ranks.shown) else None
+        unknown = ranks.asks and len(shown) > 1 and named is None
+        if unknown:
+            try:
+                named = await self._named(cluster, engine, metrics.kind)
+            except ClientError as error:
+                log.debug("[kvcache] data-parallel ranks of %s: %s", engine.id, error)
+        cluster.ranks.observe_ranks(engine, shown, named, in_body=metrics.kind is EngineKind.SGLANG)
+        if unknown and ranks.unknown and named is not None:
+            log.warning(
+                "[kvcache] %s/%s has the data-parallel ranks %s by its metrics, and nothing else says that requests "
+                "may ask for them: it balances by itself, and a prefix is computed once a rank (set `data_parallel`)",
+                cluster.name,
+                engine.id,
+                ", ".join(map(str, ranks.shown)),
+            )
+
+    async def _named(self, cluster: Cluster, engine: Engine, kind: EngineKind) -> Collection[int]:
+        client = self._engines.client(engine)
+        if kind is EngineKind.SGLANG:
+            return range((await client.sglang_info()).dp_size)
+        try:
+            sources = await client.kv_event_sources()
+        except NotSupported:
+            own = next((endpoint.kv_event_sources for endpoint in cluster.of_engine(engine)), self._stated)
+            sources = stated_sources(own if own.endpoint else self._stated, host=engine.origin.host)
+        return [source.dp_rank for source in sources]

@@ -1,0 +1,168 @@
+"""The step in which each engine reuses prompts: what it reuses is a multiple of it. Pure.
+
+An engine of a hybrid model needs, beside the KV of a prefix, the state of its other layers at the prefix's end, and
+keeps that state at few places: it reuses up to the last of them and computes the rest, however much of the rest its
+attention layers hold. The engine's own block size is a step that it tells; the distance of its states is learned from
+what it reused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from math import gcd
+
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.overlap.merge import tolerated_tokens
+
+#: Shorter steps are within what predictions are off by anyway; blocks of attention layers are mostly shorter.
+LEAST_STEP_TOKENS = 128
+#: Reuses that a step must explain and no shorter one does, each of another prefix or another length, and of two lengths
+#: at least: multiples of a block of 16 tokens are multiples of 128 so often by chance once in 8 ** 7 times.
+_PROOFS, _LENGTHS = 8, 2
+#: Reuse this far behind what is held is a proof. Lengths are known better than at a prediction: by the engine's own
+#: count of the prompt.
+_SHORT_TOKENS, _SHORT_SHARE = 32, 32
+#: Of the latest reuses so many that are no multiple of the step make it a shorter one; a single one may be another's
+#: (an engine behind the same address, blocks loaded from elsewhere).
+_WINDOW, _WRONG_AT = 16, 2
+MAX_ENDPOINTS = 4096
+#: Blocks of text by which prompts are told from each other: 4 kB, and with that a system prompt that many share.
+_BEGINNING = 16
+
+
+class ReuseSteps:
+    """One a cluster; `known` has the endpoints whose step is worth knowing. Bounded by MAX_ENDPOINTS."""
+
+    def __init__(self) -> None:
+        self.known: dict[EndpointId, int] = {}
+        self._learned: dict[EndpointId, LearnedStep] = {}
+
+    def tell_block_size(self, endpoint: EndpointId, block_tokens: int) -> None:
+        """The engine says that it reuses whole blocks of so many tokens."""
+        learned = self._learned.get(endpoint)
+        if learned is not None or block_tokens >= LEAST_STEP_TOKENS:
+            learned = learned or self._make(endpoint)
+            learned.tell(block_tokens)
+            self._note(endpoint, learned.tokens)
+
+    def observe_reuse(
+        self, endpoint: EndpointId, *, held_tokens: int, cached_tokens: int, blocks: Sequence[int]
+    ) -> None:
+        """The engine reused `cached_tokens` of a prompt of which it held `held_tokens` by what is known of it; `blocks`
+        are the chained hashes of the prompt."""
+        if cached_tokens <= 0:
+            return  # lost, or shorter than a step: it says nothing of which
+        learned = self._learned.get(endpoint)
+        if learned is None:
+            if not _is_short(held_tokens, cached_tokens):
+                return  # nearly every response of nearly every engine
+            learned = self._make(endpoint)
+        learned.observe_reuse(held_tokens, cached_tokens, blocks[:_BEGINNING][-1] if blocks else 0)
+        self._note(endpoint, learned.tokens)
+
+    def forget_endpoint(self, endpoint: EndpointId) -> None:
+        """The endpoint left, or is another engine now."""
+        self._learned.pop(endpoint, None)
+        self.known.pop(endpoint, None)
+
+    def state(self) -> dict[str, tuple[int, int]]:
+        """Of each endpoint what was learned and what the engine says, for another process."""
+        return {str(endpoint): self._learned[endpoint].state for endpoint in self.known}
+
+    def resume(self, state: Mapping[str, tuple[int, int]], *, keep: Container[str]) -> None:
+        """Go on from such a state, of the endpoints in `keep`."""
+        for name, (tokens, told) in state.items():
+            if name in keep and tokens >= LEAST_STEP_TOKENS:
+                endpoint = EndpointId(name)
+                self._make(endpoint).resume(tokens, told)
+                self._note(endpoint, tokens)
+
+    def _make(self, endpoint: EndpointId) -> LearnedStep:
+        if len(self._learned) >= MAX_ENDPOINTS:
+            self.forget_endpoint(next(iter(self._learned)))
+        learned = self._learned[endpoint] = LearnedStep()
+        return learned
+
+    def _note(self, endpoint: EndpointId, tokens: int) -> None:
+        if tokens > 1:
+            self.known[endpoint] = tokens
+        else:
+            self.known.pop(endpoint, None)
+
+
+class LearnedStep:
+    """One endpoint's. `tokens` is 1 where none is worth knowing.
+
+    A step is longer than was thought when reuse falls short of what is held again and again, always at a multiple of
+    it, and never by more than one step. It is shorter when reuse is no multiple of it.
+    """
+
+    __slots__ = ("_candidate", "_needed", "_proofs", "_told", "_wrong", "_wrong_step", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = self._told = 1
+        self._candidate = 0
+        self._needed = 0  # what it must exceed to explain every proof
+        self._proofs: set[tuple[int, int]] = set()  # what was reused of which prefix
+        self._wrong = 0  # a bit for each of the latest reuses
+        self._wrong_step = 0  # that would explain those
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """The step, and what the engine says."""
+        return self.tokens, self._told
+
+    def resume(self, tokens: int, told: int) -> None:
+        """Go on from there."""
+        self.tokens, self._told = tokens, told
+
+    def tell(self, block_tokens: int) -> None:
+        """What the engine says. Said again it changes nothing; another size is another engine, or another setting."""
+        told = block_tokens if block_tokens >= LEAST_STEP_TOKENS else 1
+        if told != self._told:
+            self._told = told
+            self._set(told)
+
+    def observe_reuse(self, held_tokens: int, cached_tokens: int, prefix: int) -> None:
+        """The engine reused so much of what it holds of a prompt; some of it."""
+        wrong = cached_tokens % self.tokens != 0
+        self._wrong = (self._wrong << 1 | wrong) & ((1 << _WINDOW) - 1)
+        if wrong:
+            self._wrong_step = gcd(self._wrong_step, cached_tokens)
+            if self._wrong.bit_count() >= _WRONG_AT:
+                self._set(gcd(self.tokens, self._wrong_step))
+        elif not self._wrong:
+            self._wrong_step = 0
+        expected = held_tokens - held_tokens % self.tokens
+        if _is_short(expected, cached_tokens):
+            self._observe_shortfall(expected, cached_tokens, prefix)
+        elif self._candidate and cached_tokens % self._candidate:
+            self._drop_candidate()
+
+    def _observe_shortfall(self, expected: int, cached_tokens: int, prefix: int) -> None:
+        short = expected - tolerated_tokens(expected) - cached_tokens
+        step, needed = gcd(self._candidate, cached_tokens), max(self._needed, short, self.tokens)
+        if step <= needed:  # of what was seen before, or of this
+            self._drop_candidate()
+            step, needed = cached_tokens, max(short, self.tokens)
+        if step <= needed or step < LEAST_STEP_TOKENS:
+            return  # blocks were lost: no step explains it
+        self._candidate, self._needed = step, needed
+        self._proofs.add((cached_tokens, prefix))
+        if len(self._proofs) >= _PROOFS and len({length for length, _ in self._proofs}) >= _LENGTHS:
+            self._set(step)
+        elif len(self._proofs) > _WINDOW:
+            self._proofs.pop()
+
+    def _drop_candidate(self) -> None:
+        self._candidate = self._needed = 0
+        self._proofs.clear()
+
+    def _set(self, tokens: int) -> None:
+        self.tokens = tokens if tokens >= LEAST_STEP_TOKENS else 1
+        self._wrong = self._wrong_step = 0
+        self._drop_candidate()
+
+
+def _is_short(held_tokens: int, cached_tokens: int) -> bool:
+    return cached_tokens + _SHORT_TOKENS + held_tokens // _SHORT_SHARE < held_tokens

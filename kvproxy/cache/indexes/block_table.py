@@ -1,0 +1,250 @@
+"""The blocks of one event source: engine hashes, ours and tiers, and blocks that wait for their parent."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvproxy.cache.clients.tokens import TokenIds
+from kvproxy.cache.indexes.runs import Place, Run, Runs
+from kvproxy.cache.kv_events.events import BlockExtra
+
+
+@dataclass(slots=True)
+class ReportedBlocks:
+    """Consecutive blocks as an event reported them, waiting for the block before them."""
+
+    parent: int | None  # None: the root, never buffered
+    keys: array[int]
+    token_ids: TokenIds
+    extra: tuple[BlockExtra, ...] | None
+    lora: str
+    tier: int
+
+
+class PendingBlocks:
+    """Buffered blocks of one source, bounded in number; those that waited longest go first."""
+
+    def __init__(self, *, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
+        self._blocks = 0
+        #: No BoundedMapping: the lists grow while they are held.
+        self._by_parent: OrderedDict[int | None, list[ReportedBlocks]] = OrderedDict()
+        self._where: dict[tuple[int, int], ReportedBlocks] = {}  # by tier and key
+
+    def __len__(self) -> int:
+        """Blocks buffered."""
+        return self._blocks
+
+    def buffer(self, pending: ReportedBlocks) -> int:
+        """Keep it; returns the number of blocks that had to go for it (its own, when it alone is too large)."""
+        if len(pending.keys) > self._max_blocks:
+            return len(pending.keys)
+        for key in pending.keys:  # reported again: once is enough
+            self.remove(key, pending.tier)
+        self._by_parent.setdefault(pending.parent, []).append(pending)
+        self._blocks += len(pending.keys)
+        self._where.update(dict.fromkeys(((pending.tier, key) for key in pending.keys), pending))
+        dropped = 0
+        while self._blocks > self._max_blocks:
+            dropped += self._release(*self._by_parent.popitem(last=False))
+        return dropped
+
+    def take(self, keys: Sequence[int]) -> list[ReportedBlocks]:
+        """What waits for one of these blocks; it is buffered no more."""
+        found: list[ReportedBlocks] = []
+        for key in self._by_parent.keys() & set(keys):
+            waiting = self._by_parent.pop(key)
+            self._release(key, waiting)
+            found += waiting
+        return found
+
+    def remove(self, key: int, tier: int) -> bool:
+        """The engine removed a buffered block: what follows it in its event cannot be reached any more."""
+        pending = self._where.get((tier, key))
+        if pending is None:
+            return False
+        self._cut(pending, pending.keys.index(key))
+        return True
+
+    def _cut(self, pending: ReportedBlocks, at: int) -> None:
+        size = len(pending.token_ids) // len(pending.keys)
+        for key in pending.keys[at:]:
+            self._where.pop((pending.tier, key), None)
+        self._blocks -= len(pending.keys) - at
+        pending.keys = pending.keys[:at]
+        pending.token_ids = pending.token_ids[: at * size]
+        pending.extra = None if pending.extra is None else pending.extra[:at]
+        if not at:
+            siblings = self._by_parent[pending.parent]
+            siblings[:] = [other for other in siblings if other is not pending]
+            if not siblings:
+                del self._by_parent[pending.parent]
+
+    def _release(self, parent: int | None, waiting: list[ReportedBlocks]) -> int:
+        blocks = 0
+        for pending in waiting:
+            blocks += len(pending.keys)
+            for key in pending.keys:
+                self._where.pop((pending.tier, key), None)
+        self._blocks -= blocks
+        return blocks
+
+
+class BlockTable:
+    """One source (endpoint, rank, group). A block is kept, under all its names, while it is on any tier."""
+
+    def __init__(self, block_size: int, *, max_rows: int, max_ghosts: int) -> None:
+        self.block_size = block_size
+        self._max_rows = max_rows
+        self._max_ghosts = max_ghosts
+        self._runs = Runs()
+        self.match, self.leading_keys = self._runs.match, self._runs.leading_keys
+        self.leading_on = self._runs.leading_on
+        self.count_tiers, self.walk_tiers = self._runs.count_tiers, self._runs.walk_tiers
+        #: Removed blocks, whose children may still come. A BoundedMapping takes four times as long for each of them.
+        self._ghosts: OrderedDict[int, int] = OrderedDict()
+        self._aliases: dict[int, int] = {}  # a block's further engine hashes: the one its run has
+        self._several: dict[int, dict[int, int]] = {}  # of our blocks with several: tiers of each, as bits
+
+    def __len__(self) -> int:
+        """Rows: engine hashes of blocks that are there."""
+        return self._runs.blocks + len(self._aliases)
+
+    def find_place(self, key: int) -> Place | None:
+        """Where the block with this engine hash is; good until the next change."""
+        place = self._runs.find_key(key)
+        if place is None and self._aliases:
+            named = self._aliases.get(key)
+            return None if named is None else self._runs.find_key(named)
+        return place
+
+    def removed_block(self, key: int) -> int | None:
+        """Our hash of a block with this engine hash that was removed not long ago."""
+        return self._ghosts.get(key)
+
+    def store_new(self, keys: array[int], blocks: array[int], above: Place | None, tier: int) -> bool:
+        """What `store` does where nothing of it is known, all of it fits, and the parent is at `above` (None: root):
+        nearly every event, at a fraction of the cost. Otherwise, and where a key comes twice or is the parent's, False
+        and nothing done.
+        """
+        runs = self._runs
+        return (
+            runs.firsts.keys().isdisjoint(blocks)
+            and (above is None or runs.locate_block(blocks[0], above) is None)
+            and (not self._aliases or self._aliases.keys().isdisjoint(keys))
+            and len(self) + len(keys) <= self._max_rows
+            and runs.append_blocks(keys, blocks, above, 1 << tier) is not None
+        )
+
+    def store_blocks(self, keys: array[int], blocks: array[int], parent: int | None, tier: int) -> int:
+        """Consecutive blocks are on `tier`, below the block with the engine hash `parent`, there or not (None: root).
+
+        Keys are distinct, and `parent` is none of them. Storing what is there changes nothing. Returns how many fitted
+        into the bound. What is known by the same names already is stored at once, the rest block by block.
+        """
+        done, above, bit = 0, parent, 1 << tier
+        while done < len(keys):
+            place = None if above is None else self._above(above)
+            here = self._runs.locate_block(blocks[done], place)
+            known = 0 if here is None or self._several else here[0].count_equal(here[1], keys, blocks, done)
+            if here is not None and known:
+                here[0].add_tier(here[1], here[1] + known, bit)
+                done += known
+            elif self._store_one(keys[done], blocks[done], above, bit):
+                done += 1
+            else:
+                break
+            above = keys[done - 1]
+        return done
+
+    def remove_block(self, key: int, tier: int) -> bool:
+        """The block left `tier`; False when it was not known there."""
+        place = self.find_place(key)
+        if place is None:
+            return False
+        run, at = place
+        tiers, bit = run.tiers_at(at), 1 << tier
+        names = self._several.get(run.blocks[at]) if self._several else None
+        if not (tiers if names is None else names[key]) & bit:
+            return False
+        if names is not None:
+            names[key] ^= bit
+            if any(each & bit for each in names.values()):
+                return True
+        if tiers == bit:
+            self._vanish(run, at)
+        else:
+            run.set_tiers(at, at + 1, tiers ^ bit)
+        return True
+
+    def sweep_rows(self, rows: int) -> int:
+        """Give up about so many rows of a table in use no more. Returns how many more could have been given up: 0 or
+        less until nothing is left."""
+        self._aliases.clear()
+        return self._runs.sweep_rows(rows)
+
+    def _above(self, key: int) -> Place | None:
+        """Where a parent is. One removed under this name may be there under another: rare enough to look everywhere."""
+        place = self.find_place(key)
+        block = self._ghosts.get(key) if place is None else None
+        return place if block is None else self._runs.search_block(block)
+
+    def _store_one(self, key: int, block: int, above: int | None, bit: int) -> bool:
+        named = self.find_place(key)
+        if named is not None and named[0].blocks[named[1]] != block:
+            self._forget(key, *named)
+            named = None
+        place = None if above is None else self._above(above)
+        here = self._runs.locate_block(block, place)
+        if named is None and len(self) >= self._max_rows:
+            return False
+        if here is None:
+            self._runs.append_blocks(array("Q", (key,)), array("Q", (block,)), place, bit)
+            return True
+        run, at = here
+        if named is None:
+            self._aliases[key] = run.keys[at]
+            self._several.setdefault(block, {run.keys[at]: run.tiers_at(at)})[key] = 0
+        if block in self._several:
+            self._several[block][key] |= bit
+        run.add_tier(at, at + 1, bit)
+        return True
+
+    def _forget(self, key: int, run: Run, at: int) -> None:
+        """The engine gives an old hash to another block: under this name, the old block is gone."""
+        block = run.blocks[at]
+        names = self._several.get(block)
+        if names is None:
+            self._vanish(run, at)
+            return
+        del names[key]
+        if self._aliases.pop(key, None) is None:
+            other = next(iter(names))
+            del self._aliases[other]
+            for each in names.keys() - {other}:
+                self._aliases[each] = other
+            self._runs.rename_block(run, at, other)
+        tiers = 0
+        for each in names.values():
+            tiers |= each
+        if len(names) == 1:
+            del self._several[block]
+        if tiers:
+            run.set_tiers(at, at + 1, tiers)
+        else:
+            self._vanish(run, at)
+
+    def _vanish(self, run: Run, at: int) -> None:
+        """The block is on no tier any more."""
+        block = run.blocks[at]
+        names = self._several.pop(block, None) if self._several else None
+        for key in (run.keys[at],) if names is None else names:
+            self._aliases.pop(key, None)
+            self._ghosts.pop(key, None)
+            self._ghosts[key] = block
+            if len(self._ghosts) > self._max_ghosts:
+                self._ghosts.popitem(last=False)
+        self._runs.drop_block(run, at)

@@ -1,0 +1,192 @@
+"""How many blocks an engine really keeps, learned from what it reused of what was routed to it. Pure.
+
+A configured or scraped capacity is often off: other clients share the cache, answers take room too, bytes only estimate
+tokens. Each response says one thing more: a prefix that was last asked for so many blocks ago (its age) was still
+there, so there is room for more, or was gone, so there is room for less. The estimate is the capacity that contradicts
+the fewest of these, which other reasons for a loss do not move as long as most prefixes of that age are still there.
+"""
+
+from __future__ import annotations
+
+import math
+
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.indexes.age_histogram import (
+    PER_OCTAVE,
+    ReuseHistogram,
+    age_bin,
+    capacity_bin,
+    capacity_of,
+)
+from kvproxy.cache.indexes.approximate import ApproximateIndex
+from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
+
+#: How far the estimate may get from what was reported, either way, and how many blocks it never exceeds on its own.
+MOST_FACTOR = 8
+MOST_BLOCKS = 1 << 20
+#: Contradictions that another capacity must spare before it is taken.
+_MARGIN = 2.5
+#: Prefixes still there at the far end before more is tried, and outcomes beyond it that are answer enough.
+_TRY_AFTER, _TRIED = 2, 1.5
+#: Bins that are added at once, and as many before the end are the far end.
+_STEP = _FAR = PER_OCTAVE // 4
+#: Losses in a row, and how many of them of prefixes asked for just before, that no capacity explains.
+_LOST, _LOST_YOUNG = 8, 3
+#: Reuse may stay behind what is held by whole blocks of the engine and by the last one, which is always computed.
+_SLACK_BLOCKS = 2
+#: A held prefix shorter than this says nothing.
+_LEAST_BLOCKS = 3
+#: An index this full has forgotten something its endpoint was asked for.
+_FULL = 0.9
+
+
+class Capacities:
+    """Sizes the index. Without `learning` an endpoint's capacity is what was reported."""
+
+    def __init__(self, index: ApproximateIndex, *, learning: bool = True) -> None:
+        self.learning = learning
+        self._index = index
+        self._learned: dict[EndpointId, LearnedCapacity] = {}  # no more than the index has endpoints
+
+    def set_reported(self, endpoint: EndpointId, blocks: int) -> None:
+        """The endpoint's capacity as its engine's metrics say."""
+        known = self._known(endpoint)
+        known.set_reported(blocks)
+        self._index.set_capacity(endpoint, known.blocks)
+
+    def observe_reuse(self, entry: SpeculativeEntry, reused_blocks: int) -> bool:
+        """The response to this entry's request reused so many leading blocks; before the entry is settled. True: the
+        engine lost what it held, and so did the index."""
+        lru = entry.lru
+        if not self.learning or lru is None or not lru.capacity:  # settled, void, or nothing to learn
+            return False
+        endpoint = entry.endpoint
+        known = self._learned.get(endpoint) or self._known(endpoint)
+        held = len(entry.cursor.hashes) - entry.new_blocks
+        full = reused_blocks > held and lru.blocks >= _FULL * lru.capacity
+        before = known.blocks
+        lost = known.observe_reuse(
+            age_blocks=entry.age_blocks, known_blocks=held, reused_blocks=reused_blocks, full=full
+        )
+        if known.blocks != before:
+            self._index.set_capacity(endpoint, known.blocks)
+        if lost:
+            self._index.clear(endpoint)
+        return lost
+
+    def reported_blocks(self, endpoint: EndpointId) -> int:
+        """Blocks the endpoint has room for by what its engine reported."""
+        known = self._learned.get(endpoint)
+        return self._index.capacity(endpoint) if known is None else known.reported
+
+    def forget_endpoint(self, endpoint: EndpointId) -> None:
+        """The endpoint left, or is another engine now."""
+        self._learned.pop(endpoint, None)
+
+    def _known(self, endpoint: EndpointId) -> LearnedCapacity:
+        known = self._learned.get(endpoint)
+        if known is None:
+            known = self._learned[endpoint] = LearnedCapacity(self._index.capacity(endpoint))
+        return known
+
+
+class LearnedCapacity:
+    """One endpoint's. `blocks` begins as what is reported and stays within a factor of 8 of it; reported 0, it is 0."""
+
+    def __init__(self, reported: int) -> None:
+        self.reported = reported
+        self.blocks = reported
+        self.least = _least(reported)
+        self._reset()
+
+    def set_reported(self, blocks: int) -> None:
+        """The capacity as configured, or as the engine's metrics say. What was learned stays, unless this is another
+        cache altogether."""
+        if not blocks or not 0.5 <= self.reported / blocks <= 2.0:
+            self._reset()
+            self.blocks = blocks
+        elif self.blocks == self.reported:
+            self.blocks = blocks
+        self.reported = blocks
+        self.least = _least(blocks)
+        self.blocks = self._bounded(self.blocks)
+
+    def observe_reuse(self, *, age_blocks: int | None, known_blocks: int, reused_blocks: int, full: bool) -> bool:
+        """A response reused so many leading blocks of its prompt.
+
+        Its endpoint was believed to hold `known_blocks`, the last of which had been asked for `age_blocks` ago (None:
+        it is not certain that it ever had them); `full` says that others had to be forgotten. True: the engine lost
+        what it held (a restart, a cleared cache), whatever its capacity.
+        """
+        if not self.reported:
+            return False
+        slack = (known_blocks >> 3) + _SLACK_BLOCKS
+        if age_blocks is not None and known_blocks >= _LEAST_BLOCKS:
+            if reused_blocks + slack < known_blocks or not reused_blocks:
+                return self._observe_evicted(age_blocks)
+            if age_blocks >= self.least:  # no capacity there can be is less
+                self._observe_hit(age_blocks)
+            elif self._losses:
+                self._losses.clear()
+        if full and reused_blocks > known_blocks + slack:
+            self._forgotten += 1
+            self._try_more(capacity_bin(self.blocks))
+        return False
+
+    def _observe_hit(self, age: int) -> None:
+        self._losses.clear()
+        at, current = age_bin(age), capacity_bin(self.blocks)
+        self._reuses.add_hit(at)
+        if at >= current:
+            self._reconsider(current)
+        if at >= current - _FAR:
+            self._try_more(current)
+
+    def _observe_evicted(self, age: int) -> bool:
+        del self._losses[: 1 - 2 * _LOST]
+        self._losses.append(age)
+        if len(self._losses) >= _LOST and sum(each < self.least for each in self._losses) >= _LOST_YOUNG:
+            for each in self._losses:
+                self._reuses.discount_evicted(age_bin(each))
+            self._losses.clear()
+            return True
+        if age >= self.least:
+            at, current = age_bin(age), capacity_bin(self.blocks)
+            self._reuses.add_evicted(at)
+            if at >= current - _FAR:
+                self._far -= 1
+            self._reconsider(current)
+        return False
+
+    def _reconsider(self, current: int) -> None:
+        best, spared = self._reuses.find_best(capacity_bin(self.least), capacity_bin(self._most), near=current)
+        if spared >= _MARGIN:
+            self._set_blocks(capacity_of(best))
+
+    def _try_more(self, current: int) -> None:
+        """The oldest prefixes there are, or ones the index had forgotten, were still there: is there more room?"""
+        self._far += 1
+        if self._far >= _TRY_AFTER and self._reuses.count_between(current, current + _STEP) < _TRIED:
+            doubtless = self._forgotten and self._reuses.evicted_from(current - PER_OCTAVE) < 1.0
+            self._set_blocks(round(self.blocks * math.exp2((2 if doubtless else 1) * _STEP / PER_OCTAVE)))
+
+    def _set_blocks(self, blocks: int) -> None:
+        self.blocks = self._bounded(blocks)
+        self._far = self._forgotten = 0
+
+    def _bounded(self, blocks: int) -> int:
+        return max(self.least, min(blocks, self._most))
+
+    @property
+    def _most(self) -> int:
+        return max(self.reported, min(self.reported * MOST_FACTOR, MOST_BLOCKS))
+
+    def _reset(self) -> None:
+        self._reuses = ReuseHistogram()
+        self._losses: list[int] = []  # ages of what was evicted since the last hit, the latest 16
+        self._far = 0  # hits at the far end since the estimate changed, less what was evicted there
+        self._forgotten = 0  # of these, what the index had forgotten
+
+
+def _least(reported: int) -> int:
+    return -(-reported // MOST_FACTOR)

@@ -1,0 +1,180 @@
+"""What one endpoint holds in the approximate index, in the order its engine would evict it. Pure bookkeeping."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterator
+
+import msgspec
+
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.indexes.age_histogram import GENERATIONS, AgeHistogram
+from kvproxy.cache.indexes.heat import Run
+from kvproxy.cache.indexes.radix import PrefixCursor
+
+
+class EndpointLru:
+    """Recency by touch: touch number n is record n, and a run's stamp is its latest touch.
+
+    A touch covers a whole path, so an ancestor is never older than what is below it, and the oldest record leads to the
+    run that engines evict first: the end of the prompt that was not asked for longest.
+    """
+
+    __slots__ = ("_ages", "_front", "_records", "bit", "blocks", "capacity", "flights", "slot", "stamps", "unconfirmed")
+
+    def __init__(self, slot: int, capacity: int) -> None:
+        self.slot = slot
+        self.bit = 1 << slot
+        self.capacity = capacity  # 0 as well when the endpoint left
+        self.blocks = 0
+        self.stamps: dict[Run, int] = {}
+        self.unconfirmed: dict[Run, set[int]] = {}  # runs no response confirmed yet: the requests that vouch for them
+        self.flights: dict[Run, set[int]] = {}  # runs of requests in flight, held or not: those requests
+        self._records: deque[Run] = deque()  # last run of each touched path
+        self._front = 0  # number of the first record
+        self._ages = AgeHistogram()
+
+    def touch_path(self, path: list[Run]) -> None:
+        """The path was asked for just now."""
+        stamp = self._front + len(self._records)
+        self._ages.touch_runs(path, self.stamps, stamp, self.capacity // GENERATIONS)
+        self._records.append(path[-1])
+        if len(self._records) > 2 * len(self.stamps) + 64:
+            self._compact()
+
+    def add_run(self, run: Run) -> None:
+        """Count the run in; a touch follows."""
+        run.held_by |= self.bit
+        self.blocks += len(run.hashes)
+
+    def remove_run(self, run: Run) -> None:
+        """Count the run out. Nothing below it may be held."""
+        run.held_by &= ~self.bit
+        self.blocks -= len(run.hashes)
+        self._ages.change_count(self.stamps.pop(run), -len(run.hashes))
+        self.unconfirmed.pop(run, None)
+
+    def shorten_run(self, run: Run, blocks: int) -> None:
+        """Count out so many blocks at the end of the run."""
+        self.blocks -= blocks
+        self._ages.change_count(self.stamps[run], -blocks)
+
+    def merge_leaf(self, run: Run, leaf: Run) -> None:
+        """`leaf`, perhaps new, becomes the end of `run`; a touch follows."""
+        self.flights.pop(leaf, None)  # as those of the run
+        stamp, above = self.stamps.pop(leaf, None), self.stamps[run]
+        if stamp == above:
+            return
+        if stamp is not None:
+            self._ages.change_count(stamp, -len(leaf.hashes))
+        self._ages.change_count(above, len(leaf.hashes))
+
+    def split_run(self, head: Run, tail: Run) -> None:
+        """`head` was split off `tail`, which is held: same recency, same requests that vouch for it."""
+        self.stamps[head] = self.stamps[tail]
+        vouching = self.unconfirmed.get(tail)
+        if vouching is not None:
+            self.unconfirmed[head] = set(vouching)
+
+    def add_flight(self, path: list[Run], number: int) -> None:
+        """A request for all of this is in flight."""
+        flights = self.flights
+        for run in path:
+            numbers = flights.get(run)
+            if numbers is None:
+                flights[run] = {number}
+                run.in_flight_at |= self.bit
+            else:
+                numbers.add(number)
+
+    def end_flight(self, path: list[Run], number: int) -> None:
+        """The request is over."""
+        for run in path:
+            numbers = self.flights.get(run)
+            if numbers is None:
+                continue
+            numbers.discard(number)
+            if not numbers:
+                del self.flights[run]
+                run.in_flight_at &= ~self.bit
+
+    def end_all_flights(self) -> list[Run]:
+        """No request is in flight any more; returns the runs of those that were."""
+        ended = [*self.flights]
+        self.flights.clear()
+        for run in ended:
+            run.in_flight_at &= ~self.bit
+        return ended
+
+    def have_same_flights(self, run: Run, below: Run) -> bool:
+        """Whether just the same requests are in flight for both."""
+        return not run.in_flight_at or self.flights.get(run) == self.flights.get(below)
+
+    def find_oldest(self) -> Run:
+        """The run to evict next; nothing below it is held. Only while anything is held."""
+        while (run := self._tip(self._front, self._records[0])) is None:
+            self._records.popleft()
+            self._front += 1
+        return run
+
+    def newest_first(self) -> Iterator[Run | None]:
+        """Confirmed ends of touched paths, those asked for last first; None where a touch left nothing of its own.
+
+        What is held may change between two steps: each step answers by what is held then.
+        """
+        covered: set[Run] = set()
+        for last in reversed(tuple(self._records)):
+            run: Run | None = last
+            while run is not None and (run not in self.stamps or run in self.unconfirmed):
+                run = run.parent
+            if run is None or run in covered:
+                yield None
+                continue
+            above: Run | None = run
+            while above is not None and above not in covered:
+                covered.add(above)
+                above = above.parent
+            yield run
+
+    def _tip(self, stamp: int, run: Run | None) -> Run | None:
+        """What is left of the path that touch number `stamp` ended with, if nothing touched it since."""
+        while run is not None and run not in self.stamps:  # removed since: its ancestors may be as old
+            run = run.parent
+        return run if run is not None and self.stamps[run] == stamp else None
+
+    def younger_blocks(self, run: Run) -> int:
+        """Blocks touched since the run was, to within a sixteenth of the capacity: an engine that evicted it has
+        room for about so many at most."""
+        return self._ages.count_younger(self.stamps[run])
+
+    def _compact(self) -> None:
+        """Forget records no run's stamp refers to, and renumber the rest."""
+        live = set(self.stamps.values())
+        kept: deque[Run] = deque()
+        number = {}
+        for stamp, run in enumerate(self._records, self._front):
+            if stamp in live:
+                number[stamp] = len(kept)
+                kept.append(run)
+        self.stamps = {run: number[stamp] for run, stamp in self.stamps.items()}
+        self._ages.renumber_touches(list(number))
+        self._records = kept
+        self._front = 0
+
+
+class SpeculativeEntry(msgspec.Struct, eq=False):
+    """One routed request's speculative entry: confirm it or roll it back, once."""
+
+    endpoint: EndpointId
+    cursor: PrefixCursor[Run]
+    new_blocks: int  # that the endpoint was not believed to hold before
+    number: int
+    lru: EndpointLru | None  # None once settled, or when the index had no room for the endpoint
+    age_blocks: int | None = None  # asked for since the last of the known blocks was; None: none, or not confirmed yet
+    in_flight: bool = False  # counted among the requests in flight as well
+
+    @property
+    def hashes(self) -> array[int]:
+        """The whole prompt's."""
+        return self.cursor.hashes

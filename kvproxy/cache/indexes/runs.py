@@ -1,0 +1,380 @@
+"""All blocks of one source as runs: from a block's key, or our hash of a first block, to where the block is.
+
+A key stands for the engine's own hash of a block. A run is columns of machine integers rather than an object a block; a
+block costs some hundred bytes, most of them its key's in a plain dict (README.md says why no smaller table).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from random import SystemRandom
+
+import msgspec
+
+from kvproxy.cache.indexes.radix import common_blocks
+
+#: Bits of a block's tiers; bit 0 is the engine's own memory, every other one a lower tier's.
+MAX_TIERS = 8
+DEVICE = 1
+LOWER = 0xFE
+
+#: Bits of a block's key: what a Python integer of 32 bytes holds. Two blocks with one key cost a routing mistake.
+KEY_BITS = 60
+
+#: Blocks of a run at most, so that to cut one, and to find a key's place in it, is cheap.
+SPAN = 1 << 9
+#: Tails that left are given back to the allocator in steps of so many blocks.
+TRIM = 64
+
+#: Keys are spread over so many dicts by the remainder, one of these at random, so that no engine can choose all of them
+#: for one dict. They grow at different times, since their sizes differ by chance: a single dict of a million keys holds
+#: the event loop for 50 ms when it grows.
+_SHARDS = (257, 263, 269, 271, 277, 281, 283, 293, 307, 311, 313, 317, 331, 337, 347, 349)
+
+#: Blocks looked at in search of one, and what a look at a run costs besides, in blocks.
+_SEARCHED_BLOCKS, _RUN_COST = 200_000, 20
+
+_MISSING = {mask: bytes(not tiers & mask for tiers in range(256)) for mask in (DEVICE, LOWER)}
+
+
+class Run(msgspec.Struct, gc=False, eq=False):
+    """Consecutive blocks, each below the one before. Places before `start` are dead. In no cycle, so that no garbage
+    collection looks at it."""
+
+    keys: array[int]  # what the engine's events call them
+    blocks: array[int]  # our hashes
+    tiers: int  # bit per tier all blocks are on, unless `mixed` says it for each
+    mixed: bytearray | None = None
+    start: int = 0
+    found: int = 0  # place last looked for in the middle
+
+    def place_of(self, key: int) -> int:
+        """Where the block with this key is. Events mostly speak of a run's end, or of neighbours one by one."""
+        keys = self.keys
+        at = len(keys) - 1
+        if keys[at] != key:
+            near = self.found
+            if self.start < near <= at and keys[near - 1] == key:
+                at = near - 1
+            elif self.start <= near < at and keys[near + 1] == key:
+                at = near + 1
+            else:
+                at = keys.index(key, self.start)
+            self.found = at
+        return at
+
+    def count_equal(self, at: int, keys: array[int], blocks: array[int], start: int) -> int:
+        """How many blocks of another row, from `start` on, follow at `at` here under the same names."""
+        n = min(len(self.keys) - at, len(keys) - start)
+        if self.blocks[at : at + n] != blocks[start : start + n]:
+            n = next(i for i in range(n) if self.blocks[at + i] != blocks[start + i])
+        if self.keys[at : at + n] != keys[start : start + n]:
+            n = next(i for i in range(n) if self.keys[at + i] != keys[start + i])
+        return n
+
+    def tiers_at(self, at: int) -> int:
+        """Tiers of one block, as bits."""
+        return self.tiers if self.mixed is None else self.mixed[at]
+
+    def set_tiers(self, at: int, end: int, tiers: int) -> None:
+        """Blocks at..end are on these tiers and no other."""
+        if at == self.start and end == len(self.keys):
+            self.tiers, self.mixed = tiers, None
+            return
+        if self.mixed is None:
+            if tiers == self.tiers:
+                return
+            self.mixed = bytearray((self.tiers,)) * len(self.keys)
+        self.mixed[at:end] = bytes((tiers,)) * (end - at)
+        self._unify(tiers)
+
+    def add_tier(self, at: int, end: int, tier_bit: int) -> None:
+        """Blocks at..end are on this tier as well."""
+        if self.mixed is None:
+            self.set_tiers(at, end, self.tiers | tier_bit)
+            return
+        for place in range(at, end):
+            tiers = self.mixed[place] | tier_bit
+            self.mixed[place] = tiers
+        self._unify(tiers)
+
+    def extend_blocks(self, keys: array[int], blocks: array[int], tier_bit: int) -> None:
+        """New blocks at the end, on one tier."""
+        if self.mixed is None and self.tiers != tier_bit:
+            self.mixed = bytearray((self.tiers,)) * len(self.keys)
+        if self.mixed is not None:
+            self.mixed += bytes((tier_bit,)) * len(keys)
+        self.keys += keys
+        self.blocks += blocks
+
+    def cut_blocks(self, end: int) -> None:
+        """Forget the places from `end` on."""
+        del self.keys[end:], self.blocks[end:]
+        if self.mixed is not None:
+            del self.mixed[end:]
+        if not end % TRIM:
+            self.keys, self.blocks = self.keys[:], self.blocks[:]
+
+    def count_leading(self, skip: int, count: int, mask: int) -> int:
+        """How many of the first `count` blocks, the first `skip` given, come before one on none of these tiers."""
+        if self.mixed is None:
+            return count if self.tiers & mask else skip
+        found = self.mixed[self.start + skip : self.start + count].translate(_MISSING[mask]).find(1)
+        return count if found < 0 else skip + found
+
+    def _unify(self, tiers: int) -> None:
+        """Say it once if all blocks are on these tiers by now."""
+        mixed, start = self.mixed, self.start
+        if mixed is None or mixed[start] != tiers or mixed[-1] != tiers:
+            return
+        if mixed.count(tiers, start) == len(mixed) - start:
+            self.tiers, self.mixed = tiers, None
+
+
+#: A block: its run and its place there.
+Place = tuple[Run, int]
+
+
+class Runs:
+    """The runs of one source. No key is on two blocks and no block in two runs: the caller sees to that.
+
+    `shards` is a prime number of dicts, random unless given.
+    """
+
+    def __init__(self, *, shards: int | None = None) -> None:
+        self.firsts: dict[int, Run] = {}  # by our hash of the first block
+        self.blocks = 0
+        self._shards = SystemRandom().choice(_SHARDS) if shards is None else shards
+        self._by_key: list[dict[int, Run]] = [{} for _ in range(self._shards)]
+
+    def find_key(self, key: int) -> Place | None:
+        """Where the block with this key is; good until the next change."""
+        run = self._by_key[key % self._shards].get(key)
+        return None if run is None else (run, run.place_of(key))
+
+    def locate_block(self, block: int, above: Place | None) -> Place | None:
+        """Where our block is, given where the one above it is (None: nowhere)."""
+        if above is not None:
+            run, at = above
+            if at + 1 < len(run.blocks) and run.blocks[at + 1] == block:
+                return run, at + 1
+        found = self.firsts.get(block)
+        return None if found is None else (found, found.start)
+
+    def search_block(self, block: int) -> Place | None:
+        """Where our block is, by a look at all there are, up to a bound. Not to find it costs nothing but a link."""
+        left = _SEARCHED_BLOCKS
+        for run in self.firsts.values():
+            if block in run.blocks[run.start :]:
+                return run, run.blocks.index(block, run.start)
+            left -= len(run.blocks) + _RUN_COST
+            if left < 0:
+                return None
+        return None
+
+    def append_blocks(self, keys: array[int], blocks: array[int], above: Place | None, tier_bit: int) -> Place | None:
+        """New blocks below `above`, on one tier; returns where the last one is. None, and nothing changed, when one of
+        the keys is taken.
+        """
+        run, done, total = self._room_below(above), 0, len(keys)
+        added: list[Place] = []
+        while done < total:
+            if run is None:
+                start, end = 0, min(total, done + SPAN)
+                piece = keys[done:end]
+                run = Run(piece, blocks[done:end], tier_bit)
+            else:
+                start = len(run.keys)
+                end = min(total, done + SPAN - start)
+                piece = keys[done:end]
+                run.extend_blocks(piece, blocks[done:end], tier_bit)
+            added.append((run, start))
+            if not self._enter(piece, run):
+                self._undo(added)
+                return None
+            last, run, done = run, None, end
+        for each, start in added:
+            if not start:
+                self.firsts[each.blocks[0]] = each
+        self.blocks += total
+        return last, len(last.keys) - 1
+
+    def drop_block(self, run: Run, at: int) -> None:
+        """Forget one block."""
+        self.blocks -= 1
+        key = run.keys[at]
+        del self._by_key[key % self._shards][key]
+        if at == len(run.keys) - 1:
+            if at == run.start:
+                del self.firsts[run.blocks[at]]
+            else:
+                run.cut_blocks(at)
+        elif at == run.start:
+            del self.firsts[run.blocks[at]]
+            self._begin(run, at + 1)
+        elif at - run.start < len(run.keys) - at:
+            self._move(run, run.start, at)
+            self._begin(run, at + 1)
+        else:
+            self._move(run, at + 1, len(run.keys))
+            run.cut_blocks(at)
+
+    def rename_block(self, run: Run, at: int, key: int) -> None:
+        """The block goes by another key, which is not taken."""
+        former = run.keys[at]
+        del self._by_key[former % self._shards][former]
+        run.keys[at] = key
+        self._by_key[key % self._shards][key] = run
+
+    @property
+    def largest_shard(self) -> int:
+        """Keys of the largest dict: when it grows, an event takes longest."""
+        return max(map(len, self._by_key))
+
+    def sweep_rows(self, rows: int) -> int:
+        """Give up about so many rows of what is in use no more. Returns how many more could have been given up: 0 or
+        less until nothing is left."""
+        while self._by_key and rows > 0:
+            keys = len(self._by_key.pop())
+            self.blocks -= keys
+            rows -= keys
+        while self.firsts and rows > 0:
+            self.firsts.popitem()
+            rows -= 1
+        return rows
+
+    def match(self, hashes: array[int], guess: int = 0) -> tuple[int, int, int]:
+        """Leading blocks on the device, those with the ones that follow on lower tiers, and where the prompt last left
+        a run before its end: a good guess for the next source, whose engine often holds as much.
+
+        Since a hash names its whole prefix, a block follows the one above it in its run or begins a run.
+        """
+        return _match(self.firsts, hashes, guess)
+
+    def count_tiers(self, hashes: array[int], first: int, last: int) -> Counter[int]:
+        """Of the blocks from `first` up to `last`, which `match` found: how many have these bits of tiers."""
+        found: Counter[int] = Counter()
+        depth = 0
+        while depth < last:
+            run = self.firsts[hashes[depth]]
+            here = min(common_blocks(run.blocks, run.start, hashes, depth), last - depth)
+            skipped = min(max(0, first - depth), here)
+            if run.mixed is None:
+                found[run.tiers] += here - skipped
+            else:
+                found.update(run.mixed[run.start + skipped : run.start + here])
+            depth += here
+        return found
+
+    def leading_on(self, hashes: array[int], bits: int) -> int:
+        """Leading blocks that are all on a tier of these bits."""
+        depth, (_, last, _) = 0, self.match(hashes)
+        while depth < last:
+            run = self.firsts[hashes[depth]]
+            here = min(common_blocks(run.blocks, run.start, hashes, depth), last - depth)
+            tiers = [run.tiers] * here if run.mixed is None else run.mixed[run.start : run.start + here]
+            off = next((at for at, one in enumerate(tiers) if not one & bits), None)
+            if off is not None:
+                return depth + off
+            depth += here
+        return depth
+
+    def walk_tiers(self) -> Iterator[tuple[int, int]]:
+        """All there is now, piece by piece: bits of tiers, and how many blocks have these. What changes during the walk
+        may be missed, or counted as it was."""
+        for run in list(self.firsts.values()):
+            if run.mixed is None:
+                yield run.tiers, len(run.blocks) - run.start
+            else:
+                yield from Counter(run.mixed[run.start :]).items()
+
+    def leading_keys(self, hashes: array[int], count: int) -> array[int]:
+        """Keys of the first `count` of these blocks, which `match` found."""
+        keys = array("Q")
+        while (depth := len(keys)) < count:
+            run = self.firsts[hashes[depth]]
+            here = min(common_blocks(run.blocks, run.start, hashes, depth), count - depth)
+            keys += run.keys[run.start : run.start + here]
+        return keys
+
+    def _enter(self, keys: array[int], run: Run) -> bool:
+        """Point these keys to the run; False, and nothing changed, when one is taken or comes twice."""
+        by_key, shards = self._by_key, self._shards
+        for key in keys:
+            shard = by_key[key % shards]
+            if key in shard:
+                for each in keys[: keys.index(key)]:
+                    del by_key[each % shards][each]
+                return False
+            shard[key] = run
+        return True
+
+    def _room_below(self, above: Place | None) -> Run | None:
+        if above is not None and above[1] == len(above[0].keys) - 1 < SPAN - 1:
+            return above[0]
+        return None
+
+    def _begin(self, run: Run, start: int) -> None:
+        """What is before `start` is not the run's any more; where that is most of it, the rest moves out."""
+        run.start = start
+        if 4 * start > 3 * len(run.keys) and start >= TRIM:
+            self._move(run, start, len(run.keys))
+        else:
+            self.firsts[run.blocks[start]] = run
+
+    def _move(self, run: Run, at: int, end: int) -> None:
+        """A new run of these places' blocks; what is left of them in the old one is for the caller to cut off."""
+        moved = Run(run.keys[at:end], run.blocks[at:end], run.tiers)
+        if run.mixed is not None:
+            moved.mixed = run.mixed[at:end]
+        for key in moved.keys:
+            self._by_key[key % self._shards][key] = moved
+        self.firsts[moved.blocks[0]] = moved
+
+    def _undo(self, added: list[Place]) -> None:
+        """Take back the runs that `append` made and what it made longer; keys of the last of them were not entered."""
+        for run, start in added[:-1]:
+            for key in run.keys[start:]:
+                del self._by_key[key % self._shards][key]
+        for run, start in added:
+            if start:
+                run.cut_blocks(start)
+
+
+def _match(firsts: Mapping[int, Run], hashes: array[int], guess: int = 0) -> tuple[int, int, int]:
+    """`Runs.match` of runs by our hashes of their first blocks."""
+    depth, n, device = 0, len(hashes), -1
+    while depth < n:
+        run = firsts.get(hashes[depth])
+        if run is None:
+            break
+        blocks, start = run.blocks, run.start
+        count = len(blocks) - start
+        end = depth + count
+        if end > n or blocks[-1] != hashes[end - 1]:
+            if (
+                depth < guess < end
+                and guess < n
+                and blocks[start + guess - depth - 1] == hashes[guess - 1]
+                and blocks[start + guess - depth] != hashes[guess]
+            ):
+                count = guess - depth
+            else:
+                count = common_blocks(blocks, start, hashes, depth)
+                guess = depth + count
+        if device < 0 and run.mixed is None and run.tiers & DEVICE:
+            depth += count
+            continue
+        here = 0
+        if device < 0:
+            here = run.count_leading(0, count, DEVICE)
+            if here < count:
+                device = depth + here
+        if device >= 0:
+            here = run.count_leading(here, count, LOWER)
+            if here < count:
+                return device, depth + here, guess
+        depth += count
+    return depth if device < 0 else device, depth, guess

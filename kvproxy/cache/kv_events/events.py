@@ -1,0 +1,416 @@
+"""KV events: what they are, slices of them, and how the frames of vLLM (0.11 to 0.32) and SGLang become them. Pure.
+
+Up to vLLM 0.23, and in older SGLangs, an event is an array whose trailing fields a version may not have; later it is a
+map. Hashes are 64-bit ints, SGLang's signed, or whole digests. A replay reply has the topic frame only from vLLM 0.28
+on, so frames are read from the end.
+
+SGLang sends one event a page, or runs of pages as one. With EAGLE or MTP its radix tree is keyed by pairs of
+neighbouring tokens, and the events name those pairs: their first tokens are the page's own.
+
+Whatever an engine sends, no step of the decoding takes long: counts are bounded before anything is made of them, and
+between the steps of a long event there is an `Effort`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Annotated, Any
+
+import msgspec
+
+from kvproxy.base.errors import BadResponse
+from kvproxy.cache.clients.tokens import TokenIds, WireTokenId, token_array
+
+#: How the engine names a block: the low 64 bits of its hash, or the whole digest. Only comparable within one stream.
+EngineHash = int | bytes
+
+#: What besides its tokens shapes one block (cache salt, LoRA name, media), hashable; None: nothing.
+BlockExtra = tuple[object, ...] | None
+
+#: Kinds of KV cache whose blocks make a prefix (a version that names none knows nothing else).
+WHOLE_PREFIX = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """A run of consecutive blocks became reusable. Idempotent: engines re-publish blocks they already hold."""
+
+    block_hashes: tuple[EngineHash, ...]
+    parent: EngineHash | None  # block before the first one; None at the start, or unknown chain in a re-report
+    token_ids: TokenIds
+    block_tokens: int
+    lora_name: str | None = None
+    lora_id: int | None = None  # all that versions before 0.16 say about a LoRA
+    medium: str = "GPU"  # vLLM: GPU (CPU builds too), CPU, STORAGE; SGLang: GPU, CPU_PINNED, DISK, EXTERNAL
+    extra: tuple[BlockExtra, ...] | None = None  # one a block; None: no block has any
+    group: int | None = None  # KV cache group of a hybrid model
+    spec_kind: str | None = None
+    window: int | None = None  # tokens, of a group of sliding windows
+    pairs: bool = False  # the engine's keys are pairs of tokens: a block counts for it with the token after it alone
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every block has its own `block_tokens` tokens here (not so in some Mamba and windowed groups)."""
+        return len(self.token_ids) == len(self.block_hashes) * self.block_tokens > 0
+
+    @property
+    def indexable(self) -> bool:
+        """Whether a prefix index may use it: full attention (or a version that knows nothing else), tokens complete."""
+        return self.spec_kind in WHOLE_PREFIX and self.uniform
+
+    @property
+    def blocks(self) -> int:
+        return len(self.block_hashes)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """Blocks left one medium; copies on others stay."""
+
+    block_hashes: tuple[EngineHash, ...]
+    medium: str = "GPU"
+    group: int | None = None
+
+    @property
+    def blocks(self) -> int:
+        return len(self.block_hashes)
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """The whole prefix cache of this rank was dropped."""
+
+    @property
+    def blocks(self) -> int:
+        return 0
+
+
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """Work that led to no event yet, in blocks whose handling costs about as much: an event that is skipped, or a long
+    one that is decoded step by step."""
+
+    blocks: int = 1
+
+
+@dataclass(slots=True)
+class Skipped:
+    """Events that could not be used, by reason; `unknown_type` is harmless, `malformed` may leave the index wrong."""
+
+    counts: dict[str, int] = field(default_factory=lambda: {"unknown_type": 0, "malformed": 0})
+
+
+def slice_events(events: Iterable[KvEvent | Effort], max_blocks: int) -> Iterator[tuple[list[KvEvent], int]]:
+    """`events` in order, in lists of at most `max_blocks` blocks, each with what it cost; a longer event is cut where
+    that changes nothing. Effort fills a list as blocks do, so that a list may be empty.
+    """
+    batch: list[KvEvent] = []
+    spent = 0
+    for event in events:
+        if isinstance(event, Effort):
+            spent += event.blocks
+            if spent >= max_blocks:
+                yield batch, spent
+                batch, spent = [], 0
+            continue
+        for piece in _pieces(event, max_blocks):
+            cost = max(1, piece.blocks)
+            if batch and spent + cost > max_blocks:
+                yield batch, spent
+                batch, spent = [], 0
+            batch.append(piece)
+            spent += cost
+    if batch or spent:
+        yield batch, spent
+
+
+def _pieces(event: KvEvent, size: int) -> Iterator[KvEvent]:
+    if event.blocks <= size:
+        yield event
+    elif isinstance(event, BlockRemoved):
+        for start in range(0, event.blocks, size):
+            yield replace(event, block_hashes=event.block_hashes[start : start + size])
+    elif isinstance(event, BlockStored) and event.uniform:
+        for start in range(0, event.blocks, size):
+            yield _stored_piece(event, start, start + size)
+    else:
+        yield event
+
+
+def _stored_piece(event: BlockStored, start: int, end: int) -> BlockStored:
+    """Blocks start..end; the parent of a later piece is the block before it."""
+    return replace(
+        event,
+        block_hashes=event.block_hashes[start:end],
+        parent=event.block_hashes[start - 1] if start else event.parent,
+        token_ids=event.token_ids[start * event.block_tokens : end * event.block_tokens],
+        extra=None if event.extra is None else event.extra[start:end],
+    )
+
+
+#: Sequence number of the marker that ends a replay.
+END_OF_REPLAY = b"\xff" * 8
+
+#: Largest payload accepted.
+MAX_PAYLOAD_BYTES = 8 << 20
+
+#: Events of a batch, and tokens and blocks of an event; beyond it the batch, or the event, counts as malformed.
+MAX_EVENTS, MAX_EVENT_TOKENS, MAX_EVENT_BLOCKS = 100_000, 1 << 18, 1 << 16
+#: A pair takes four times as long as a token.
+_MAX_EVENT_PAIRS = 1 << 16
+
+#: Decoding so many bytes costs about as much as handling one block.
+_BYTES_A_BLOCK = 512
+
+_MAX_EXTRA_DEPTH = 4
+#: An extra key that is longer (a client's long salt) or has more values goes by its digest.
+_MAX_EXTRA_BYTES, _MAX_EXTRA_VALUES = 512, 32
+#: Extra keys are decoded so many bytes at a time.
+_EXTRA_STEP_BYTES = 16_384
+_NIL = b"\xc0"
+_FAILURES = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+
+_Positive = Annotated[int, msgspec.Meta(gt=0, le=1 << 20)]
+_Hash = int | Annotated[bytes, msgspec.Meta(max_length=64)]
+_Hashes = Annotated[list[_Hash], msgspec.Meta(max_length=MAX_EVENT_BLOCKS)]
+_Name = Annotated[str, msgspec.Meta(max_length=1024)]
+
+
+class _StoredFields(msgspec.Struct):
+    """What arrays have too, in their order."""
+
+    block_hashes: _Hashes
+    parent_block_hash: _Hash | None
+    token_ids: msgspec.Raw
+    block_size: _Positive
+    lora_id: int | None = None
+    medium: _Name | None = None
+    lora_name: _Name | None = None
+    extra_keys: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_EVENT_BLOCKS)] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: _Name | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class _BlockStored(_StoredFields, tag="BlockStored"):
+    cache_salt: str | None = None  # SGLang's; vLLM has it among the extra keys
+
+
+class _BlockRemoved(msgspec.Struct, tag="BlockRemoved"):
+    block_hashes: _Hashes
+    medium: _Name | None = None
+    group_idx: int | None = None
+
+
+class _AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+class _StoredArray(_StoredFields, tag="BlockStored", array_like=True):
+    pass
+
+
+class _RemovedArray(_BlockRemoved, tag="BlockRemoved", array_like=True):
+    pass
+
+
+class _ClearedArray(_AllBlocksCleared, tag="AllBlocksCleared", array_like=True):
+    pass
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    ts: float
+    events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_EVENTS)]
+    data_parallel_rank: int | None = None
+
+
+class _MapTag(msgspec.Struct):
+    type: _Name
+
+
+class _ArrayTag(msgspec.Struct, array_like=True):
+    type: _Name
+
+
+_BATCH = msgspec.msgpack.Decoder(_Batch)
+_MAP_EVENT = msgspec.msgpack.Decoder(_BlockStored | _BlockRemoved | _AllBlocksCleared)
+_ARRAY_EVENT = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
+_TOKENS = msgspec.msgpack.Decoder(Annotated[list[WireTokenId], msgspec.Meta(max_length=MAX_EVENT_TOKENS)])
+_PAIRS = msgspec.msgpack.Decoder(
+    Annotated[list[tuple[WireTokenId, WireTokenId]], msgspec.Meta(max_length=_MAX_EVENT_PAIRS)]
+)
+#: Where the first element of a msgpack array is, by what the array begins with, and what an array of two begins with.
+_FIRST_AT, _TWO = {0xDC: 3, 0xDD: 5}, 0x92
+_MAP_TAG, _ARRAY_TAG = msgspec.msgpack.Decoder(_MapTag), msgspec.msgpack.Decoder(_ArrayTag)
+_KNOWN_TYPES = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
+
+
+class KvEventBatch:
+    """One published batch. Its events are decoded one by one, so that a large batch can be taken in slices."""
+
+    __slots__ = ("_events", "dp_rank", "seq", "ts")
+
+    def __init__(self, seq: int, batch: _Batch) -> None:
+        self.seq = seq
+        self.ts = batch.ts  # the engine's wall clock, seconds
+        self.dp_rank = batch.data_parallel_rank
+        self._events = batch.events
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    @property
+    def encoding(self) -> str:
+        """`map` (from 0.24 on) or `array`; empty when there is no event to tell by."""
+        if not self._events:
+            return ""
+        return "map" if _is_map(self._events[0]) else "array"
+
+    def events(self, skipped: Skipped) -> Iterator[KvEvent]:
+        """The events in order; those that cannot be used are counted and passed over."""
+        return (step for step in self.steps(skipped) if not isinstance(step, Effort))
+
+    def steps(self, skipped: Skipped) -> Iterator[KvEvent | Effort]:
+        """The same with the effort between them: a place to let others run."""
+        for raw in self._events:
+            try:
+                yield from _steps(raw)
+            except (*_FAILURES, ValueError):
+                skipped.counts[_why_unreadable(raw)] += 1
+                yield Effort()
+
+
+def sequence_number(frames: Sequence[bytes]) -> int | None:
+    """The batch number of a message; None for the marker that ends a replay. Raises BadResponse."""
+    if len(frames) < 2 or len(frames[-2]) != 8:
+        raise BadResponse("kv events: not a batch")
+    return None if frames[-2] == END_OF_REPLAY else int.from_bytes(frames[-2], "big")
+
+
+def decode_batch(frames: Sequence[bytes]) -> KvEventBatch:
+    """The batch in a message's frames. Raises BadResponse for anything that is none, a replay's end included."""
+    seq = sequence_number(frames)
+    if seq is None:
+        raise BadResponse("kv events: end of replay, not a batch")
+    if len(frames[-1]) > MAX_PAYLOAD_BYTES:
+        raise BadResponse(f"kv events: batch over {MAX_PAYLOAD_BYTES} bytes")
+    try:
+        return KvEventBatch(seq, _BATCH.decode(frames[-1]))
+    except _FAILURES as error:
+        raise BadResponse("kv events: unreadable batch") from error
+
+
+def _steps(raw: msgspec.Raw) -> Iterator[KvEvent | Effort]:
+    """One event, and before it the effort it took beyond an ordinary one's."""
+    event = (_MAP_EVENT if _is_map(raw) else _ARRAY_EVENT).decode(raw)
+    size = len(memoryview(raw))
+    if size > _EXTRA_STEP_BYTES:
+        yield Effort(size // _BYTES_A_BLOCK)
+    if isinstance(event, _StoredFields):
+        yield (yield from _stored(event))
+    elif isinstance(event, _BlockRemoved):
+        yield BlockRemoved(tuple(event.block_hashes), event.medium or "GPU", event.group_idx)
+    else:
+        yield AllBlocksCleared()
+
+
+def _is_map(raw: msgspec.Raw) -> bool:
+    data = memoryview(raw)
+    return len(data) > 0 and (data[0] & 0xF0 == 0x80 or data[0] in (0xDE, 0xDF))
+
+
+def _names_pairs(tokens: msgspec.Raw) -> bool:
+    """Whether this is a list of pairs."""
+    data = memoryview(tokens)
+    first = _FIRST_AT.get(data[0], 1) if len(data) else 0
+    return first < len(data) and data[first] == _TWO
+
+
+def _stored(event: _StoredFields) -> Generator[Effort, None, BlockStored]:
+    pairs = _names_pairs(event.token_ids)
+    if pairs:
+        tokens = token_array([first for first, _ in _PAIRS.decode(event.token_ids)])
+    else:
+        tokens = token_array(_TOKENS.decode(event.token_ids))
+    if len(tokens) > _EXTRA_STEP_BYTES:
+        yield Effort(len(tokens) * tokens.itemsize // _BYTES_A_BLOCK)
+    keys = event.extra_keys
+    extra: tuple[BlockExtra, ...] | None = None
+    if keys and any(bytes(key) != _NIL for key in keys):
+        if len(keys) != len(event.block_hashes):
+            raise ValueError("extra keys do not match the blocks")
+        extra = yield from _extras(keys)
+    elif isinstance(event, _BlockStored) and event.cache_salt and event.parent_block_hash is None:
+        extra = (_salted(event.cache_salt), *(None,) * (len(event.block_hashes) - 1))
+    hashes: tuple[EngineHash, ...] = tuple(event.block_hashes)
+    return BlockStored(
+        block_hashes=hashes,
+        parent=event.parent_block_hash,
+        token_ids=tokens,
+        block_tokens=event.block_size,
+        lora_name=event.lora_name,
+        lora_id=event.lora_id,
+        medium=event.medium or "GPU",
+        extra=extra,
+        group=event.group_idx,
+        spec_kind=event.kv_cache_spec_kind,
+        window=event.kv_cache_spec_sliding_window,
+        pairs=pairs,
+    )
+
+
+def _salted(salt: str) -> BlockExtra:
+    """A chain's first block is all that its salt has to distinguish."""
+    return (salt,) if len(salt) <= _MAX_EXTRA_BYTES else ("digest", blake2b(salt.encode(), digest_size=16).digest())
+
+
+def _extras(keys: Sequence[msgspec.Raw]) -> Generator[Effort, None, tuple[BlockExtra, ...]]:
+    """Each block's key; blocks mostly have the same one."""
+    known: dict[bytes, BlockExtra] = {_NIL: None}
+    found: list[BlockExtra] = []
+    undecoded = _EXTRA_STEP_BYTES
+    for raw in map(bytes, keys):
+        if raw not in known:
+            undecoded -= len(raw)
+            if undecoded < 0:
+                undecoded = _EXTRA_STEP_BYTES
+                yield Effort(_EXTRA_STEP_BYTES)
+            known[raw] = _extra(raw)
+        found.append(known[raw])
+    return tuple(found)
+
+
+def _extra(raw: bytes) -> BlockExtra:
+    value = msgspec.msgpack.decode(raw) if len(raw) <= _MAX_EXTRA_BYTES else None
+    if value is None or _count(value) > _MAX_EXTRA_VALUES:
+        return ("digest", blake2b(raw, digest_size=16).digest())
+    frozen = _frozen(value, _MAX_EXTRA_DEPTH)
+    return frozen if isinstance(frozen, tuple) else (frozen,)
+
+
+def _count(value: Any) -> int:
+    """Values in it, itself included."""
+    return 1 + sum(map(_count, value)) if isinstance(value, list) else 1
+
+
+def _frozen(value: Any, depth: int) -> object:
+    """`value` with lists as tuples, so that it can be part of a key. Raises ValueError for what no engine sends."""
+    if isinstance(value, list) and depth:
+        return tuple(_frozen(item, depth - 1) for item in value)
+    if value is None or isinstance(value, str | bytes | int | float):
+        return value
+    raise ValueError("extra key of an unknown kind")
+
+
+def _why_unreadable(raw: msgspec.Raw) -> str:
+    """`unknown_type` for an event of a type this version does not know, else `malformed`."""
+    try:
+        named = (_MAP_TAG if _is_map(raw) else _ARRAY_TAG).decode(raw).type
+    except (*_FAILURES, ValueError):
+        return "malformed"
+    return "malformed" if named in _KNOWN_TYPES else "unknown_type"

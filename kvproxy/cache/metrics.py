@@ -1,0 +1,254 @@
+"""The groups of the catalogue about what engines hold: KV events, predictions, indexes, the snapshot."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from kvproxy.base.metrics.collectors import CallbackGauge, Counter, Histogram
+
+LOCAL_BUCKETS_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05)
+FAST_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.5)
+
+
+class KvEventMetrics:
+    """KV events: one stream per endpoint and data-parallel rank."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.batches = Counter(
+            "kvproxy_kv_event_batches", "Batches by what became of them", ["endpoint", "outcome"], registry=r
+        )  # applied, replayed, duplicate, malformed
+        self.blocks = Counter("kvproxy_kv_event_blocks", "Blocks in events", ["endpoint", "kind"], registry=r)
+        self.skipped = Counter(
+            "kvproxy_kv_events_skipped", "Events that could not be used", ["endpoint", "reason"], registry=r
+        )  # unknown_type, malformed
+        self.gaps = Counter(
+            "kvproxy_kv_event_gaps", "Breaks in the numbering", ["endpoint", "outcome"], registry=r
+        )  # filled, lost, restart
+        self.behind = Counter(
+            "kvproxy_kv_event_behind", "Times a stream brought batches faster than they were applied",
+            ["endpoint"], registry=r,
+        )  # fmt: skip
+        self.lag = Gauge(
+            "kvproxy_kv_event_lag_seconds", "Published to applied, last batch", ["endpoint", "rank"], registry=r
+        )
+        self.state = Gauge(
+            "kvproxy_kv_event_stream_state", "1: the stream is in this state", ["endpoint", "rank", "state"], registry=r
+        )  # connecting, exact, degraded, approximate
+
+
+class KvCacheMetrics:
+    """Which endpoints hold a prefix: what was asked, predicted, and true."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.facts_seconds = Histogram(
+            "kvproxy_kvcache_facts_seconds", "Asking the indexes of the proxy itself about one prompt",
+            buckets=LOCAL_BUCKETS_S, registry=r,
+        )  # fmt: skip
+        self.lookups = Counter(
+            "kvproxy_kvcache_lookups", "Requests by what came of asking LMCache before routing", ["outcome"], registry=r
+        )  # hit, miss, lookup_timeout, error, breaker_open, busy, no_tokens
+        self.lookup_seconds = Histogram(
+            "kvproxy_kvcache_lookup_seconds", "One call of the lookup service, late answers included",
+            buckets=FAST_BUCKETS_S, registry=r,
+        )  # fmt: skip
+        self.tokenizes = Counter("kvproxy_kvcache_tokenizes", "Calls of /tokenize", ["outcome"], registry=r)
+        self.tokenize_seconds = Histogram(
+            "kvproxy_kvcache_tokenize_seconds", "One call of /tokenize", buckets=FAST_BUCKETS_S, registry=r
+        )
+        self.unknown_instances = Counter(
+            "kvproxy_kvcache_unknown_instances", "Holders that are no endpoint's instance_id", registry=r
+        )
+        self.predictions = Counter(
+            "kvproxy_kvcache_predictions", "Predicted matches by what the engine then reused",
+            ["cluster", "endpoint", "source", "result"], registry=r,
+        )  # fmt: skip  # hit, partial, miss
+        self.predicted_tokens = Counter(
+            "kvproxy_kvcache_predicted_tokens", "Matched tokens where requests went",
+            ["cluster", "endpoint", "source"], registry=r,
+        )  # fmt: skip
+        self.reused_tokens = Counter(
+            "kvproxy_kvcache_reused_tokens", "Of these, tokens the engine did reuse",
+            ["cluster", "endpoint", "source"], registry=r,
+        )  # fmt: skip
+        self.sessions_ended = Counter(
+            "kvproxy_kvcache_sessions_ended", "Sessions that their clients ended", ["result"], registry=r
+        )  # known, unknown
+        self.prediction_alarm = CallbackGauge(
+            "kvproxy_kvcache_prediction_alarm", "1: of the last 8 large predictions at least 3 were wrong",
+            ["cluster", "endpoint", "source"], registry=r,
+        )  # fmt: skip
+        self.prefix_break_tokens = Counter(
+            "kvproxy_prefix_break_tokens", "Prompt tokens computed again although the session had sent them before",
+            ["cause", "client"], registry=r,
+        )  # fmt: skip
+        self.trust = CallbackGauge(
+            "kvproxy_kvcache_trust_ratio", "How far what only this source says of an endpoint is believed, once tried",
+            ["cluster", "endpoint", "source"], registry=r,
+        )  # fmt: skip
+
+
+class HoldingMetrics:
+    """What the indexes, the engines and token memory hold, and the work to keep it."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.index_blocks = Gauge(
+            "kvproxy_kvcache_index_blocks", "Blocks held in an index, over endpoints", ["index"], registry=r
+        )  # approximate, in_flight, precise, hot
+        self.index_bytes = Gauge(
+            "kvproxy_kvcache_index_bytes", "Estimated memory of an index", ["index"], registry=r
+        )  # approximate, precise, sessions, session_parts, last_served
+        self.last_served = Gauge(
+            "kvproxy_kvcache_last_served",
+            "`sessions` and `responses` whose last endpoint is known",
+            ["what"],
+            registry=r,
+        )  # sessions, responses
+        self.index_utilisation = CallbackGauge(
+            "kvproxy_kvcache_index_utilisation_ratio", "Blocks believed to be at an endpoint against its capacity",
+            ["cluster", "endpoint"], registry=r,
+        )  # fmt: skip
+        self.index_capacity = CallbackGauge(
+            "kvproxy_kvcache_index_capacity_blocks", "Room in an endpoint's cache, as `told` by it and as `learned`",
+            ["cluster", "endpoint", "kind"], registry=r,
+        )  # fmt: skip
+        self.reuse_step = CallbackGauge(
+            "kvproxy_endpoint_reuse_step_tokens", "What an endpoint reuses is a multiple of this, where that is long",
+            ["cluster", "endpoint"], registry=r,
+        )  # fmt: skip
+        self.endpoint_hit_ratio = CallbackGauge(
+            "kvproxy_endpoint_cache_hit_ratio", "Share of prompt tokens reused since twelve readings of the engine ago",
+            ["cluster", "endpoint", "by"], registry=r,
+        )  # fmt: skip
+        self.engine_foreign_ratio = CallbackGauge(
+            "kvproxy_engine_foreign_tokens_ratio", "Prompt tokens the engine looked up that others sent, of all",
+            ["cluster", "endpoint"], registry=r,
+        )  # fmt: skip
+        self.engine_kv_usage = CallbackGauge(
+            "kvproxy_engine_kv_usage_ratio", "KV memory in use, by the engine's own metrics",
+            ["cluster", "endpoint"], registry=r,
+        )  # fmt: skip
+        self.engine_requests = CallbackGauge(
+            "kvproxy_engine_requests", "Requests in the engine, by its own metrics",
+            ["cluster", "endpoint", "state"], registry=r,
+        )  # fmt: skip  # running, waiting
+        self.token_memory_entries = Gauge(
+            "kvproxy_kvcache_token_memory_entries", "Prompts and beginnings in token memory", registry=r
+        )
+        self.token_memory_bytes = Gauge("kvproxy_kvcache_token_memory_bytes", "Bytes of token memory", registry=r)
+        self.recalls = CallbackGauge(
+            "kvproxy_kvcache_token_recalls", "Prompts by what token memory knew", ["result"], counts=True, registry=r
+        )  # exact, prefix, missed
+        self.actions = Counter(
+            "kvproxy_kvcache_actions", "What is done to prefixes at LMCache", ["action", "result"], registry=r
+        )
+        self.warmed_tokens = Counter(
+            "kvproxy_kvcache_warmed_tokens", "Tokens of prompts sent to warm caches", ["state"], registry=r
+        )  # computed, found
+        self.background = Counter(
+            "kvproxy_kvcache_background_jobs", "Work after responses", ["result"], registry=r
+        )  # done, failed, timeout, duplicate, dropped, abandoned
+
+
+class TierMetrics:
+    """Where KV lies."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.blocks = CallbackGauge(
+            "kvproxy_tier_blocks", "Blocks at an endpoint by where they lie, as its KV events say (twice a minute)",
+            ["cluster", "endpoint", "tier"], registry=r,
+        )  # fmt: skip
+        self.tokens = CallbackGauge(
+            "kvproxy_tier_tokens", "Tokens of these", ["cluster", "endpoint", "tier"], registry=r
+        )
+        self.cached = CallbackGauge(
+            "kvproxy_engine_cached_tokens", "Prompt tokens an engine found cached since its start, by its own counts; "
+            "unspecified: what a connector brought", ["cluster", "endpoint", "tier"], registry=r,
+        )  # fmt: skip  # a tier, peer, unspecified
+        self.bytes = CallbackGauge(
+            "kvproxy_tier_bytes", "KV below engine memory, and room for it, as LMCache's coordinator says; the shared "
+            "store has no instance", ["instance", "tier", "kind"], registry=r,
+        )  # fmt: skip  # used, capacity
+
+
+class LeaseMetrics:
+    """Prompts kept for conversations that are expected back (docs/leases.md)."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.grants = Counter(
+            "kvproxy_lease_grants", "Prompts that are to be kept, by why and by what keeps them",
+            ["why", "lever"], registry=r,
+        )  # fmt: skip  # tool_call, client; pin, session, touch
+        self.refusals = Counter(
+            "kvproxy_lease_refusals", "Prompts worth keeping that are not kept", ["reason"], registry=r
+        )  # short, max_leases, tenant_budget, endpoint_budget, no_lever, unpriced, duplicate
+        self.results = Counter(
+            "kvproxy_lease_results", "Leases by how they ended", ["result"], registry=r
+        )  # kept, broken, elsewhere, unverified, early; without a return: expired, session_ended, no_effect, not_worth
+        self.promised_tokens = Counter(
+            "kvproxy_lease_promised_tokens", "Tokens under leases whose conversation came back and that were verified",
+            registry=r,
+        )  # fmt: skip
+        self.reused_tokens = Counter(
+            "kvproxy_lease_reused_tokens", "Of these, tokens that the engines did reuse", registry=r
+        )
+        self.reused_seconds = Counter(
+            "kvproxy_lease_reused_seconds", "Seconds of prefill these would have taken, by learned speeds (some of it "
+            "would have been cached without a lease)", registry=r,
+        )  # fmt: skip
+        self.touched_tokens = Counter(
+            "kvproxy_lease_touched_tokens", "Tokens of prompts asked for again to keep them", ["state"], registry=r
+        )  # found, computed
+        self.kept_ratio = CallbackGauge(
+            "kvproxy_lease_kept_ratio", "Of the promises that could be verified, the share that was kept", registry=r
+        )
+        self.held_tokens = CallbackGauge(
+            "kvproxy_lease_held_tokens", "Tokens under lease by tenant", ["tenant"], registry=r
+        )
+        self.entries = CallbackGauge(
+            "kvproxy_lease_entries", "`leases`, conversations that are `waiting`, known kinds of `pauses`, and "
+            "`sessions` of SGLang to be closed", ["what"], registry=r,
+        )  # fmt: skip
+
+
+class TransferMetrics:
+    """KV copied to where it will be needed."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.tokens = Counter(
+            "kvproxy_kvcache_transferred_tokens", "Tokens whose KV transfers brought to an endpoint",
+            ["endpoint"], registry=r,
+        )  # fmt: skip
+        self.seconds = Histogram(
+            "kvproxy_kvcache_transfer_seconds", "One transfer, from its call to its end", ["result"],
+            buckets=FAST_BUCKETS_S, registry=r,
+        )  # fmt: skip  # done, no_effect, timeout, ...
+        self.refused = Counter(
+            "kvproxy_kvcache_transfers_refused", "Transfers that were not begun", ["reason"], registry=r
+        )  # busy, budget, slow, held
+        self.on_demand = Counter(
+            "kvproxy_kvcache_transfers_on_demand", "Requests for which KV was copied before they went to their engine",
+            ["result"], registry=r,
+        )  # fmt: skip  # done, late, left, no_effect, timeout, ...
+        self.waits = Histogram(
+            "kvproxy_kvcache_transfer_wait_seconds", "Waits of requests for copies alone (`transfers.max_wait`)",
+            buckets=FAST_BUCKETS_S, registry=r,
+        )  # fmt: skip
+        self.expected = Gauge(
+            "kvproxy_kvcache_expected_turns", "Turns of sessions that transfers prepare when they are due", registry=r
+        )
+
+
+class SnapshotMetrics:
+    """What is kept over a restart."""
+
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.writes = Counter(
+            "kvproxy_kvcache_snapshot_writes", "Snapshots written for the next start", ["outcome"], registry=r
+        )  # written, failed
+        self.restores = Counter(
+            "kvproxy_kvcache_snapshot_restores", "Starts by what became of the snapshot", ["outcome"], registry=r
+        )  # restored, none, or why it was not used
+        self.bytes = CallbackGauge("kvproxy_kvcache_snapshot_bytes", "Size of the snapshot there is", registry=r)
+        self.age = CallbackGauge(
+            "kvproxy_kvcache_snapshot_age_seconds", "Time since the snapshot there is was taken", registry=r
+        )

@@ -1,0 +1,183 @@
+"""Reads the engines' metrics and this host's, again and again, out of every request's path."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+
+from kvproxy.base.background_task import BackgroundTask
+from kvproxy.base.errors import ClientError
+from kvproxy.base.types import Clock, Sleep
+from kvproxy.cache.actions.signals import HostUse, Pressure, Signals
+from kvproxy.cache.clients.engine_metrics import EngineMetrics
+from kvproxy.cache.engines import Engines, RankFinder, SharedReadings
+from kvproxy.cache.overlap.local_indexes import LocalIndexes
+from kvproxy.cache.overlap.lookup import LookupClient
+from kvproxy.cache.reading_intake import ReadingIntake
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cache.state import CacheState
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.engine import Engine
+from kvproxy.operate.metrics.catalog import Metrics
+
+log = logging.getLogger("kvproxy.kvcache")
+
+#: The first round comes this long after the start: engines that just came up are busy enough.
+FIRST_ROUND_S, MAX_CONCURRENT = 1.0, 16
+#: A reading older than this many intervals (and a while) says nothing any more.
+_STALE_INTERVALS, _STALE_S = 3, 5.0
+#: Rounds that read nothing still forget endpoints that left and renew leases.
+WITHOUT_READING_S = 5.0
+
+
+class MetricsScraper(BackgroundTask):
+    """Owns one task. Each round reads every engine (a few at a time), sizes its index, forgets endpoints that left, and
+    calls `on_round`; with an interval of 0 no engine is read. `readings` may be shared with other processes."""
+
+    task_name = "kvcache watch"
+
+    def __init__(
+        self,
+        settings: KvCacheSettings,
+        *,
+        clusters: Mapping[str, Cluster],
+        state: CacheState,
+        indexes: Mapping[str, LocalIndexes],
+        engines: Engines,
+        lookups: LookupClient,
+        sample_host: Callable[[], HostUse],
+        on_round: Callable[[], Awaitable[None]],
+        clock: Clock,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self._interval_s = settings.engine_metrics_interval
+        self.readings = SharedReadings(clock=clock, max_age_s=self._interval_s)
+        max_age_s = _STALE_INTERVALS * self._interval_s + _STALE_S
+        self.signals = Signals(settings.cache_strategy, clock=clock, max_age_s=max_age_s)
+        self._intake = ReadingIntake(state, indexes=indexes, signals=self.signals, clock=clock)
+        self._clusters = clusters
+        self._indexes = indexes
+        self._engines = engines
+        self._rank_finder = RankFinder(engines, stated=settings.kv_event_sources)
+        self._lookups = lookups
+        self._hotness = state.hotness(settings)
+        self._sample_host = sample_host
+        self._on_round = on_round
+        self._clock = clock
+        self._sleep = sleep
+        self._present = state.present
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
+
+    def show(self, metrics: Metrics) -> None:
+        """The gauges read it from now on."""
+        metrics.holdings.engine_kv_usage.set_source(
+            lambda: ((of, one.kv_usage) for of, one in self._readings() if one.kv_usage is not None)
+        )
+        metrics.holdings.engine_requests.set_source(self._engine_requests)
+        metrics.tiers.cached.set_source(
+            lambda: (((*of, place), n) for of, one in self._readings() for place, n in one.cached_from.items())
+        )
+        metrics.tiers.bytes.set_source(self.signals.memory_series)
+
+    async def _run(self) -> None:
+        interval_s = self._interval_s or WITHOUT_READING_S
+        await self._sleep(min(FIRST_ROUND_S, interval_s))
+        while True:
+            try:
+                await self.scrape_all(reading=self._interval_s > 0)
+            except Exception:
+                log.exception("[kvcache] a round of readings is broken")
+            await self._sleep(interval_s if self.readings.tell is None else interval_s * random.uniform(0.9, 1.1))
+
+    async def scrape_all(self, *, reading: bool = True) -> None:
+        """Everything once; without `reading` no engine is asked."""
+        self._follow()
+        if reading:
+            await self._read_all()
+        await self._on_round()
+
+    def hear(self, cluster: str, engine: str, metrics: EngineMetrics) -> None:
+        """Another process has read this engine just now."""
+        there = self._clusters.get(cluster)
+        found = None if there is None else next((one for one in there.engines if str(one.id) == engine), None)
+        if there is not None and found is not None:
+            self.readings.hear(cluster, engine, metrics)
+            self._intake.take(there, found, metrics)
+
+    def pressure(self, instance: str) -> Pressure:
+        """What bears on an LMCache instance: the fullest and busiest of the endpoints under its id."""
+        endpoints = [one for cluster in self._clusters.values() for one in cluster.endpoints]
+        readings = [self.signals.pressure(one) for one in endpoints if one.instance_id == instance]
+        return Pressure(
+            max((one.load for one in readings if one.load is not None), default=None),
+            max((one.memory for one in readings if one.memory is not None), default=None),
+        )
+
+    async def _read_all(self) -> None:
+        self.signals.note_host(self._sample_host())
+        engines = [(cluster, engine) for cluster in self._clusters.values() for engine in cluster.engines]
+        reads = [self._read(cluster, engine) for cluster, engine in engines]
+        outcomes = await asyncio.gather(self._read_provider(), *reads, return_exceptions=True)
+        read = ["LMCache", *(f"{cluster.name}/{engine.id}" for cluster, engine in engines)]
+        for name, outcome in zip(read, outcomes, strict=True):
+            if isinstance(outcome, Exception):  # the others are read all the same
+                log.error("[kvcache] the reading of %s is broken", name, exc_info=outcome)
+        for name, cluster in self._clusters.items():
+            readings = [self.signals.latest_scrape(endpoint) for endpoint in cluster.endpoints]
+            self._indexes[name].note_kinds([reading[1].kind for reading in readings if reading is not None])
+
+    def _follow(self) -> None:
+        """An endpoint that left, or is another engine now, holds nothing we know of."""
+        left: set[str] = set()
+        for name, cluster in self._clusters.items():
+            indexes, before = self._indexes[name], self._present.get(name, {})
+            now = {str(endpoint.id): endpoint for endpoint in cluster.endpoints}
+            for endpoint_id, endpoint in before.items():
+                if endpoint_id not in now or now[endpoint_id].origin != endpoint.origin:
+                    indexes.forget_endpoint(endpoint.id)
+                    left.add(endpoint.instance_id)
+            self._present[name] = now
+            indexes.hot.endpoints = max(1, len(now))
+        every = frozenset(endpoint for cluster in self._clusters.values() for endpoint in cluster.endpoints)
+        for instance in left - {endpoint.instance_id for endpoint in every}:
+            self._hotness.note_emptied(instance)
+        self._engines.keep_only(endpoint.engine for endpoint in every)
+        self.signals.keep_only(every)
+
+    async def _read(self, cluster: Cluster, engine: Engine) -> None:
+        heard = self.readings.take(cluster.name, str(engine.id))
+        try:
+            async with self._slots:
+                metrics = heard or await self._engines.client(engine).fetch_metrics()
+                await self._rank_finder.follow_ranks(cluster, engine, metrics)
+        except ClientError as error:
+            log.debug("[kvcache] metrics of %s: %s", engine.id, error)
+            self._intake.forget_sleep(cluster, engine)
+            return
+        if heard is None:
+            self._intake.take(cluster, engine, metrics)
+            if self.readings.tell is not None:
+                self.readings.tell(cluster.name, str(engine.id), metrics)
+
+    async def _read_provider(self) -> None:
+        try:
+            if self._lookups.provider is not None:
+                self.signals.note_memory(await self._lookups.provider.memory())
+        except ClientError as error:
+            log.debug("[kvcache] memory of LMCache: %s", error)
+
+    def _engine_requests(self) -> Iterator[tuple[tuple[str, ...], float]]:
+        """Requests running and waiting at each engine."""
+        for labels, metrics in self._readings():
+            for state, count in (("running", metrics.running), ("waiting", metrics.waiting)):
+                if count is not None:
+                    yield (*labels, state), count
+
+    def _readings(self) -> Iterator[tuple[tuple[str, str], EngineMetrics]]:
+        """What engines said that is not too old."""
+        for name, cluster in self._clusters.items():
+            for endpoint in cluster.endpoints:
+                if (reading := self.signals.latest_scrape(endpoint)) and reading[0] <= self.signals.max_age_s:
+                    yield (name, str(endpoint.id)), reading[1]

@@ -1,0 +1,70 @@
+"""Placements that an engine denied: nothing tells of what is deleted on a disk or in a shared store."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from cachetools import TTLCache
+
+from kvproxy.base.types import Clock, EndpointId, LowerTokens, Tier, count_lower
+
+#: How long, and for how many prompts, what the engine contradicted is not believed again.
+DISTRUST_S, DISTRUSTED = 60.0, 10_000
+#: Where a shared store is.
+EVERY_ENDPOINT = EndpointId("")
+_FAR = (Tier.DISK, Tier.SHARED)
+
+
+#: What was denied of one prompt: where, and the tokens that were there.
+Denials = Sequence[tuple[EndpointId, int]]
+
+
+class DeniedPlacements:
+    """On a disk at one endpoint, in a shared store at all of them; wherever a prompt goes the same way. After a while
+    they are believed again: an engine may have computed it meanwhile."""
+
+    def __init__(self, clock: Clock) -> None:
+        #: By the first block that was not there, and where: tokens that were.
+        self._proven: TTLCache[tuple[int, EndpointId], int] = TTLCache(DISTRUSTED, DISTRUST_S, timer=clock)
+        #: These blocks with where it was, some of what is no longer among them: quick to compare with a prompt's.
+        self._places: dict[int, set[EndpointId]] = {}
+
+    def __len__(self) -> int:
+        return len(self._proven)
+
+    def note_denial(
+        self, endpoint: EndpointId, hashes: array[int], cached_tokens: int, cached_blocks: int, lower: LowerTokens
+    ) -> None:
+        """The engine had only so many tokens of this prompt, `cached_blocks` of its blocks, where more were placed on
+        these tiers."""
+        tiers, denied = {tier for tier, _ in lower}, hashes[min(cached_blocks, len(hashes) - 1)]
+        places = ((Tier.SHARED, EVERY_ENDPOINT), (Tier.DISK, endpoint))
+        for place in [place for tier, place in places if tier in tiers]:
+            if len(self._places) >= 2 * DISTRUSTED:
+                self._forget_old()
+            self._proven[denied, place] = cached_tokens
+            self._places.setdefault(denied, set()).add(place)
+
+    def find_denials(self, hashes: array[int]) -> Denials:
+        """Of this prompt. One look at all of its blocks, whichever endpoint is asked about."""
+        if self._places.keys().isdisjoint(hashes):
+            return ()
+        asked = [(block, place) for block in self._places.keys() & set(hashes) for place in self._places[block]]
+        return [(place, self._proven[block, place]) for block, place in asked if (block, place) in self._proven]
+
+    def _forget_old(self) -> None:
+        self._places = {}
+        for block, place in self._proven:
+            self._places.setdefault(block, set()).add(place)
+
+
+def believed_tokens(endpoint: EndpointId, held: LowerTokens, denials: Denials) -> int:
+    """Of what a prompt is said to have there, by tier, those nearer than the disk or before the denied ones."""
+    tokens, near = count_lower(held), 0
+    for tier, here in held:
+        if tier in _FAR:
+            place = EVERY_ENDPOINT if tier is Tier.SHARED else endpoint
+            tokens = min([tokens, *(max(near, proven) for where, proven in denials if where == place)])
+        near += here
+    return tokens

@@ -1,0 +1,168 @@
+"""What is shown of the indexes of all clusters: how much they hold, what it takes, and what it is worth."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+from kvproxy.base.types import Clock, EndpointId, Tier
+from kvproxy.cache.kv_events.status import StreamState, StreamStatus
+from kvproxy.cache.overlap.local_indexes import LocalIndexes
+from kvproxy.cache.providers import EVERY_INSTANCE, TierMemory
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.operate.metrics.catalog import Metrics
+
+#: Rows of the precise index with their share of its tables, as benchmarks/prefix_index.py measures them.
+PRECISE_ROW_BYTES = 100
+
+#: The worst stream decides what an endpoint's index is worth.
+_WORST_FIRST = (StreamState.APPROXIMATE, StreamState.DEGRADED, StreamState.CONNECTING)
+
+#: Label values, and a value.
+Series = Iterable[tuple[tuple[str, ...], float]]
+#: By source: the share of its unbacked claims about an endpoint of a cluster that is believed.
+TrustOf = Callable[[str, EndpointId], Mapping[str, float]]
+
+
+def show_indexes(
+    by_cluster: Mapping[str, LocalIndexes], clusters: Mapping[str, Cluster], trust: TrustOf, metrics: Metrics
+) -> None:
+    """The gauges read these from now on."""
+    shown, indexes = _Shown(by_cluster, clusters, trust), by_cluster.values()
+    blocks = metrics.holdings.index_blocks
+    blocks.labels("approximate").set_function(lambda: sum(one.approximate.entries for one in indexes))
+    blocks.labels("in_flight").set_function(lambda: sum(one.approximate.in_flight_entries for one in indexes))
+    blocks.labels("precise").set_function(shown.precise_blocks)
+    blocks.labels("hot").set_function(lambda: sum(one.approximate.unique_blocks for one in indexes))
+    size = metrics.holdings.index_bytes
+    size.labels("approximate").set_function(lambda: sum(one.approximate.estimated_bytes for one in indexes))
+    size.labels("precise").set_function(lambda: shown.precise_blocks() * PRECISE_ROW_BYTES)
+    size.labels("sessions").set_function(lambda: sum(one.sessions.held_bytes for one in indexes))
+    size.labels("last_served").set_function(lambda: sum(one.last_served.held_bytes for one in indexes))
+    remembered = metrics.holdings.last_served
+    remembered.labels("sessions").set_function(lambda: sum(one.last_served.sessions for one in indexes))
+    remembered.labels("responses").set_function(lambda: sum(one.last_served.responses for one in indexes))
+    metrics.holdings.index_utilisation.set_source(shown.utilisation_series)
+    metrics.holdings.index_capacity.set_source(shown.capacity_series)
+    metrics.holdings.reuse_step.set_source(shown.step_series)
+    metrics.kvcache.trust.set_source(shown.trust_series)
+
+
+#: Pieces counted before other tasks get their turn, and how long a count stands.
+_SLICE_PIECES, _COUNT_EVERY_S = 2048, 30.0
+
+
+class TierCounts:
+    """What each endpoint is known to hold by its KV events, tier by tier. Counted between requests, in slices: an index
+    keeps no sums, since events are followed at every block."""
+
+    def __init__(
+        self, by_cluster: Mapping[str, LocalIndexes], clusters: Mapping[str, Cluster], *, clock: Clock
+    ) -> None:
+        self._by_cluster = by_cluster
+        self._clusters = clusters
+        self._clock = clock
+        self._counted_at = -math.inf
+        self._found: dict[tuple[str, EndpointId], Mapping[Tier, tuple[int, int]]] = {}
+
+    def holdings(self, cluster: str, endpoint: EndpointId) -> Mapping[Tier, tuple[int, int]]:
+        """Blocks and tokens by tier, as last counted."""
+        return self._found.get((cluster, endpoint), {})
+
+    def describe(self, cluster: str, endpoint: Endpoint, memory: Iterable[TierMemory]) -> list[dict[str, object]]:
+        """Where the endpoint's KV lies, the nearest first, for people: what its KV events say, and LMCache of its
+        instance and of the store that all share."""
+        counted = self.holdings(cluster, endpoint.id)
+        said = {one.tier: one for one in memory if one.instance_id in (endpoint.instance_id, EVERY_INSTANCE)}
+        return [
+            {
+                "tier": tier.value,
+                "blocks": counted[tier][0] if tier in counted else None,
+                "tokens": counted[tier][1] if tier in counted else None,
+                "used_bytes": said[tier].used_bytes if tier in said else None,
+                "capacity_bytes": said[tier].capacity_bytes or None if tier in said else None,
+            }
+            for tier in Tier
+            if tier in counted or tier in said
+        ]
+
+    def show(self, metrics: Metrics) -> None:
+        """The gauges read it from now on."""
+        metrics.tiers.blocks.set_source(lambda: self._series(0))
+        metrics.tiers.tokens.set_source(lambda: self._series(1))
+
+    async def refresh(self) -> None:
+        """Count again, if the last count is old."""
+        if self._clock() - self._counted_at < _COUNT_EVERY_S:
+            return
+        self._counted_at = self._clock()
+        found: dict[tuple[str, EndpointId], Mapping[Tier, tuple[int, int]]] = {}
+        for name, cluster in self._clusters.items():
+            for endpoint in list(cluster.endpoints):
+                found[name, endpoint.id] = await self._count(name, endpoint.id)
+        self._found = found
+
+    async def _count(self, cluster: str, endpoint: EndpointId) -> dict[Tier, tuple[int, int]]:
+        sums: dict[Tier, tuple[int, int]] = {}
+        for piece, (tier, blocks, tokens) in enumerate(self._by_cluster[cluster].precise.walk_tiers(endpoint), 1):
+            before = sums.get(tier, (0, 0))
+            sums[tier] = before[0] + blocks, before[1] + tokens
+            if not piece % _SLICE_PIECES:
+                await asyncio.sleep(0)
+        return sums
+
+    def _series(self, which: int) -> Series:
+        for (cluster, endpoint), sums in self._found.items():
+            yield from (((cluster, str(endpoint), tier.value), both[which]) for tier, both in sums.items())
+
+
+class _Shown:
+    """Asked by each scrape."""
+
+    def __init__(self, indexes: Mapping[str, LocalIndexes], clusters: Mapping[str, Cluster], trust: TrustOf) -> None:
+        self._indexes, self._clusters, self._trust = indexes, clusters, trust
+
+    def precise_blocks(self) -> int:
+        """Rows of the precise indexes."""
+        return sum(self._indexes[name].precise.count_rows(endpoint.id) for name, endpoint in self._endpoints())
+
+    def _endpoints(self) -> Iterable[tuple[str, Endpoint]]:
+        return ((name, endpoint) for name, cluster in self._clusters.items() for endpoint in cluster.endpoints)
+
+    def utilisation_series(self) -> Series:
+        """Blocks each endpoint is believed to hold against its capacity."""
+        for name, endpoint in self._endpoints():
+            approximate = self._indexes[name].approximate
+            capacity = approximate.capacity(endpoint.id)
+            if capacity:
+                yield (name, str(endpoint.id)), approximate.held_blocks(endpoint.id) / capacity
+
+    def capacity_series(self) -> Series:
+        """Blocks each endpoint has room for, as its engine says and as it proved."""
+        for name, endpoint in self._endpoints():
+            indexes = self._indexes[name]
+            yield (name, str(endpoint.id), "told"), indexes.capacities.reported_blocks(endpoint.id)
+            yield (name, str(endpoint.id), "learned"), indexes.approximate.capacity(endpoint.id)
+
+    def step_series(self) -> Series:
+        """Steps in which endpoints reuse, where they are known."""
+        for name, endpoint in self._endpoints():
+            step = self._indexes[name].steps.known.get(endpoint.id)
+            if step is not None:
+                yield (name, str(endpoint.id)), step
+
+    def trust_series(self) -> Series:
+        """How far each source is believed about each endpoint."""
+        for name, endpoint in self._endpoints():
+            for source, share in self._trust(name, endpoint.id).items():
+                yield (name, str(endpoint.id), source), share
+
+
+def index_worth(streams: dict[int, StreamStatus]) -> StreamState:
+    """What an index fed by these streams is worth; without any, only what was routed is known."""
+    if not streams:
+        return StreamState.APPROXIMATE
+    states = {one.state for one in streams.values()}
+    return next((state for state in _WORST_FIRST if state in states), StreamState.EXACT)

@@ -1,0 +1,241 @@
+"""Follows the KV events of every engine that publishes them, into its cluster's precise index."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Self
+
+from kvproxy.base.background_task import BackgroundTask
+from kvproxy.base.errors import ClientError, NotSupported
+from kvproxy.base.types import Clock, EndpointId, Sleep
+from kvproxy.base.upstream.pool import UpstreamPool
+from kvproxy.cache.engines import Engines
+from kvproxy.cache.kv_events.events import AllBlocksCleared, BlockStored, KvEvent
+from kvproxy.cache.kv_events.source import KvEventSource, stated_sources
+from kvproxy.cache.kv_events.status import StreamState, StreamStatus
+from kvproxy.cache.kv_events.subscriber import KvEventSubscriber
+from kvproxy.cache.kv_events.zmtp import ReceiveMemory
+from kvproxy.cache.overlap.local_indexes import FollowedEvents
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.settings import EventSources
+from kvproxy.operate.metrics.catalog import Metrics
+
+log = logging.getLogger("kvproxy.kvcache")
+
+#: How often the clusters are looked at for endpoints that came or left, and engines that could not say are asked again.
+LOOK_AGAIN_S = 2.0
+
+#: They are asked one after the other, once each.
+MAX_CONNECTIONS = 4
+
+
+_UNSTATED = EventSources()
+
+
+def utc_seconds() -> float:
+    """Seconds since the epoch, to tell how old an event is."""
+    return datetime.now(UTC).timestamp()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTrouble:
+    """A stream whose index misses something, and for how long."""
+
+    cluster: str
+    endpoint: EndpointId
+    dp_rank: int
+    status: StreamStatus
+    for_s: float
+
+
+class _Consumer:
+    """Applies one cluster's events, and keeps which of its endpoints are followed exactly on every rank."""
+
+    def __init__(self, followed: FollowedEvents) -> None:
+        self._followed = followed
+        self._states: dict[EndpointId, dict[int, StreamState]] = {}
+        self._without_prefixes: set[tuple[EndpointId, int]] = set()  # ranks whose events tell of none
+
+    def apply(self, endpoint: EndpointId, dp_rank: int, events: Sequence[KvEvent]) -> None:
+        for event in events:
+            if isinstance(event, BlockStored):
+                if event.lora_name:
+                    self._followed.loras[event.lora_name] = None
+                if event.pairs:
+                    self._followed.paired.add(endpoint)
+            elif isinstance(event, AllBlocksCleared) and self._is_live(endpoint, dp_rank):
+                self._followed.on_cleared(endpoint)
+        precise, rank = self._followed.precise, (endpoint, dp_rank)
+        precise.apply_events(endpoint, dp_rank, events)
+        if precise.lacks_prefixes(endpoint, dp_rank) is not (rank in self._without_prefixes):
+            self._without_prefixes ^= {rank}
+            self._update_exact()
+
+    def cleared(self, endpoint: EndpointId, dp_rank: int) -> None:
+        self._followed.precise.clear_rank(endpoint, dp_rank)
+
+    def state_changed(self, endpoint: EndpointId, dp_rank: int, status: StreamStatus) -> None:
+        self._states.setdefault(endpoint, {})[dp_rank] = status.state
+        self._update_exact()
+
+    def forget(self, endpoint: EndpointId) -> None:
+        """Its streams ended."""
+        self._states.pop(endpoint, None)
+        self._without_prefixes = {rank for rank in self._without_prefixes if rank[0] != endpoint}
+        self._followed.precise.remove_endpoint(endpoint)
+        self._followed.paired.discard(endpoint)
+        self._update_exact()
+
+    def _is_live(self, endpoint: EndpointId, dp_rank: int) -> bool:
+        """Whether what comes now happens now: a stream that is taken up brings its history first."""
+        return self._states.get(endpoint, {}).get(dp_rank) in (StreamState.EXACT, StreamState.DEGRADED)
+
+    async def sweep(self) -> None:
+        """Give up all that is kept of streams that ended, some at a time: the loop has other work."""
+        while not self._followed.precise.sweep_rows():  # noqa: ASYNC110 - nothing to wait for, only others to let through
+            await asyncio.sleep(0)
+
+    def _update_exact(self) -> None:
+        exact = {e for e, ranks in self._states.items() if all(one is StreamState.EXACT for one in ranks.values())}
+        exact -= {endpoint for endpoint, _ in self._without_prefixes}
+        self._followed.exact.intersection_update(exact)  # in place: the indexes hold the same set
+        self._followed.exact.update(exact)
+
+
+class EventStreams(BackgroundTask):
+    """Owns one task that keeps a subscriber for each stream of each endpoint there is.
+
+    `stated`: where engines without `/kv_event_sources` publish. An engine that publishes nothing is left alone, and
+    that is logged once. Engines are asked over connections of its own, so that it outlives the service it was made for:
+    what it has `followed` can be had again only by having every engine repeat it.
+    """
+
+    task_name = "kvcache event streams"
+
+    def __init__(
+        self,
+        *,
+        clusters: Mapping[str, Cluster],
+        timeout_s: float,
+        metrics: Metrics,
+        clock: Clock,
+        stated: EventSources = _UNSTATED,
+        wall_clock: Clock = utc_seconds,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self._clusters = clusters
+        self._stated = stated
+        self.followed: Mapping[str, FollowedEvents] = {name: FollowedEvents() for name in clusters}
+        self._consumers = {name: _Consumer(followed) for name, followed in self.followed.items()}
+        self._pool = UpstreamPool(max_connections=MAX_CONNECTIONS, max_idle=0, clock=clock)
+        self._engines = Engines(self._pool, timeout_s=timeout_s)
+        self._metrics = metrics
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._sleep = sleep
+        self._streams: dict[Endpoint, tuple[str, AsyncExitStack, tuple[KvEventSubscriber, ...]]] = {}
+        self._without: set[Endpoint] = set()
+        self._replay_memory = ReceiveMemory()
+
+    async def __aenter__(self) -> Self:
+        await self._pool.__aenter__()
+        return await super().__aenter__()
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        async with self._pool, self._engines:  # these two end last
+            await super().__aexit__(*exc_info)
+            for endpoint in list(self._streams):
+                await self._end(endpoint)
+            for consumer in self._consumers.values():
+                await consumer.sweep()
+
+    def note_traffic(self, endpoint: Endpoint, uncached_tokens: int) -> None:
+        """The engine prefilled so much: streams that stay silent all the same are not believed."""
+        entry = self._streams.get(endpoint)
+        for subscriber in entry[2] if entry is not None else ():
+            subscriber.note_traffic(uncached_tokens)
+
+    def streams(self, endpoint: Endpoint) -> dict[int, StreamStatus]:
+        """State of each of its streams, by data-parallel rank; empty while it is not followed."""
+        entry = self._streams.get(endpoint)
+        return {} if entry is None else {one.source.dp_rank: one.status for one in entry[2]}
+
+    def find_troubles(self) -> Iterator[StreamTrouble]:
+        """Streams that are not what they should be."""
+        for endpoint, (cluster, _, subscribers) in self._streams.items():
+            for one in subscribers:
+                for_s = one.troubled_s
+                if for_s is not None:
+                    yield StreamTrouble(cluster, endpoint.id, one.source.dp_rank, one.status, for_s)
+
+    async def follow_endpoints(self) -> None:
+        """Bring the subscribers up to date with the endpoints there are."""
+        present = {endpoint: name for name, cluster in self._clusters.items() for endpoint in cluster.endpoints}
+        self._without &= present.keys()
+        self._engines.keep_only(endpoint.engine for endpoint in present)
+        for endpoint in self._streams.keys() - present.keys():
+            await self._end(endpoint)
+        for endpoint, name in present.items():
+            if endpoint not in self._streams and endpoint not in self._without:
+                await self._begin(endpoint, name)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.follow_endpoints()
+            except Exception:
+                log.exception("[kvcache] KV event streams cannot be followed")
+            await self._sleep(LOOK_AGAIN_S)
+
+    async def _begin(self, endpoint: Endpoint, cluster: str) -> None:
+        why = "publishes no KV events"
+        try:
+            sources = await self._engines.client(endpoint.engine).kv_event_sources()
+            if endpoint.rank is not None:
+                sources = tuple(one for one in sources if one.dp_rank == endpoint.rank)
+        except NotSupported:
+            own = endpoint.kv_event_sources
+            stated = own if own.endpoint else self._stated
+            sources = stated_sources(stated, host=endpoint.origin.host, rank=endpoint.rank)
+            why = "cannot say where it publishes KV events (`kv_event_sources` of the endpoint can)"
+        except ClientError as error:
+            log.debug("[kvcache] KV event sources of %s: %s", endpoint.id, error)
+            return
+        if not sources:
+            self._without.add(endpoint)
+            log.warning("[kvcache] %s %s: what was routed there is all that is known", endpoint.id, why)
+            return
+        stack = AsyncExitStack()
+        subscribers = [await stack.enter_async_context(self._subscriber(endpoint, cluster, one)) for one in sources]
+        self._streams[endpoint] = (cluster, stack, tuple(subscribers))
+
+    def _subscriber(self, endpoint: Endpoint, cluster: str, source: KvEventSource) -> KvEventSubscriber:
+        return KvEventSubscriber(
+            endpoint.id,
+            source,
+            consumer=self._consumers[cluster],
+            metrics=self._metrics,
+            clock=self._clock,
+            wall_clock=self._wall_clock,
+            replay_memory=self._replay_memory,
+        )
+
+    async def _end(self, endpoint: Endpoint) -> None:
+        cluster, stack, _ = self._streams.pop(endpoint)
+        await stack.aclose()
+        self._consumers[cluster].forget(endpoint.id)
+
+
+def follow_events(
+    settings: KvCacheSettings, clusters: Mapping[str, Cluster], metrics: Metrics, clock: Clock
+) -> EventStreams:
+    """The streams these settings ask for, to be entered."""
+    timeout_s, stated = settings.request_timeout, settings.kv_event_sources
+    return EventStreams(clusters=clusters, timeout_s=timeout_s, metrics=metrics, clock=clock, stated=stated)

@@ -1,0 +1,190 @@
+"""What the LMCache service's answers about a prompt are worth."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+
+from cachetools import TTLCache
+from xxhash import xxh3_64_intdigest
+
+from kvproxy.base.errors import BreakerOpen, ClientError
+from kvproxy.base.types import Clock, EndpointId, LowerTokens, Tier, count_lower
+from kvproxy.cache.breakers import OperationBreakers
+from kvproxy.cache.clients.lmcache_controller import CHUNK_TOKENS
+from kvproxy.cache.clients.tokens import TokenIds
+from kvproxy.cache.overlap.denied import DISTRUST_S, DISTRUSTED, DeniedPlacements, believed_tokens
+from kvproxy.cache.overlap.merge import HolderOverlap
+from kvproxy.cache.providers import (
+    EVERY_INSTANCE,
+    ActionKind,
+    Holder,
+    Prefix,
+    Provider,
+)
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.routing.policy import Overlap
+from kvproxy.operate.metrics.catalog import Metrics
+
+log = logging.getLogger("kvproxy.kvcache")
+
+OPERATION = "lookup"
+_WARNED = 256
+#: How long, and for how many beginnings of prompts, it is remembered where transfers brought them; memory that is full
+#: may have lost them then.
+_TRANSFERRED_S, _TRANSFERRED = 60.0, 10_000
+
+
+class LookupClient:
+    """One breaker, no retries: a lookup is worth something now or not at all."""
+
+    def __init__(
+        self, *, breakers: OperationBreakers, denied: DeniedPlacements, metrics: Metrics, clock: Clock
+    ) -> None:
+        self.provider: Provider | None = None
+        self.hits = 0  # answers that named a holder, since the start
+        self._breakers = breakers
+        self._clock = clock
+        self._seconds = metrics.kvcache.lookup_seconds
+        self._unknown = metrics.kvcache.unknown_instances
+        self._warned: set[str] = set()
+        #: A TTLCache: an engine that was wrong about a prompt once may compute it meanwhile.
+        self._distrusted: TTLCache[tuple[EndpointId, int], int] = TTLCache(DISTRUSTED, DISTRUST_S, timer=clock)
+        self._denied = denied
+        #: By a prompt's beginning, for each instance: tokens that were transferred there lately, their digest, and
+        #: when. LMCache's services hear of it a second later, or (the controller) never.
+        self._transferred: TTLCache[tuple[str, str, int], dict[str, tuple[int, int, float]]] = TTLCache(
+            _TRANSFERRED, _TRANSFERRED_S, timer=clock
+        )
+
+    @property
+    def possible(self) -> bool:
+        """Whether there is a service and its breaker lets calls through."""
+        return self.provider is not None and self._breakers.admits(OPERATION)
+
+    @property
+    def supported(self) -> frozenset[ActionKind]:
+        """What the service can do at present; nothing without one."""
+        return frozenset() if self.provider is None else self.provider.supports
+
+    async def find_holders(
+        self, tokens: TokenIds, *, model: str, cache_salt: str | None, timeout_s: float
+    ) -> Sequence[Holder]:
+        """Holders by the service's own word; raises ClientError or BreakerOpen."""
+        provider = self.provider
+        if provider is None:
+            raise BreakerOpen("no lookup service")
+        prefix = Prefix(tokens, model, cache_salt or "")
+        started = self._clock()
+        try:
+            holders = await self._breakers.call(OPERATION, lambda: provider.lookup(prefix, timeout_s=timeout_s))
+        except ClientError as error:
+            log.debug("[kvcache] lookup: %s", error)
+            raise
+        self._seconds.observe(self._clock() - started)
+        if self._transferred:
+            holders = [*holders, *self.find_transferred(prefix)]
+        self.hits += any(holder.tokens > 0 for holder in holders)
+        return holders
+
+    def count_overlaps(
+        self,
+        holders: Sequence[Holder],
+        *,
+        endpoints: Sequence[Endpoint],
+        known: Collection[str],
+        local: Mapping[EndpointId, Overlap],
+        hashes: array[int],
+    ) -> list[HolderOverlap]:
+        """What the holders are worth for these endpoints, by instance id; what is in a shared store, for all that
+        read it.
+
+        A number that may not be a contiguous prefix is capped by what was routed there, where anything was, and by
+        what the engine had when it was last found wrong. Holders that serve another model are passed over; `known` are
+        the instance ids of all endpoints, and an instance that is not among them is logged once.
+        """
+        assert self.provider is not None
+        by_instance: dict[str, list[Endpoint]] = {}
+        for endpoint in endpoints:
+            by_instance.setdefault(endpoint.instance_id, []).append(endpoint)
+        found, denials = [], self._denied.find_denials(hashes) if self._denied else ()
+        for holder in holders:
+            if holder.instance_id == EVERY_INSTANCE:
+                mounting = [endpoint for endpoint in endpoints if endpoint.reads_shared_kv]
+            else:
+                mounting = by_instance.get(holder.instance_id, [])
+            if not mounting and holder.instance_id:
+                self._note_unknown(holder.instance_id, known)
+            if holder.tokens <= 0:
+                continue
+            for endpoint in mounting:
+                tokens, lower = holder.tokens, holder.lower
+                if not holder.contiguous:
+                    tokens = self._capped(tokens, endpoint.id, local, hashes)
+                if lower and not endpoint.reads_shared_kv:
+                    lower = tuple([each for each in lower if each[0] is not Tier.SHARED])
+                    tokens = count_lower(lower)
+                if denials and lower:
+                    tokens = min(tokens, believed_tokens(endpoint.id, lower, denials))
+                found.append(HolderOverlap(endpoint.id, tokens, holder.contiguous, self.provider.source, lower))
+        return found
+
+    def note_contradiction(
+        self,
+        endpoint: EndpointId,
+        hashes: array[int],
+        cached_tokens: int,
+        cached_blocks: int = 0,
+        lower: LowerTokens = (),
+    ) -> None:
+        """The engine had only so many tokens of this prompt, `cached_blocks` of its blocks, where a hint had promised
+        more, on these tiers."""
+        if not hashes:
+            return
+        self._distrusted[endpoint, hashes[0]] = cached_tokens
+        self._denied.note_denial(endpoint, hashes, cached_tokens, cached_blocks, lower)
+
+    def note_transfer(self, instance: str, prefix: Prefix, tokens: int) -> None:
+        """So many of its leading tokens are in the memory of `instance` now."""
+        where, now = _beginning(prefix), self._clock()
+        known = {name: one for name, one in self._transferred.get(where, {}).items() if now - one[2] < _TRANSFERRED_S}
+        self._transferred[where] = {**known, instance: (tokens, _digest(prefix.tokens[:tokens]), now)}
+
+    def find_transferred(self, prefix: Prefix) -> list[Holder]:
+        """Where its beginning was transferred lately."""
+        tokens, known, now = prefix.tokens, self._transferred.get(_beginning(prefix), {}), self._clock()
+        return [
+            Holder(instance, count, True, ((Tier.HOST, count),))
+            for instance, (count, digest, at) in known.items()
+            if now - at < _TRANSFERRED_S and len(tokens) >= count and _digest(tokens[:count]) == digest
+        ]
+
+    def _capped(
+        self, tokens: int, endpoint: EndpointId, local: Mapping[EndpointId, Overlap], hashes: array[int]
+    ) -> int:
+        routed = local.get(endpoint)
+        if routed is not None and routed.tokens:
+            return min(tokens, routed.tokens)
+        proven = self._distrusted.get((endpoint, hashes[0])) if hashes else None
+        return tokens if proven is None else min(tokens, proven)
+
+    def _note_unknown(self, instance_id: str, known: Collection[str]) -> None:
+        if instance_id in known:
+            return
+        self._unknown.inc()
+        if instance_id not in self._warned and len(self._warned) < _WARNED:
+            self._warned.add(instance_id)
+            log.warning(
+                "[kvcache] LMCache names the instance %r, which no endpoint has as its instance_id; known: %s",
+                instance_id,
+                ", ".join(sorted(known)) or "none",
+            )
+
+
+def _beginning(prefix: Prefix) -> tuple[str, str, int]:
+    return prefix.model, prefix.cache_salt, _digest(prefix.tokens[:CHUNK_TOKENS])
+
+
+def _digest(tokens: TokenIds) -> int:
+    return xxh3_64_intdigest(tokens.tobytes())

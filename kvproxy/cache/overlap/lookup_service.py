@@ -1,0 +1,134 @@
+"""The LMCache service: which it is, and why its lookups stay empty."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection
+
+import httpx
+
+from kvproxy.base.errors import ClientError, NotSupported
+from kvproxy.base.types import Clock, Sleep
+from kvproxy.cache import settings as schema
+from kvproxy.cache.clients.lmcache_controller import CHUNK_TOKENS, LMCacheControllerClient
+from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
+from kvproxy.cache.lmcache_services import ControllerProvider, CoordinatorProvider, is_coordinator
+from kvproxy.cache.overlap.lookup import LookupClient
+from kvproxy.cache.providers import Provider
+from kvproxy.cache.settings import KvCacheSettings
+
+log = logging.getLogger("kvproxy.kvcache")
+
+#: A service that does not answer at the start is asked again after this long.
+AGAIN_S = 5.0
+
+
+class Connection:
+    """From the first moment lookups go to what the settings name (with `auto`: a controller, until a coordinator says
+    that it is one). `run` is for a task of its own."""
+
+    def __init__(
+        self,
+        settings: KvCacheSettings,
+        http: httpx.AsyncClient,
+        *,
+        lookups: LookupClient,
+        known_instances: Callable[[], Collection[str]],
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        timeout_s = settings.request_timeout
+        url = settings.lmcache_endpoint
+        coordinator = LMCacheCoordinatorClient(http, url, lookup_timeout_s=timeout_s, action_timeout_s=timeout_s)
+        controller = LMCacheControllerClient(http, url, lookup_timeout_s=timeout_s, action_timeout_s=timeout_s)
+        self._kind = settings.provider
+        self._coordinator_client = coordinator
+        self._coordinator: Provider = CoordinatorProvider(coordinator, model=settings.directory_model)
+        self._controller: Provider = ControllerProvider(controller, settings.cache_strategy)
+        self._lookups = lookups
+        self._known_instances = known_instances
+        self._sleep = sleep
+        lookups.provider = self._coordinator if self._kind is schema.Provider.COORDINATOR else self._controller
+
+    async def run(self) -> None:
+        """Until the service has answered once. Never raises but for cancellation."""
+        said = False
+        while (provider := await self._answering()) is None:
+            if not said:
+                said = True
+                log.warning("[kvcache] LMCache does not answer; requests are routed without it until it does")
+            await self._sleep(AGAIN_S)
+        self._lookups.provider = provider
+        log.info("[kvcache] lookups go to %s", provider.source.value)
+        await check_provider(provider, self._known_instances())
+
+    async def _answering(self) -> Provider | None:
+        """Which service answers; None when none does."""
+        try:
+            coordinator = await is_coordinator(self._coordinator_client)
+        except ClientError:
+            return None
+        if self._kind is schema.Provider.AUTO:
+            return self._coordinator if coordinator else self._controller
+        return self._lookups.provider
+
+
+#: Prompts that an engine reused and no lookup ever named before that is worth a warning.
+CONTRADICTIONS = 3
+#: ...and how long after the first of them: engines tell LMCache what they store a little later, so that a burst of
+#: alike prompts to a fresh fleet is reused before any lookup can name it.
+PATIENCE_S = 10.0
+
+_CAUSES = (
+    "check that the engines store to LMCache at all, that controller and engines run with the same PYTHONHASHSEED and "
+    "the same vLLM importable, that the chunk size is 256, and that instances send heartbeats"
+)
+
+
+async def check_provider(provider: Provider, known: Collection[str]) -> None:
+    """One line for each thing that will keep lookups empty. Never raises."""
+    try:
+        registered = await provider.instances()
+        chunks = await provider.indexed_chunks()
+    except NotSupported:
+        log.info("[kvcache] this LMCache does not list its instances: ids are checked as lookups name them")
+        return
+    except ClientError as error:
+        log.warning("[kvcache] LMCache cannot be checked: %s", error)
+        return
+    names = ", ".join(sorted(known)) or "none"
+    if not registered:
+        log.warning("[kvcache] no instance is registered at LMCache: lookups stay empty until engines register")
+    for instance in sorted(registered - set(known)):
+        log.warning("[kvcache] the LMCache instance %r is no endpoint's instance_id; known: %s", instance, names)
+    for instance in sorted(set(known) - registered if registered else ()):
+        log.warning("[kvcache] the endpoint with instance_id %r is not registered at LMCache", instance)
+    if registered and not chunks:
+        log.info("[kvcache] LMCache's index is empty, as it is after a start; if it stays so: %s", _CAUSES)
+
+
+class EmptyLookups:
+    """Warns once when engines keep reusing prompts that the lookup service knows nothing of."""
+
+    def __init__(self, *, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._contradictions = 0
+        self._first_at = 0.0
+        self._said = False
+
+    def observe_lookup(self, *, cached_tokens: int, holders_named: int, ever_hit: bool) -> None:
+        """A looked-up prompt was served, `cached_tokens` of it from a cache."""
+        if ever_hit or self._said or holders_named or cached_tokens < CHUNK_TOKENS:
+            return
+        now = self._clock()
+        if not self._contradictions:
+            self._first_at = now
+        self._contradictions += 1
+        if self._contradictions >= CONTRADICTIONS and now - self._first_at >= PATIENCE_S:
+            self._said = True
+            log.warning(
+                "[kvcache] engines reuse prompts (%d tokens just now) that LMCache's lookup has never named: %s",
+                cached_tokens,
+                _CAUSES,
+            )

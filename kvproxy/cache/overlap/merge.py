@@ -1,0 +1,178 @@
+"""What several sources say about one prompt, put together: the larger contiguous match wins. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvproxy.base.types import EndpointId, LowerTokens, Tier, count_lower, cut_lower, skip_lower
+from kvproxy.cache.feedback.trust import Trust
+from kvproxy.cache.indexes.precise import PreciseMatch
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.routing.policy import FactSource, Overlap, OverlapFacts
+
+NOTHING: Mapping[EndpointId, int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class HolderOverlap:
+    """What a lookup service says one endpoint can load. Not `contiguous`: the number is a hint, an upper bound."""
+
+    endpoint: EndpointId
+    tokens: int
+    contiguous: bool
+    source: FactSource
+    lower: LowerTokens = ()  # the same by tier; (): host memory
+
+
+#: Blocks of text that a prompt has in common behind the last whole one: half of one, less half a block of the engine's.
+BEYOND = 0.375
+
+
+def merge_overlaps(
+    *,
+    routed: Mapping[EndpointId, int],
+    in_flight: Mapping[EndpointId, int] = NOTHING,
+    tokens_per_block: float = 1.0,
+    announced: Mapping[EndpointId, PreciseMatch] | None = None,
+    exact: Collection[EndpointId] = (),
+    trust: Trust,
+    looked_up: Sequence[HolderOverlap] = (),
+    lookup_trust: Trust,
+    steps: Mapping[EndpointId, int] = NOTHING,
+    prompt_tokens: int = 0,
+) -> dict[EndpointId, Overlap]:
+    """Overlap by endpoint of one prompt.
+
+    `routed` is what routing told the approximate index, in leading blocks of `tokens_per_block`; of that, requests
+    `in_flight` are under way. `announced` is what KV events say (None where none are followed), without a gap for the
+    endpoints in `exact`, and `trust` how far they are believed; `looked_up` what a lookup service says, believed as far
+    as `lookup_trust` and never beyond `prompt_tokens`. An endpoint in `steps` reuses multiples of so many tokens.
+    """
+    if announced is None:
+        # Endpoints that hold as much as each other share one object: of a large fleet most do, and a policy sees it.
+        found, by_depth = {}, dict[int, Overlap]()  # a loop: comprehensions are functions to Python 3.11
+        for endpoint, blocks in routed.items():
+            overlap = by_depth.get(blocks)
+            if overlap is None:
+                tokens = blocks * tokens_per_block
+                if tokens + tokens_per_block <= prompt_tokens:  # there is a further block, which differs
+                    tokens += BEYOND * tokens_per_block
+                overlap = by_depth[blocks] = Overlap(int(tokens))
+            found[endpoint] = overlap
+    else:
+        routed = {endpoint: int(blocks * tokens_per_block) for endpoint, blocks in routed.items()}
+        in_flight = {endpoint: int(blocks * tokens_per_block) for endpoint, blocks in in_flight.items()}
+        found = _with_events(routed, in_flight, announced, exact, trust)
+    if looked_up:
+        _add_holders(found, looked_up, prompt_tokens, lookup_trust)
+    for endpoint, step in steps.items():
+        if endpoint in found:
+            found[endpoint] = in_steps(found[endpoint], step, prompt_tokens)
+    return found
+
+
+def _with_events(
+    routed: Mapping[EndpointId, int],
+    in_flight: Mapping[EndpointId, int],
+    announced: Mapping[EndpointId, PreciseMatch],
+    exact: Collection[EndpointId],
+    trust: Trust,
+) -> dict[EndpointId, Overlap]:
+    """What was routed and what KV events say.
+
+    A complete event stream (`exact`) is believed over everything that was ever routed there. Only this prompt's blocks
+    in requests still `in_flight` count besides: they are promised and not yet announced. Without a complete stream the
+    larger match wins. What events claim beyond what was routed counts for what earlier such claims proved worth.
+    """
+    found = {}
+    shared: dict[tuple[int, int, int, int, LowerTokens], Overlap] = {}  # one object for all that are alike
+    for endpoint, match in announced.items():
+        device, lower = match.device_tokens, match.lower
+        claimed = believed = device + count_lower(lower) if lower else device
+        backed = routed.get(endpoint, 0)
+        if claimed > backed:
+            believed = trust.believed_tokens(endpoint, claimed, backed)
+            device = min(device, believed)
+        promised = in_flight.get(endpoint, 0) if endpoint in exact else backed
+        if promised > believed:
+            found[endpoint] = Overlap(promised, claimed_tokens=claimed)
+        else:
+            alike = (device, believed, claimed, backed, lower)
+            overlap = shared.get(alike)
+            if overlap is None:
+                lower, backed = cut_lower(lower, believed - device), min(backed, claimed)
+                overlap = shared[alike] = Overlap(device, lower, FactSource.PRECISE, 0.0, claimed, backed)
+            found[endpoint] = overlap
+    for endpoint, backed in routed.items():
+        if endpoint not in exact and endpoint not in announced:
+            found[endpoint] = Overlap(backed)
+    for endpoint, promised in in_flight.items():
+        if endpoint in exact and endpoint not in announced:
+            found[endpoint] = Overlap(promised)
+    return found
+
+
+def _add_holders(
+    found: dict[EndpointId, Overlap], looked_up: Iterable[HolderOverlap], prompt_tokens: int, trust: Trust
+) -> None:
+    """Lay the holders of a lookup over local knowledge.
+
+    LMCache speaks of lower tiers, so what a holder adds to an endpoint's match is on those. What nothing else
+    backs counts for what earlier such claims about that endpoint proved worth.
+    """
+    for holder in looked_up:
+        known = found.get(holder.endpoint)
+        tokens = min(holder.tokens, prompt_tokens)
+        backed = 0 if known is None else known.tokens
+        if tokens > backed:
+            device = 0 if known is None else known.device_tokens
+            believed = trust.believed_tokens(holder.endpoint, tokens, backed)
+            lower = cut_lower(skip_lower(holder.lower or ((Tier.HOST, tokens),), device), believed - device)
+            found[holder.endpoint] = Overlap(device, lower, holder.source, 0.0, tokens, backed)
+
+
+def in_steps(overlap: Overlap, step: int, prompt_tokens: int) -> Overlap:
+    """What an engine that reuses multiples of `step` makes of what it holds: it always computes the last token."""
+    most = overlap.tokens if prompt_tokens <= 0 else min(overlap.tokens, prompt_tokens - 1)
+    tokens = most - most % step
+    device = min(overlap.device_tokens, tokens)
+    return msgspec.structs.replace(
+        overlap,
+        device_tokens=device,
+        lower=cut_lower(overlap.lower, tokens - device),
+        claimed_tokens=min(overlap.claimed_tokens, tokens),
+        backed_tokens=min(overlap.backed_tokens, tokens),
+        held_tokens=overlap.tokens,
+    )
+
+
+def tolerated_tokens(predicted_tokens: int) -> int:
+    """What reuse may stay behind a right prediction by: engines reuse whole blocks and always compute the last one, and
+    lengths in bytes only estimate tokens."""
+    return min(predicted_tokens // 2, 64) + predicted_tokens // 8
+
+
+def is_contradicted(predicted_tokens: int, cached_tokens: int) -> bool:
+    """Whether an engine reused too little for the prediction to have been right."""
+    return cached_tokens < predicted_tokens and cached_tokens + tolerated_tokens(predicted_tokens) < predicted_tokens
+
+
+def preferred_endpoint(
+    facts: OverlapFacts, endpoints: Iterable[Endpoint], *, model: str, min_tokens: int
+) -> EndpointId | None:
+    """The endpoint that serves the model and holds most, at least `min_tokens` (never less than one); among equals the
+    first."""
+    best, most = None, max(min_tokens, 1) - 1
+    held, prompt_tokens = facts.by_endpoint, facts.prompt_tokens
+    for endpoint in endpoints:
+        overlap = held.get(endpoint.id)
+        if overlap is not None:
+            tokens = overlap.tokens if overlap.lower else overlap.device_tokens
+            if tokens > prompt_tokens:
+                tokens = prompt_tokens
+            if tokens > most and endpoint.serves(model):
+                best, most = endpoint.id, tokens
+    return best

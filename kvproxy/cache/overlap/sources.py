@@ -1,0 +1,262 @@
+"""What each endpoint holds of a prompt, by every source there is: own indexes, KV events, token memory, lookups."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Self
+
+from kvproxy.base.background_task import cancel_tasks
+from kvproxy.base.types import Clock, EndpointId, InferenceRequest, RequestKind
+from kvproxy.cache.breakers import OperationBreakers
+from kvproxy.cache.engines import Engines
+from kvproxy.cache.media.cut import cut_prompt
+from kvproxy.cache.media.mixed import MixedPrompt
+from kvproxy.cache.media.urls import UrlSignatures
+from kvproxy.cache.overlap.denied import DeniedPlacements
+from kvproxy.cache.overlap.facts import RequestFacts
+from kvproxy.cache.overlap.gauges import TierCounts, show_indexes
+from kvproxy.cache.overlap.kv_event_streams import EventStreams, follow_events
+from kvproxy.cache.overlap.last_served import NO_BLOCKS, NO_NAMES, Served
+from kvproxy.cache.overlap.local_indexes import LocalIndexes
+from kvproxy.cache.overlap.lookup import LookupClient
+from kvproxy.cache.overlap.lookup_service import Connection
+from kvproxy.cache.overlap.lookup_task import LookupTask
+from kvproxy.cache.overlap.merge import HolderOverlap, in_steps
+from kvproxy.cache.overlap.tokens import TokenSource
+from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
+from kvproxy.cache.providers import Prefix
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cache.state import CacheState
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.routing.policy import FactSource, Overlap, OverlapFacts
+from kvproxy.operate.metrics.catalog import Metrics
+
+
+class OverlapSources:
+    """An async context manager around the tasks of its sources."""
+
+    def __init__(
+        self,
+        settings: KvCacheSettings,
+        *,
+        state: CacheState,
+        clusters: Mapping[str, Cluster],
+        engines: Engines,
+        breakers: OperationBreakers,
+        streams: EventStreams | None,
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        self._settings = settings
+        self._clusters = clusters
+        self._engines = engines
+        self._clock = clock
+        self._bytes_per_token, self._counted = state.bytes_per_token, state.counted
+        self._media_counts = state.media_counts
+        self._own_streams = None
+        if settings.kv_events and streams is None:
+            streams = self._own_streams = follow_events(settings, clusters, metrics, clock)
+        self.streams = streams
+        self.indexes: Mapping[str, LocalIndexes] = {
+            name: LocalIndexes(
+                state.index(name, endpoints=len(cluster.endpoints)),
+                None if streams is None else streams.followed[name],
+                learn_capacity=settings.learn_capacity,
+                follows_events=settings.kv_events,
+                lookups=bool(settings.lmcache_endpoint),
+                leases=settings.leases.enabled,
+            )
+            for name, cluster in clusters.items()
+        }
+        denied = DeniedPlacements(clock)
+        signatures = UrlSignatures(settings.url_signatures)
+        for name, cluster in clusters.items():
+            self.indexes[name].sessions.signatures = signatures
+            self.indexes[name].store_readers = partial(_store_readers, cluster)
+            self.indexes[name].denied = denied
+        memory = state.token_memory(settings.token_cache, clock)
+        self.tokens = TokenSource(
+            settings, memory=memory, engines=engines, breakers=breakers, metrics=metrics, clock=clock
+        )
+        self.lookups = LookupClient(breakers=breakers, denied=denied, metrics=metrics, clock=clock)
+        self._lookup_task = LookupTask(
+            settings,
+            tokens=self.tokens,
+            lookups=self.lookups,
+            known_instances=self.instance_ids,
+            metrics=metrics,
+            clock=clock,
+        )
+        self.tier_counts = TierCounts(self.indexes, clusters, clock=clock)
+        # Read once: settings are slow to read.
+        self._min_tokens, self._looks_up = settings.min_matched_tokens, bool(settings.lmcache_endpoint)
+        self._uses_tokens = self._looks_up or settings.kv_events
+        self._facts_seconds = metrics.kvcache.facts_seconds.labels()
+        self._running = AsyncExitStack()
+        self._entered = False
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as starting:
+            starting.push_async_callback(self.tokens.close)
+            starting.push_async_callback(self._lookup_task.close)
+            if self._looks_up:
+                self._connect(starting)
+            if self._own_streams is not None:
+                await starting.enter_async_context(self._own_streams)
+            self._running = starting.pop_all()
+        self._entered = True
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._entered = False
+        await self._running.aclose()
+
+    def gather(
+        self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = "", tenant: str = ""
+    ) -> RequestFacts:
+        """What our own sources know, at once. `model` is what the engines call it, where that differs."""
+        began = self._clock()
+        indexes = self.indexes[cluster.name]
+        model = model or request.model or self._settings.default_model
+        if model in cluster.adapters.names:
+            indexes.loras[model] = None  # before any event speaks of it
+        names = NO_NAMES
+        if request.session_key is not None or request.kind is RequestKind.RESPONSES:
+            names = indexes.name_request(request, model, tenant)
+        if request.continues is None:
+            hashes, keys, prompt_bytes, text, media = indexes.hash_prompt(request, model)
+        else:  # its text is the rest of a prompt that begins as the history does
+            history = indexes.last_served.find_history(names, began)
+            prompt, media = cut_prompt(request.prompt, indexes.sessions.signatures)
+            hashes, keys, prompt_bytes, text = NO_BLOCKS, (), prompt.size_bytes, None
+            if history is not None:
+                hashes = history.root
+        cursor = indexes.approximate.locate(hashes)
+        least = self._min_tokens
+        facts = RequestFacts(
+            cluster, indexes, request, body, model, cursor, keys, prompt_bytes, began, least, text, names, media
+        )
+        if self._uses_tokens:
+            self.tokens.recall_tokens(facts)
+        self._assess(facts)
+        if self._entered and request.continues is None and self._looks_up:
+            facts.wants_lookup = self._lookup_task.is_wanted(facts)
+        self._facts_seconds.observe(self._clock() - began)
+        return facts
+
+    async def look_up(self, facts: RequestFacts) -> list[HolderOverlap]:
+        """What the lookup service says within what is left of the routing deadline."""
+        facts.wants_lookup = False
+        return await self._lookup_task.ask(facts)
+
+    def add_lookup(self, facts: RequestFacts, looked_up: Sequence[HolderOverlap]) -> None:
+        """Lay what the lookup said over the facts."""
+        facts.lookup_overlaps = looked_up
+        if looked_up or facts.tokens_exact:
+            self._assess(facts)
+
+    def refresh(self, facts: RequestFacts) -> None:
+        """The facts of a request that waited, read again from our own sources; what a lookup said stands."""
+        if self._uses_tokens and not facts.tokens_exact:
+            self.tokens.recall_tokens(facts)
+        self._assess(facts)
+
+    def add_transferred(self, facts: RequestFacts) -> None:
+        """What transfers brought of its prompt, before what a lookup said of the same endpoints."""
+        if facts.tokens is None or self.lookups.provider is None:
+            return
+        holders = self.lookups.find_transferred(Prefix(facts.tokens, facts.model, facts.request.cache_salt or ""))
+        local, known = facts.overlaps.by_endpoint, self.instance_ids()
+        brought = self.lookups.count_overlaps(
+            holders, endpoints=facts.endpoints, known=known, local=local, hashes=facts.hashes
+        )
+        facts.lookup_overlaps = [*brought, *facts.lookup_overlaps]
+
+    def placed(self, facts: RequestFacts, endpoint: EndpointId) -> None:
+        """The request goes there now; what an earlier attempt told the index is taken back."""
+        earlier = facts.entry
+        if earlier is not None:
+            facts.indexes.settle_entry(earlier, prefilled=False)
+        facts.entry = facts.indexes.route(endpoint, facts.cursor)
+
+    def instance_ids(self) -> frozenset[str]:
+        """LMCache instance ids of all endpoints."""
+        return frozenset(one.instance_id for cluster in self._clusters.values() for one in cluster.endpoints)
+
+    def trust(self, cluster: str, endpoint: EndpointId) -> dict[str, float]:
+        """By source: the share of an unbacked claim about the endpoint that is believed; only what was ever tried."""
+        indexes, provider = self.indexes[cluster], self.lookups.provider
+        sources = {FactSource.PRECISE: indexes.trust}
+        if provider is not None:
+            sources[provider.source] = indexes.lookup_trust
+        return {source.value: one.believed_share(endpoint) for source, one in sources.items() if endpoint in one}
+
+    def _assess(self, facts: RequestFacts) -> None:
+        """Facts from everything known by now."""
+        tokens = facts.tokens
+        if tokens:
+            bytes_per_token = max(facts.tokens_bytes, 1) / len(tokens)
+            rest = 0 if facts.tokens_exact else facts.text_bytes - facts.tokens_bytes
+            prompt_tokens = len(tokens) + int(rest / bytes_per_token)
+        else:
+            counted = self._counted.find_ratio(facts.keys) if facts.keys else None
+            bytes_per_token = counted or self._bytes_per_token.look_up(facts.model)
+            prompt_tokens = int(facts.text_bytes / bytes_per_token)
+        if facts.media:
+            facts.mixed = self._mixed(facts, bytes_per_token)
+            prompt_tokens += facts.mixed.media_tokens
+        indexes, cursor, history = facts.indexes, facts.cursor, None
+        if facts.request.continues is not None:
+            history = indexes.last_served.find_history(facts.names, self._clock())
+            prompt_tokens += 0 if history is None else history.tokens
+        found = indexes.find_overlaps(
+            cursor,
+            bytes_per_token=bytes_per_token,
+            tokens=tokens,
+            hashed=facts.hashed_tokens,
+            model=facts.model,
+            cache_salt=facts.request.cache_salt,
+            looked_up=facts.lookup_overlaps,
+            prompt_tokens=prompt_tokens,
+            mixed=facts.mixed,
+        )
+        if history is not None:
+            _add_history(found, history, indexes.steps.known.get(history.endpoint), prompt_tokens)
+        block_tokens = TEXT_BLOCK_BYTES / bytes_per_token
+        hot_tokens = int(indexes.approximate.hot_blocks(cursor) * block_tokens)
+        facts.overlaps = OverlapFacts(prompt_tokens, found, hot_tokens, cursor.hashes, block_tokens)
+
+    def _mixed(self, facts: RequestFacts, bytes_per_token: float) -> MixedPrompt:
+        """The prompt's text and media in tokens, as its model makes them."""
+        counts = [self._media_counts.look_up(facts.model, medium) for medium in facts.media]
+        return MixedPrompt(facts.media, counts, bytes_per_token=bytes_per_token)
+
+    def _connect(self, starting: AsyncExitStack) -> None:
+        connection = Connection(
+            self._settings, self._engines.http.client(), lookups=self.lookups, known_instances=self.instance_ids
+        )
+        task = asyncio.create_task(connection.run(), name="kvcache connect")
+        starting.push_async_callback(cancel_tasks, [task])
+
+    def show(self, metrics: Metrics) -> None:
+        """The gauges read it from now on."""
+        self.tokens.show(metrics)
+        self._lookup_task.show(metrics)
+        show_indexes(self.indexes, self._clusters, self.trust, metrics)
+        self.tier_counts.show(metrics)
+
+
+def _store_readers(cluster: Cluster) -> list[EndpointId]:
+    return [endpoint.id for endpoint in cluster.endpoints if endpoint.reads_shared_kv]
+
+
+def _add_history(found: dict[EndpointId, Overlap], history: Served, step: int | None, prompt_tokens: int) -> None:
+    """What a prompt begins with that goes on from there: only its engine has it whole. What the answer is in the next
+    prompt, templates decide, so that only the prompt before counts."""
+    known = found.get(history.endpoint)
+    tokens = history.prompt_tokens if known is None else max(known.tokens, history.prompt_tokens)
+    held = Overlap(tokens, (), FactSource.SESSION)
+    found[history.endpoint] = held if step is None else in_steps(held, step, prompt_tokens)

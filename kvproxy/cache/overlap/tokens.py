@@ -1,0 +1,250 @@
+"""Token ids of prompts: remembered, given by the client, or asked of an engine - each prompt once at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import NamedTuple
+
+import msgspec
+
+from kvproxy.base.background_task import cancel_tasks
+from kvproxy.base.errors import BreakerOpen, ClientError, NotSupported, WrongTokens
+from kvproxy.base.json_scan import run_in_turns
+from kvproxy.base.types import Clock, InferenceRequest, RequestKind
+from kvproxy.cache.breakers import OperationBreakers
+from kvproxy.cache.clients.chat_body import count_text_parts, with_leading_parts
+from kvproxy.cache.clients.tokens import TokenIds, token_array
+from kvproxy.cache.clients.vllm import Tokenized, VllmClient
+from kvproxy.cache.engines import Engines
+from kvproxy.cache.overlap.facts import RequestFacts
+from kvproxy.cache.prefix.token_memory import TokenMemory
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.operate.metrics.catalog import Metrics
+
+log = logging.getLogger("kvproxy.kvcache")
+
+#: Operations by kind of request: what an engine makes of one kind says nothing about the others.
+_OPERATIONS = {
+    RequestKind.CHAT: "tokenize",
+    RequestKind.COMPLETION: "tokenize",
+    RequestKind.MESSAGES: "tokenize_messages",
+    RequestKind.RESPONSES: "tokenize_responses",
+}
+#: Longer bodies are not tokenized, and more tokens than these are not kept: both take milliseconds a MiB at every step.
+MAX_ASKED_BYTES = 1024 * 1024
+MAX_TOKENS = 262_144
+#: Of token ids that a client sends itself as many bytes are read.
+_MAX_GIVEN_BYTES = 512 * 1024
+#: Objects in a body: to decode so many takes some milliseconds.
+_MAX_OBJECTS = 16_384
+_given_ids = msgspec.json.Decoder(list[int])
+_given_prompts = msgspec.json.Decoder(list[list[int]])
+#: What cannot be tokenized by any engine: a body it refuses, one that no chat can say, an encoding we cannot read.
+_UNUSABLE = (ValueError, OverflowError, msgspec.DecodeError)
+
+
+class AskedTokens(NamedTuple):
+    """Token ids of a prompt or, not `whole`, of its messages in front of the first that is not of text alone."""
+
+    ids: TokenIds
+    stands_for_bytes: int
+    whole: bool
+
+
+class TokenSource:
+    """Singleflight around the engines' tokenizers, and the token memory it fills. Its tasks end with `close`."""
+
+    def __init__(
+        self,
+        settings: KvCacheSettings,
+        *,
+        memory: TokenMemory,
+        engines: Engines,
+        breakers: OperationBreakers,
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        self.memory = memory
+        self._enabled = settings.token_cache.enabled
+        self._settings = settings
+        self._engines = engines
+        self._breakers = breakers
+        self._clock = clock
+        self._tasks: dict[int, asyncio.Task[AskedTokens | None]] = {}
+        self._pace = asyncio.Lock()
+        self._outcomes = metrics.kvcache.tokenizes
+        self._seconds = metrics.kvcache.tokenize_seconds
+
+    def show(self, metrics: Metrics) -> None:
+        """The gauges read it from now on."""
+        memory, results = self.memory, ("exact", "prefix", "missed")
+        metrics.bounds.queue_depth.labels("kvcache_tokenize").set_function(lambda: len(self._tasks))
+        metrics.bounds.queue_limit.labels("kvcache_tokenize").set(self._settings.tokenize.max_concurrent)
+        metrics.holdings.token_memory_entries.set_function(lambda: len(memory))
+        metrics.holdings.token_memory_bytes.set_function(lambda: memory.held_bytes)
+        metrics.holdings.recalls.set_source(
+            lambda: [((result,), float(getattr(memory.stats, result))) for result in results]
+        )
+
+    def recall_tokens(self, facts: RequestFacts) -> None:
+        """Put into `facts` what is known of its tokens without a call."""
+        request = facts.request
+        if not request.prompt.parts:
+            return
+        if self._enabled:
+            known = self.memory.recall(facts.keys)
+            if known is not None:
+                facts.tokens, facts.tokens_exact, facts.hashed_tokens = known.tokens, known.exact, known.hashed
+                rest = sum(map(len, request.prompt.parts[known.parts_known :]))
+                unread = 0 if known.exact else request.prompt.unread_bytes
+                facts.tokens_bytes = facts.prompt_bytes - rest - unread
+                if facts.media:  # all in front of the first
+                    known_parts = request.prompt.parts[: known.parts_known]
+                    facts.tokens_bytes = sum(map(len, known_parts), len(request.prompt.shape))
+                return
+        if request.kind is RequestKind.COMPLETION and request.prompt.parts[0].startswith(b"["):
+            _take_given(facts)
+
+    def may_ask(self, facts: RequestFacts) -> bool:
+        """Whether asking an engine makes sense and is possible at the moment."""
+        return (
+            (facts.text_bytes if facts.media else len(facts.body)) <= MAX_ASKED_BYTES
+            and len(self._tasks) < self._settings.tokenize.max_concurrent
+            and _is_askable(facts.request)
+            and self._breakers.admits(_OPERATIONS[facts.request.kind])
+        )
+
+    def start_tokenizing(self, facts: RequestFacts) -> asyncio.Task[AskedTokens | None] | None:
+        """The task that tokenizes this prompt, shared by all requests for it meanwhile; None beyond the bound.
+
+        It outlives the request that awaits it: shield the wait, never cancel the task.
+        """
+        if not facts.keys:
+            return None
+        key = facts.keys[-1]
+        task = self._tasks.get(key)
+        if task is None:
+            if len(self._tasks) >= self._settings.tokenize.max_concurrent:
+                self._outcomes.labels("busy").inc()
+                return None
+            task = asyncio.create_task(self._fetch(facts), name="kvcache tokenize")
+            self._tasks[key] = task
+            task.add_done_callback(lambda _: self._tasks.pop(key, None))
+        return task
+
+    def note_count(self, facts: RequestFacts, prompt_tokens: int | None) -> None:
+        """The engine that served it counted so many tokens in this prompt: tokens of another number are not its own."""
+        facts.counted_tokens = prompt_tokens
+        if facts.tokens is None or not facts.tokens_exact or prompt_tokens in (None, len(facts.tokens)):
+            return
+        self._outcomes.labels(WrongTokens.reason).inc()
+        self.memory.forget(facts.keys)
+        facts.tokens, facts.tokens_exact, facts.hashed_tokens = None, False, None
+
+    async def close(self) -> None:
+        """Cancel what still runs."""
+        await cancel_tasks(self._tasks.values())
+
+    async def _fetch(self, facts: RequestFacts) -> AskedTokens | None:
+        """The prompt's tokens, remembered; None where no engine could say. Never raises but for cancellation."""
+        chosen = self._engines.find_tokenizer(facts.endpoints)
+        if chosen is None:
+            self._outcomes.labels("no_engine").inc()
+            return None
+        client, endpoint = chosen
+        request, started = facts.request, self._clock()
+        try:
+            parts, body = await self._what_to_ask(facts)
+            whole = parts == len(request.prompt.parts)
+            if not whole and (known := self.memory.tokens_of(facts.keys[parts - 1])) is not None:
+                return self._beginning(facts, known, parts=parts)
+            counted = facts.counted_tokens if whole else None
+            operation = _OPERATIONS[request.kind]
+            answer = await self._breakers.call(operation, lambda: _call(client, facts, body, counted=counted))
+        except BreakerOpen:
+            self._outcomes.labels("breaker_open").inc()
+            return None
+        except (ClientError, *_UNUSABLE) as error:
+            if isinstance(error, NotSupported) and endpoint is not None:
+                self._engines.cannot_tokenize(endpoint)
+            self._outcomes.labels(error.reason if isinstance(error, ClientError) else "unusable").inc()
+            log.debug("[kvcache] tokenize: %s", error)
+            return None
+        self._seconds.observe(self._clock() - started)
+        if len(answer.tokens) > MAX_TOKENS:
+            self._outcomes.labels("unusable").inc()
+            return None
+        self._outcomes.labels("ok").inc()
+        self.remember_tokens(facts, answer.tokens, parts=parts)
+        if whole:
+            return AskedTokens(answer.tokens, facts.prompt_bytes, True)
+        return self._beginning(facts, answer.tokens, parts=parts)
+
+    def _beginning(self, facts: RequestFacts, tokens: TokenIds, *, parts: int) -> AskedTokens:
+        """What these tokens of its leading messages are to a prompt."""
+        rest = sum(map(len, facts.request.prompt.parts[parts:]))
+        return AskedTokens(self.memory.beginning(tokens), facts.prompt_bytes - rest, False)
+
+    def remember_tokens(self, facts: RequestFacts, tokens: TokenIds, *, parts: int) -> None:
+        """Remember the tokens of so many messages of this prompt, hashed for the chat's next turn."""
+        if self._enabled:
+            hashed = self.memory.remember(facts.keys[:parts], tokens)
+            facts.indexes.hash_ahead(hashed, model=facts.model, cache_salt=facts.request.cache_salt)
+
+    async def _what_to_ask(self, facts: RequestFacts) -> tuple[int, bytes]:
+        """How many messages of the prompt, and the body that has just these. Raises ValueError where there are none."""
+        request, body = facts.request, facts.body
+        messages = request.prompt.parts
+        if request.kind is RequestKind.COMPLETION:
+            return len(messages), body
+        if body.count(b"{") > _MAX_OBJECTS:
+            raise ValueError("more objects than are looked into")
+        parts = count_text_parts(messages)
+        if not parts:
+            raise ValueError("no message of text alone")
+        if parts < len(messages):
+            body = await run_in_turns(with_leading_parts(request.kind, body, messages[:parts]), self._pace)
+        return parts, body
+
+
+async def _call(client: VllmClient, facts: RequestFacts, body: bytes, *, counted: int | None) -> Tokenized:
+    """Raises WrongTokens for another number than the engine `counted` when it served the prompt."""
+    request = facts.request
+    if request.kind is RequestKind.COMPLETION:
+        answer = await client.tokenize_prompt(facts.model, msgspec.json.decode(request.prompt.parts[0], type=str))
+    else:
+        answer = await client.prompt_tokens(request.kind, facts.model, body)
+    if counted not in (None, len(answer.tokens)):
+        raise WrongTokens(f"{len(answer.tokens)} tokens of a prompt that the engine counted as {counted}")
+    return answer
+
+
+def _is_askable(request: InferenceRequest) -> bool:
+    """Whether its body says all of the prompt, in text."""
+    parts = request.prompt.parts
+    if not parts or request.kind is RequestKind.EMBEDDINGS:
+        return False
+    if request.kind is RequestKind.COMPLETION:
+        return parts[0].startswith(b'"')
+    return request.continues is None  # else only an engine knows its history
+
+
+def _take_given(facts: RequestFacts) -> None:
+    """Token ids the client sent itself, as one list or a list of one list; of very many the first ones."""
+    raw = facts.request.prompt.parts[0]
+    whole = len(raw) <= _MAX_GIVEN_BYTES
+    known = raw if whole else raw[:_MAX_GIVEN_BYTES].rpartition(b",")[0] + b"]"
+    facts.tokens = _given(known)
+    facts.tokens_exact = whole and facts.tokens is not None
+    facts.tokens_bytes = facts.prompt_bytes if whole else len(known)
+
+
+def _given(raw: bytes) -> TokenIds | None:
+    try:
+        if raw[1:64].lstrip().startswith(b"["):
+            prompts = _given_prompts.decode(raw)
+            return token_array(prompts[0]) if len(prompts) == 1 else None
+        return token_array(_given_ids.decode(raw)) or None
+    except _UNUSABLE:
+        return None

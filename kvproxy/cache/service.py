@@ -1,0 +1,244 @@
+"""The long-lived cache service: facts about each prompt before its pick, learning and actions after its end."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any, Self
+
+from kvproxy.base.types import Clock, EndpointId, InferenceRequest
+from kvproxy.base.upstream.pool import UpstreamPool
+from kvproxy.cache.actions import signals
+from kvproxy.cache.actions.signals import HostUse
+from kvproxy.cache.actions.strategy_runner import StrategyRunner
+from kvproxy.cache.breakers import OperationBreakers
+from kvproxy.cache.engines import Engines
+from kvproxy.cache.feedback.predictions import PredictionFeedback
+from kvproxy.cache.feedback.trust import LossReason
+from kvproxy.cache.metrics_scraper import MetricsScraper
+from kvproxy.cache.overlap.facts import RequestFacts, Result
+from kvproxy.cache.overlap.kv_event_streams import EventStreams, utc_seconds
+from kvproxy.cache.overlap.sources import OverlapSources
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cache.state import CacheState
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.features.leases.leasing import Leasing
+from kvproxy.features.leases.session_holds import SessionHolds
+from kvproxy.features.leases.touching import Toucher
+from kvproxy.features.snapshot.restart import warm_restart
+from kvproxy.features.transfers.on_demand import OnDemand
+from kvproxy.features.transfers.transfers import Transfers
+from kvproxy.features.warming.warmer import Warmer
+from kvproxy.features.warming.warming import Warming
+from kvproxy.operate.metrics.catalog import Metrics
+
+log = logging.getLogger("kvproxy.kvcache")
+
+
+class KvCache:
+    """Four parts over one state: `overlap` (what each endpoint holds), `feedback` (how true it was), `actions` (what is
+    done about it) and `snapshot`. Enter it before the first request; its tasks end with it.
+
+    For each request: `gather` at once, `look_up` if the facts want it, `placed` for each attempt, `finished` exactly
+    once. None of them raises for a request's sake, and none fails one. A `state` that an earlier service uses, which
+    may still run, goes on where that one is; without one it begins empty, or with the snapshot. `streams` are run by
+    their owner, and by the service itself where there are none. Making it has no effect
+    on anything else: `show` binds the gauges, once it is this service that counts.
+    """
+
+    def __init__(
+        self,
+        settings: KvCacheSettings,
+        *,
+        clusters: Mapping[str, Cluster],
+        metrics: Metrics,
+        clock: Clock = time.monotonic,
+        wall_clock: Clock = utc_seconds,
+        rng: random.Random | None = None,
+        sample_host: Callable[[], HostUse] = signals.sample_host,
+        state: CacheState | None = None,
+        streams: EventStreams | None = None,
+    ) -> None:
+        self.settings, self.clusters, self._metrics, self._acts = settings, clusters, metrics, _acts(settings)
+        self.state = CacheState.empty(metrics=metrics, clock=clock) if state is None else state
+        self._pool = UpstreamPool(max_connections=settings.max_connections, clock=clock)
+        self._engines = Engines(self._pool, timeout_s=settings.request_timeout, tokenizer_url=settings.vllm_endpoint)
+        self.breakers = OperationBreakers(settings.circuit_breaker, clock=clock, metrics=metrics)
+        self.overlap = OverlapSources(
+            settings, state=self.state, clusters=clusters, engines=self._engines, breakers=self.breakers,
+            streams=streams, metrics=metrics, clock=clock,
+        )  # fmt: skip
+        #: What every request asks and tells, without a call between.
+        self.gather, self.placed = self.overlap.gather, self.overlap.placed
+        self.feedback = PredictionFeedback(state=self.state, lookups=self.overlap.lookups, clock=clock)
+        self.scraper = MetricsScraper(
+            settings,
+            clusters=clusters,
+            state=self.state,
+            indexes=self.overlap.indexes,
+            engines=self._engines,
+            lookups=self.overlap.lookups,
+            sample_host=sample_host,
+            on_round=self._tick,
+            clock=clock,
+        )
+        self.actions = StrategyRunner(
+            settings,
+            hotness=self.state.hotness(settings),
+            record=self.state.action_record(settings),
+            tokens=self.overlap.tokens,
+            lookups=self.overlap.lookups,
+            breakers=self.breakers,
+            pressure=self.scraper.pressure,
+            metrics=metrics,
+            clock=clock,
+            rng=random.Random() if rng is None else rng,
+        )
+        self.on_demand: OnDemand | None = None
+        self.warmer, self.warming = self._make_preparations(clock, random.Random() if rng is None else rng)
+        self.snapshot = warm_restart(
+            settings.snapshot, self.state, clusters=clusters, metrics=metrics, clock=clock, wall_clock=wall_clock
+        )
+        self.leasing = self.actions.leasing = self._make_leasing(clock) if settings.leases.enabled else None
+        self._running = AsyncExitStack()
+
+    def _make_preparations(self, clock: Clock, rng: random.Random) -> tuple[Warmer, Warming | None]:
+        """What copies and what computes KV before a request needs it."""
+        settings, metrics = self.settings, self._metrics
+        if settings.transfers.ahead or settings.transfers.on_demand:
+            self.actions.transfers = Transfers(
+                settings, overlap=self.overlap, executor=self.actions.executor, jobs=self.actions.jobs, metrics=metrics,
+                clock=clock, rng=rng,
+            )  # fmt: skip
+            if settings.transfers.on_demand:
+                self.on_demand = OnDemand(self.actions.transfers, self.overlap)
+        warmer = Warmer(settings, engines=self._engines, metrics=metrics, clock=clock)
+        if not settings.warming.enabled:
+            return warmer, None
+        return warmer, Warming(
+            settings,
+            clusters=self.clusters,
+            hotness=self.actions.hotness,
+            losses=self.state.losses,
+            executor=self.actions.executor,
+            jobs=self.actions.jobs,
+            warmer=warmer,
+            metrics=metrics,
+            clock=clock,
+        )
+
+    def _make_leasing(self, clock: Clock) -> Leasing:
+        book, metrics = self.state.lease_book(self.settings), self._metrics
+        parts: dict[str, Any] = {"clusters": self.clusters, "jobs": self.actions.jobs, "engines": self._engines,
+                                 "signals": self.scraper.signals, "metrics": metrics, "clock": clock}  # fmt: skip
+        toucher = Toucher(self.settings, gaps=book.gaps, **parts)
+        return Leasing(
+            self.settings, book=book, executor=self.actions.executor, lookups=self.overlap.lookups, toucher=toucher,
+            holds=SessionHolds(self.settings, book=book, **parts), metrics=metrics, clock=clock,
+        )  # fmt: skip
+
+    async def __aenter__(self) -> Self:
+        self.state.keep_only(self.clusters)
+        for name, indexes in self.overlap.indexes.items():
+            indexes.followed.on_cleared = partial(self._cleared, name)
+        async with AsyncExitStack() as starting:
+            if self.snapshot is not None:
+                await starting.enter_async_context(self.snapshot)
+            self.state.fresh = False
+            for part in (self._pool, self._engines, self.overlap, self.actions, self.scraper):
+                await starting.enter_async_context(part)
+            self._running = starting.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self.leasing is not None and self.leasing.book.owner is self.leasing:
+            self.leasing.release_all()
+        await self._running.aclose()
+
+    def show(self) -> None:
+        """The gauges read this service from now on, and no earlier one."""
+        self.overlap.show(self._metrics)
+        self.feedback.show(self._metrics)
+        self.state.breaks.show(self._metrics)
+        self.scraper.show(self._metrics)
+        self.actions.show(self._metrics)
+        if self.leasing is not None:
+            self.leasing.show(self._metrics)
+        if self.actions.transfers is not None:
+            self.actions.transfers.show()
+        hotness = self.actions.hotness
+        self._metrics.holdings.index_bytes.labels("prefixes").set_function(lambda: hotness.held_bytes)
+        if self.snapshot is not None:
+            self.snapshot.show(self._metrics)
+
+    async def look_up(self, facts: RequestFacts) -> None:
+        """Ask the lookup service within what is left of the routing deadline, and complete the facts."""
+        holders = await self.overlap.look_up(facts)
+        self.overlap.add_lookup(facts, self.actions.without_compressed(facts, holders))
+
+    def refresh(self, facts: RequestFacts) -> None:
+        """The facts of a request that was not placed yet, from our own sources as they are now; what a lookup said
+        stands."""
+        self.overlap.refresh(facts)
+
+    async def facts_for(
+        self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = "", tenant: str = ""
+    ) -> RequestFacts:
+        """`gather`, and `look_up` where that is worth it."""
+        facts = self.gather(request, body, cluster=cluster, model=model, tenant=tenant)
+        if facts.wants_lookup:
+            await self.look_up(facts)
+        return facts
+
+    def finished(self, facts: RequestFacts, result: Result) -> None:
+        """The request is over. Queues what is to be done about it; never waits."""
+        self.feedback.finished(facts, result)
+        if facts.request.session_ends:
+            self._end_session(facts)
+            return
+        if not (result.prefilled and self._acts):
+            return
+        self.overlap.tokens.note_count(facts, result.prompt_tokens)
+        endpoint = None if result.endpoint is None else facts.cluster.find_endpoint(result.endpoint)
+        streams = self.overlap.streams
+        if streams is not None and endpoint is not None and result.prompt_tokens is not None:
+            streams.note_traffic(endpoint, result.prompt_tokens - (result.cached_tokens or 0))
+        self.actions.run_strategies(facts, endpoint)
+
+    def _end_session(self, facts: RequestFacts) -> None:
+        """What was kept for the session alone goes: nothing asks for it again."""
+        last = facts.indexes.last_served.end_session(facts.names.session)
+        if self.actions.transfers is not None:
+            self.actions.transfers.end_session(facts.names.session)
+        self._metrics.kvcache.sessions_ended.labels("unknown" if last is None else "known").inc()
+        if last is not None:
+            self.actions.hotness.end_session(facts.names.session, last.keys)
+            for key in last.keys[-1:]:
+                self.overlap.tokens.memory.release(key)
+
+    def _cleared(self, cluster: str, endpoint: EndpointId) -> None:
+        """The engine says that it dropped its cache."""
+        log.info("[kvcache] %s/%s dropped its cache: what it held is forgotten", cluster, endpoint)
+        self.overlap.indexes[cluster].reset_endpoint(endpoint)
+        self.state.losses.note_loss(cluster, endpoint, LossReason.CLEARED)
+
+    async def _tick(self) -> None:
+        """Between requests, after each round of the scraper."""
+        present = {(name, one.id) for name, cluster in self.clusters.items() for one in cluster.endpoints}
+        self.feedback.keep_only(present)
+        self.state.breaks.keep_only(present)
+        self.actions.tick(self.overlap.instance_ids())
+        if self.leasing is not None:
+            self.leasing.tick()
+        if self.warming is not None:
+            self.warming.tick()
+        await self.overlap.tier_counts.refresh()
+
+
+def _acts(settings: KvCacheSettings) -> bool:
+    """Whether anything is done about finished requests but learning."""
+    return bool(settings.lmcache_endpoint) or settings.kv_events or settings.leases.enabled

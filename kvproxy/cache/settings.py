@@ -1,0 +1,165 @@
+"""Settings of the `kvcache` filter: which endpoints hold a prompt's prefix, and what is done to keep it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from kvproxy.base.settings.model import Duration, Model, Size
+from kvproxy.cache.action_settings import (
+    CacheStrategySettings,
+    LeaseSettings,
+    TransferSettings,
+    WarmingSettings,
+)
+from kvproxy.cluster.settings import BreakerSettings, EventSources
+
+#: Parameters of signed URLs, lower case: S3 and stores with its API, Google Cloud Storage, CloudFront, Azure.
+URL_SIGNATURES = (
+    *("x-amz-*", "awsaccesskeyid"),
+    *("x-goog-*", "googleaccessid"),
+    *("signature", "expires", "key-pair-id", "policy"),
+    *("sv", "se", "sr", "sp", "st", "spr", "sip", "sig", "skoid", "sktid", "skt", "ske", "sks", "skv"),
+)
+
+
+class Provider(StrEnum):
+    """Which LMCache service `lmcache_endpoint` is."""
+
+    AUTO = "auto"
+    CONTROLLER = "controller"
+    COORDINATOR = "coordinator"
+
+
+class TokenCacheSettings(Model):
+    """Token memory: the ids of known message prefixes, so that a chat's next turn needs no tokenize call."""
+
+    enabled: bool = True
+    """Remember tokens at all; without it every lookup waits for `/tokenize`."""
+    max_bytes: Size = 64 * 1024 * 1024
+    """Memory for token ids; the least recently used prefix goes first."""
+    max_size: int = Field(default=0, ge=0)
+    """Most prefixes remembered; 0: `max_bytes` alone bounds them."""
+    ttl: Duration = 3600.0
+    """A prefix not used for this long is forgotten."""
+
+
+class TokenizeSettings(Model):
+    """When the engine's `/tokenize` is asked before routing."""
+
+    inline: bool = True
+    """Ask before routing, under `lookup_routing_timeout`; otherwise only afterwards, for the next turn."""
+    inline_min: Size = 1024
+    """Shorter prompts are tokenized afterwards: LMCache matches whole chunks only (256 tokens by default)."""
+    max_concurrent: int = Field(default=64, ge=1)
+    """Different prompts being tokenized at once; further ones are routed without."""
+
+
+class LookupRetrySettings(Model):
+    """Retries of background calls (never of a lookup on the routing path)."""
+
+    max_attempts: int = Field(default=3, ge=1, le=20)
+    """Attempts in all, the first included."""
+    base_backoff: Duration = 0.1
+    """Base of the pause between attempts (full jitter, doubling)."""
+    max_backoff: Duration = 2.0
+    """Longest pause between attempts."""
+
+
+class BackgroundSettings(Model):
+    """The queue of work done after responses."""
+
+    max_queue: int = Field(default=1024, ge=1)
+    """Jobs waiting; further ones are dropped and counted."""
+    max_workers: int = Field(default=4, ge=1, le=256)
+    """Jobs run at once; on one instance always one at a time."""
+    job_timeout: Duration = 10.0
+    """A job with all its retries takes no longer."""
+    drain: Duration = 5.0
+    """At shutdown queued jobs have this long to finish."""
+
+
+class SnapshotSettings(Model):
+    """What the proxy knows, kept in a file over a restart: what was routed where, learned speeds and prompt lengths.
+
+    Hashes and numbers, no text and no tokens. Off without a path."""
+
+    path: str = ""
+    """File to keep, one for each proxy, in a folder the proxy may write to; empty: nothing is kept."""
+    interval: Duration = Field(default=60.0, ge=1)
+    """How often it is written, besides at the end; a killed proxy loses at most this much of what it knew."""
+    max_age: Duration = 3600.0
+    """An older file is not used: the engines have evicted much of what it says."""
+    max_bytes: Size = Field(default=64 * 1024 * 1024, ge=4096)
+    """Largest file (a little over 8 bytes for each 256 bytes of prompt); what was asked for longest ago is left out."""
+
+
+class KvCacheSettings(Model):
+    """Settings of `kvcache`: which endpoint holds most of the prompt already, and what keeps it there."""
+
+    enabled: bool = True
+    """False: requests go straight on."""
+    lmcache_endpoint: str = ""
+    """URL of LMCache's controller or coordinator; empty: no lookups and no actions."""
+    provider: Provider = Provider.AUTO
+    """Which of the two it is; `auto` asks it at start."""
+    directory_model: str = ""
+    """Model name in the coordinator's directory (vLLM's `--model`, not its served name); empty: the request's model."""
+    vllm_endpoint: str = ""
+    """URL of the engine that tokenizes; empty: an endpoint that serves the model."""
+    default_model: str = ""
+    """Model of a body that names none."""
+    request_timeout: Duration = 2.0
+    """For one background call to LMCache or `/tokenize`."""
+    lookup_routing_timeout: Duration = 0.05
+    """All that tokenize and lookup together may delay a request; what comes later still trains the memory."""
+    min_matched_tokens: int = Field(default=1, ge=1)
+    """A match of fewer tokens is no preference."""
+    lookup_min_tokens: int = Field(default=256, ge=0)
+    """Shorter prompts are not looked up: LMCache matches whole chunks only (256 tokens by default)."""
+    prefer: bool | None = None
+    """Send requests to the largest match, past the policy. Unset: only with `lmcache_endpoint`, and only where the
+    policy does not weigh matches itself (kv_aware and its peers do)."""
+    engine_metrics_interval: Duration = 5.0
+    """How often each engine's `/metrics` is read (KV usage, queue, cache size), never for a request; 0: never."""
+    url_signatures: tuple[str, ...] = URL_SIGNATURES
+    """Parameters of URLs of pictures and other media that do not name the content: two URLs that differ in these alone
+    are one picture. `*` at the end stands for any name that begins so."""
+    learn_capacity: bool = True
+    """Correct the size of each engine's cache by what it reuses (an eighth to eight times what its `/metrics` say);
+    other clients of the same engines are accounted for that way. KV events that miss nothing make it needless."""
+    kv_events: bool = False
+    """Follow the KV events of engines that publish them (vLLM's `--kv-events-config`); others are left alone."""
+    kv_event_sources: EventSources = EventSources()
+    """Where older engines publish them."""
+    hot_window: Duration = 300.0
+    """How far back uses of a prefix count."""
+    hot_max_records: int = Field(default=300, ge=1)
+    """Uses remembered per prefix."""
+    hot_max_keys: int = Field(default=100_000, ge=1)
+    """Prefixes whose uses are remembered; the longest unused goes first."""
+    max_connections: int = Field(default=64, ge=1)
+    """Connections to `lmcache_endpoint`, and as many to `vllm_endpoint`."""
+    token_cache: TokenCacheSettings = TokenCacheSettings()
+    """Token memory."""
+    tokenize: TokenizeSettings = TokenizeSettings()
+    """Asking the engine for token ids."""
+    cache_strategy: CacheStrategySettings = CacheStrategySettings()
+    """Pin, compress, evict."""
+    leases: LeaseSettings = LeaseSettings()
+    """Prompts kept for conversations that are expected back."""
+    warming: WarmingSettings = WarmingSettings()
+    """Hot prefixes at endpoints that lack them."""
+    transfers: TransferSettings = TransferSettings()
+    """KV copied to where it will be needed."""
+    background: BackgroundSettings = BackgroundSettings()
+    """The queue they run from."""
+    retry: LookupRetrySettings = LookupRetrySettings()
+    """Retries of background calls."""
+    circuit_breaker: BreakerSettings = BreakerSettings()
+    """One breaker per operation (lookup, tokenize, pin, ...): background failures never stop lookups."""
+    snapshot: SnapshotSettings = SnapshotSettings()
+    """Warm restart."""
+    preference_header: str = ""
+    """Request header to the engine that names the preferred endpoint; empty: none."""

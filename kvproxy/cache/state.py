@@ -1,0 +1,105 @@
+"""What the cache service has learned and must not lose: it outlives the machinery, which each reload builds again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvproxy.base.types import Clock
+from kvproxy.cache.actions.hotness import Hotness
+from kvproxy.cache.actions.strategies import ActionRecord
+from kvproxy.cache.feedback.media_counts import MediaCounts
+from kvproxy.cache.feedback.prediction_stats import PredictionStats
+from kvproxy.cache.feedback.token_counts import BytesPerToken, CountedPrompts, HitRatioStats
+from kvproxy.cache.feedback.trust import CacheLosses
+from kvproxy.cache.overlap.local_indexes import IndexState
+from kvproxy.cache.prefix.token_memory import TokenMemory
+from kvproxy.cache.settings import KvCacheSettings, TokenCacheSettings
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.features.hygiene.prefix_breaks import PrefixBreaks
+from kvproxy.features.leases.leases import LeaseBook
+from kvproxy.operate.metrics.catalog import Metrics
+
+
+@dataclass(slots=True, eq=False)
+class CacheState:
+    """Two services may share one for a while: the one that drains and the one that follows on it.
+
+    Heat of message prefixes and token memory are kept as long as their bounds in the settings stay the same; what was
+    done at an LMCache, as long as it is that one.
+    """
+
+    predictions: PredictionStats
+    breaks: PrefixBreaks
+    losses: CacheLosses
+    hit_ratios: HitRatioStats = field(default_factory=HitRatioStats)
+    bytes_per_token: BytesPerToken = field(default_factory=BytesPerToken)
+    counted: CountedPrompts = field(default_factory=CountedPrompts)
+    media_counts: MediaCounts = field(default_factory=MediaCounts)
+    leases: LeaseBook = field(default_factory=LeaseBook)
+    indexes: dict[str, IndexState] = field(default_factory=dict)  # by cluster
+    present: dict[str, Mapping[str, Endpoint]] = field(default_factory=dict)  # by cluster, at the last scrape
+    #: Told the model, the prompt's keys, its bytes and its tokens of what an engine counted.
+    on_counted: Callable[[str, Sequence[int], int, int], None] | None = None
+    fresh: bool = True  # no service has run with it: a snapshot may still fill it
+    _hotness: tuple[object, Hotness] | None = None
+    _record: tuple[str, ActionRecord] | None = None
+    _tokens: tuple[TokenCacheSettings, TokenMemory] | None = None
+    _leases_at: str | None = None  # LMCache of the leases
+
+    @classmethod
+    def empty(cls, *, metrics: Metrics, clock: Clock) -> CacheState:
+        """The state of a first start."""
+        predictions, breaks = PredictionStats(metrics, clock=clock), PrefixBreaks(metrics, clock=clock)
+        return cls(predictions, breaks, CacheLosses(metrics, clock=clock))
+
+    def index(self, cluster: str, *, endpoints: int) -> IndexState:
+        """The cluster's, made on first use for so many endpoints."""
+        known = self.indexes.get(cluster)
+        if known is None:
+            known = self.indexes[cluster] = IndexState(endpoints=endpoints)
+        return known
+
+    def note_count(self, model: str, keys: Sequence[int], prompt_bytes: int, prompt_tokens: int) -> None:
+        """An engine counted so many tokens in a prompt of `model` with these keys."""
+        self.bytes_per_token.observe_prompt(model, prompt_bytes, prompt_tokens)
+        if keys:
+            self.counted.note_prompt(keys, prompt_bytes, prompt_tokens)
+
+    def hotness(self, settings: KvCacheSettings) -> Hotness:
+        """Message prefixes by use."""
+        bounds = (settings.hot_window, settings.hot_max_records, settings.hot_max_keys)
+        if self._hotness is None or self._hotness[0] != bounds:
+            window_s, records, keys = bounds
+            self._hotness = (bounds, Hotness(window_s=window_s, max_records=records, max_keys=keys))
+        return self._hotness[1]
+
+    def action_record(self, settings: KvCacheSettings) -> ActionRecord:
+        """What stands at the LMCache of these settings."""
+        if self._record is None or self._record[0] != settings.lmcache_endpoint:
+            priorities = None if self._record is None else self._record[1].priorities
+            self._record = (settings.lmcache_endpoint, ActionRecord(priorities))
+        return self._record[1]
+
+    def lease_book(self, settings: KvCacheSettings) -> LeaseBook:
+        """What is kept at the LMCache of these settings. The service that had it kept at another one ends that there;
+        what conversations do is known in both."""
+        if self._leases_at not in (None, settings.lmcache_endpoint):
+            before, self.leases = self.leases, LeaseBook()
+            self.leases.gaps, self.leases.waiting = before.gaps, before.waiting
+        self._leases_at = settings.lmcache_endpoint
+        return self.leases
+
+    def token_memory(self, settings: TokenCacheSettings, clock: Clock) -> TokenMemory:
+        """Tokens of prompts by message prefix."""
+        if self._tokens is None or self._tokens[0] != settings:
+            limits = {"max_entries": settings.max_size} if settings.max_size else {}
+            memory = TokenMemory(clock=clock, max_bytes=settings.max_bytes, ttl_s=settings.ttl, **limits)
+            self._tokens = (settings, memory)
+        return self._tokens[1]
+
+    def keep_only(self, clusters: Mapping[str, object]) -> None:
+        """Forget the indexes of all other clusters."""
+        for known in (self.indexes, self.present):
+            for name in known.keys() - clusters.keys():
+                del known[name]

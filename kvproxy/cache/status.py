@@ -1,0 +1,250 @@
+"""What the cache service knows and does, in all and by endpoint, as plain data for people. Reads only; hashes, never
+prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+
+from kvproxy.cache.indexes.heat import Run
+from kvproxy.cache.overlap.gauges import PRECISE_ROW_BYTES, index_worth
+from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
+from kvproxy.cache.service import KvCache
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.features.hygiene.causes import ADVICE
+
+#: Runs looked at before other tasks get their turn: well under a millisecond.
+SLICE_RUNS = 512
+
+
+def cache_status(service: KvCache) -> dict[str, object]:
+    """Sources, indexes, token memory, queues and breakers."""
+    overlap, settings = service.overlap, service.settings
+    memory, provider = overlap.tokens.memory, overlap.lookups.provider
+    return {
+        "sources": {
+            "approximate": True,
+            "precise": overlap.streams is not None,
+            "lookup": None if provider is None else provider.source.value,
+        },
+        "indexes": {name: _index_status(service, cluster) for name, cluster in service.clusters.items()},
+        "token_memory": {
+            "entries": len(memory),
+            "bytes": memory.held_bytes,
+            "limit_bytes": settings.token_cache.max_bytes,
+            "recalls": {name: getattr(memory.stats, name) for name in ("exact", "prefix", "missed")},
+        },
+        "snapshot": None if service.snapshot is None else service.snapshot.status(),
+        "background": {
+            "waiting": service.actions.jobs.waiting,
+            "limit": settings.background.max_queue,
+            "running": running_jobs(service),
+        },
+        "breakers": service.breakers.states(),
+        "troubles": troubles(service),
+        "switched_off": [f"{kind} at {instance}" for kind, instance in service.actions.executor.switched_off],
+        "bytes_per_token": service.state.bytes_per_token.typical,
+    }
+
+
+def troubles(service: KvCache) -> list[dict[str, object]]:
+    """What of the sources and services does not work, the longest first.
+
+    `kind` is `service` (of `what`: lookup, tokenize, pin, ...) or `event_stream` (of `what`: an endpoint's rank).
+    """
+    now, streams = service.breakers.now(), service.overlap.streams
+    found: list[dict[str, object]] = [
+        {
+            "kind": "service",
+            "cluster": None,
+            "endpoint": None,
+            "what": outage.operation,
+            "for_s": now - outage.since,
+            "last_error": outage.last_error,
+            "meaning": outage.meaning,
+        }
+        for outage in service.breakers.outages
+    ]
+    found += [
+        {
+            "kind": "event_stream",
+            "cluster": one.cluster,
+            "endpoint": str(one.endpoint),
+            "what": f"{one.endpoint}/{one.dp_rank}",
+            "for_s": one.for_s,
+            "last_error": one.status.reason.value,
+            "meaning": "what was routed there counts until its KV events are complete again",
+        }
+        for one in (() if streams is None else streams.find_troubles())
+    ]
+    return sorted(found, key=lambda one: -float(str(one["for_s"])))
+
+
+def prefix_breaks(service: KvCache, now: float) -> dict[str, object]:
+    """What broke the prefixes of returning sessions since the start, the dearest cause first, and the latest breaks."""
+    breaks = service.state.breaks
+    return {
+        "returned": breaks.returned,
+        "sessions": len(breaks.sessions),
+        "causes": [
+            {
+                "cause": cause.value,
+                "client": client,
+                "tenant": tenant,
+                "breaks": row.breaks,
+                "tokens": row.tokens,
+                "seconds": row.seconds,
+                "part": row.part,
+                "request_id": row.request_id,
+                "ago_s": now - row.at,
+                "what": ADVICE[cause][0],
+                "fix": ADVICE[cause][1],
+            }
+            for (cause, client, tenant), row in breaks.totals
+        ],
+        "latest": [
+            {
+                "ago_s": now - one.at,
+                "request_id": one.request_id,
+                "cluster": one.cluster,
+                "client": one.client,
+                "tenant": one.tenant,
+                "cause": one.found.cause,
+                "part": one.found.part,
+                "tokens": one.found.tokens,
+                "seconds": one.found.seconds,
+            }
+            for one in reversed(breaks.latest)
+        ],
+    }
+
+
+def promises(service: KvCache, now: float) -> dict[str, object] | None:
+    """Prompts kept for conversations that are expected back, and what came of it; None: there are no leases."""
+    return None if service.leasing is None else service.state.leases.describe(service.settings.leases, now)
+
+
+def leases(service: KvCache, now: float) -> list[dict[str, object]]:
+    """Running pins of hot prefixes."""
+    pin = service.actions.pin
+    if pin is None:
+        return []
+    lasts_s = None if pin.counted else service.settings.cache_strategy.pin_lease
+    return [
+        {
+            "instance": instance,
+            "prefix": lease.prefix.name,
+            "model": lease.prefix.model,
+            "tokens": lease.tokens,
+            "age_s": now - lease.pinned_at,
+            "lapses_in_s": None if lasts_s is None else lasts_s - (now - lease.pinned_at),
+        }
+        for (instance, _), lease in pin.leases(now).items()
+    ]
+
+
+def running_jobs(service: KvCache) -> list[dict[str, object]]:
+    """Background work under way: what, and at which LMCache instance."""
+    return [{"about": job.about, "instance": job.lane} for job in service.actions.jobs.running]
+
+
+def _let_others_run() -> Awaitable[None]:
+    return asyncio.sleep(0)
+
+
+async def hot_prefixes(
+    service: KvCache, limit: int, *, pause: Callable[[], Awaitable[None]] = _let_others_run
+) -> list[dict[str, object]]:
+    """At most `limit` prefixes, the most touched first: hash of the last block, length, touches (decayed), and by
+    endpoint how many of their blocks it is believed to hold. Looks at every run there is, so it does so in slices."""
+    indexes = service.overlap.indexes
+    found: list[tuple[float, str, Run]] = []
+    for cluster, one in indexes.items():
+        kept = one.approximate.all_runs()
+        for start in range(0, len(kept), SLICE_RUNS):
+            touched = [(one.approximate.requests(run), cluster, run) for run in kept[start : start + SLICE_RUNS]]
+            found = heapq.nlargest(limit, [*found, *touched], key=lambda each: each[0])
+            await pause()
+    # What was found in an early slice may be gone by now.
+    present = [(cluster, run, indexes[cluster].approximate.requests(run)) for _, cluster, run in found]
+    return [_hot_prefix(service, cluster, run, touches) for cluster, run, touches in present if touches > 0.0]
+
+
+def _hot_prefix(service: KvCache, cluster: str, run: Run, touches: float) -> dict[str, object]:
+    indexes = service.overlap.indexes[cluster]
+    hashes = indexes.approximate.prefix(run)
+    held = indexes.approximate.lookup(indexes.approximate.locate(hashes))
+    return {
+        "cluster": cluster,
+        "prefix": f"{hashes[-1]:016x}",
+        "blocks": len(hashes),
+        "estimated_tokens": int(len(hashes) * TEXT_BLOCK_BYTES / service.state.bytes_per_token.typical),
+        "touches": touches,
+        "hot": touches >= indexes.hot.threshold,
+        "replicas": {str(endpoint): blocks for endpoint, blocks in held.items()},
+    }
+
+
+def _index_status(service: KvCache, cluster: Cluster) -> dict[str, object]:
+    """One cluster's indexes: size, estimated memory, and each endpoint's part."""
+    indexes = service.overlap.indexes[cluster.name]
+    rows = sum(indexes.precise.count_rows(endpoint.id) for endpoint in cluster.endpoints)
+    return {
+        "approximate": {
+            "entries": indexes.approximate.entries,
+            "runs": indexes.approximate.runs,
+            "estimated_bytes": indexes.approximate.estimated_bytes,
+        },
+        "precise": {"blocks": rows, "estimated_bytes": rows * PRECISE_ROW_BYTES},
+        "hot": {"blocks": indexes.approximate.unique_blocks, "runs": indexes.approximate.runs},
+        "last_served": {"sessions": indexes.last_served.sessions, "responses": indexes.last_served.responses},
+        "endpoints": {str(one.id): endpoint_index(service, cluster.name, one) for one in cluster.endpoints},
+    }
+
+
+def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[str, object]:
+    """What is believed of one endpoint, and how far. Blocks of the approximate index are text, not tokens."""
+    overlap = service.overlap
+    indexes = overlap.indexes[cluster]
+    streams = {} if overlap.streams is None else overlap.streams.streams(endpoint)
+    loss = service.state.losses.latest_loss(cluster, endpoint.id)
+    return {
+        "state": index_worth(streams).value,
+        "events_believed": endpoint.id not in indexes.missed.doubted,
+        "names_pairs": endpoint.id in indexes.followed.paired,
+        "last_loss": None if loss is None else {"reason": loss.reason.value, "age_s": loss.age_s},
+        "streams": [
+            {"rank": rank, "state": one.state.value, "reason": one.reason.value} for rank, one in streams.items()
+        ],
+        "approximate_blocks": indexes.approximate.held_blocks(endpoint.id),
+        "approximate_capacity_blocks": indexes.approximate.capacity(endpoint.id),
+        "told_capacity_blocks": indexes.capacities.reported_blocks(endpoint.id),
+        "reuse_step_tokens": indexes.steps.known.get(endpoint.id),
+        "trust": overlap.trust(cluster, endpoint.id),
+        "hit_ratio": asdict(service.state.hit_ratios.read_shares((cluster, endpoint.id))),
+        "block_bytes": TEXT_BLOCK_BYTES,
+        "precise_blocks": indexes.precise.count_rows(endpoint.id),
+        "tiers": overlap.tier_counts.describe(cluster, endpoint, service.scraper.signals.memory),
+    }
+
+
+def engine_status(service: KvCache, endpoint: Endpoint) -> dict[str, object] | None:
+    """What the engine's own metrics said last; None before that."""
+    reading = service.scraper.signals.latest_scrape(endpoint)
+    if reading is None:
+        return None
+    age_s, metrics = reading
+    cache = metrics.cache
+    return {
+        "age_s": age_s,
+        "kind": metrics.kind.value,
+        "asleep": metrics.asleep,
+        "kv_usage": metrics.kv_usage,
+        "waiting": metrics.waiting,
+        "running": metrics.running,
+        "capacity_tokens": None if cache is None else cache.capacity_tokens,
+        "prefix_caching": None if cache is None else cache.prefix_caching,
+    }

@@ -1,1 +1,0 @@
-"""LMCache's two services, as their versions speak: the controller and the coordinator."""

@@ -1,0 +1,81 @@
+"""How policies reckon what a request costs on an endpoint, and choose the least. No I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import NamedTuple
+
+from kvproxy.base.types import EndpointId, cut_lower
+from kvproxy.cluster.routing.policy import Candidate, Ledgered, Overlap, OverlapFacts
+from kvproxy.cluster.routing.speeds import SpeedModel
+from kvproxy.cluster.routing.work import prefill_s
+
+#: Reasons of the policies whose choice is `least(costs)`.
+LOWEST_COST: Mapping[str, str] = {"lowest_cost": "its cost is the least"}
+
+
+def least(costs: Sequence[float], rng: Random) -> int:
+    """Index of the least cost; ties fall to the rng, so that they do not herd onto the first endpoint."""
+    lowest = min(costs)
+    first = costs.index(lowest)
+    if costs.count(lowest) == 1:
+        return first
+    return rng.choice([index for index, cost in enumerate(costs) if cost == lowest])
+
+
+def least_loaded(candidates: Sequence[Candidate], rng: Random) -> int:
+    """Index of the candidate with the least (in flight + 1) / weight; one of them at random when several have it."""
+    shares = [(candidate.load.in_flight + 1) / candidate.weight for candidate in candidates]
+    least = min(shares)
+    ties = shares.count(least)
+    index = shares.index(least)
+    if ties > 1:
+        for _ in range(int(rng.random() * ties)):
+            index = shares.index(least, index + 1)
+    return index
+
+
+def own_s(facts: OverlapFacts, endpoint: EndpointId, speeds: SpeedModel) -> float:
+    """Pooled prefill seconds of a request on one endpoint once it begins, lower tiers brought up included."""
+    overlap, prompt = facts.by_endpoint.get(endpoint), facts.prompt_tokens
+    return (
+        prefill_s(prompt, 0, 0.0, speeds.seconds) if overlap is None else own_s_with(overlap, prompt, endpoint, speeds)
+    )
+
+
+def own_s_with(overlap: Overlap, prompt: int, endpoint: EndpointId, speeds: SpeedModel) -> float:
+    """The same, of a prompt of which this is held there."""
+    matched = min(overlap.tokens, prompt)
+    onboarding_s = onboarding_s_of(overlap, prompt, endpoint, speeds) if overlap.lower else 0.0
+    return prefill_s(prompt - matched, matched, onboarding_s, speeds.seconds)
+
+
+def onboarding_s_of(overlap: Overlap, prompt_tokens: int, endpoint: EndpointId, speeds: SpeedModel) -> float:
+    """Of these, pooled seconds to bring up what is on lower tiers and within the prompt."""
+    return speeds.onboarding_s(endpoint, cut_lower(overlap.lower, prompt_tokens - overlap.device_tokens))
+
+
+def least_own_s(facts: OverlapFacts, candidates: Sequence[Candidate], speeds: SpeedModel) -> float:
+    """The same where most is cached: what the router queue orders by until it asks where a request would go."""
+    return min(own_s(facts, candidate.id, speeds) for candidate in candidates)
+
+
+class Best(NamedTuple):
+    """Where a request that waits would go now, and the seconds its prefill takes there, pooled and on that endpoint."""
+
+    endpoint: Ledgered
+    pooled_s: float
+    own_s: float
+
+
+def best_of(facts: OverlapFacts, endpoint: Ledgered, speeds: SpeedModel, now: float) -> Best:
+    """The same, where that is `endpoint`."""
+    pooled_s = own_s(facts, endpoint.id, speeds)
+    return Best(endpoint, pooled_s, pooled_s * speeds.slowness(endpoint.id, now))
+
+
+def engine_wait_s(candidate: Candidate, speeds: SpeedModel, now: float) -> float:
+    """Pending prefill seconds of the engine alone, without what is held for it: what the router queue opens by."""
+    slowness, load = speeds.slowness(candidate.id, now), candidate.load
+    return load.wait_s(speeds.seconds, slowness, now) - slowness * load.held_s

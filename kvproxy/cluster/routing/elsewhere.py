@@ -1,0 +1,200 @@
+"""What other routers have in flight on one endpoint: the sum of what each said last, in numbers that only replace each
+other, so that what is lost on the way heals with the next word; and how routers that are told late keep apart.
+Pure; the time is an argument."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from heapq import merge
+from operator import itemgetter
+from typing import Annotated, Protocol
+
+import msgspec
+
+from kvproxy.cluster.routing.work import (
+    HEAD_REQUESTS,
+    HEAD_TOKENS,
+    NO_WORK,
+    Features,
+    Finite,
+    difference,
+    head_of,
+    sum_of,
+)
+
+#: Words of others that a sample of speed may still need.
+MAX_SHOWN = 256
+
+#: Requests at the head of its line that a router tells one by one; the rest of its head goes as one.
+MAX_TOLD = 8
+
+
+class Ahead(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Work that waits for its prefill, since so long."""
+
+    age_s: Finite
+    work: Features
+
+
+def told_head(pending: Iterable[tuple[float, Features]], now: float) -> tuple[Ahead, ...]:
+    """Of pending work with the oldest first, what the engine would at once be at work on if there were no other."""
+    told: list[Ahead] = []
+    requests = tokens = 0.0
+    for at, work in pending:
+        if len(told) < MAX_TOLD:
+            told.append(Ahead(now - at, work))
+        else:
+            told[-1] = Ahead(told[-1].age_s, sum_of(told[-1].work, work))
+        requests, tokens = requests + work[0], tokens + work[1]
+        if tokens >= HEAD_TOKENS or requests >= HEAD_REQUESTS:
+            break
+    return tuple(told)
+
+
+class LoadRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One router's ledger of one endpoint. Times are ages, so that no clock is shared; sums are since its start."""
+
+    in_flight: int
+    resident_tokens: int
+    pending: Features  # prefill work without a first token
+    busy_s: Finite  # ago, when work began to be pending
+    shown_s: Finite  # ago, when the engine last showed a first token
+    prefilled: Features  # sum of the work that showed its first token
+    routed_s: Finite = 0.0  # sum of the prefill seconds that were routed there
+    routed: int = 0  # sum of the requests
+    bound: int = 0  # of these, such as would have cost much more elsewhere
+    #: Of the pending work what is the head of this router's line, the oldest first.
+    head: Annotated[tuple[Ahead, ...], msgspec.Meta(max_length=MAX_TOLD)] = ()
+
+
+class Others(msgspec.Struct, frozen=True):
+    """Routers that decide on the same endpoints, each of which hears after `delay_s` what the others did. `rank`: of
+    this one among these, counted alike by all."""
+
+    delay_s: float
+    routers: int
+    rank: int
+
+    def choose_apart(self, best: int, costs: Sequence[float], work_s: float) -> int:
+        """The endpoint to take where `best` costs least and `work_s` seconds of prefill come to all routers a second.
+        What others placed within the delay is not known. If all did best it would fill the cheapest endpoints up to one
+        level; each router keeps to the share of that room that its rank has, and takes there what costs least."""
+        unknown_s = work_s * self.delay_s * (self.routers - 1) / self.routers
+        near = sorted((cost, i) for i, cost in enumerate(costs) if cost < costs[best] + unknown_s)
+        filled = unknown_s + sum(cost for cost, _ in near)
+        while near and filled <= len(near) * near[-1][0]:
+            filled -= near.pop()[0]
+        rooms = sorted((i, filled / len(near) - cost) for cost, i in near)
+        begin, end = (unknown_s * rank / self.routers for rank in (self.rank, self.rank + 1))
+        own, at = [], 0.0
+        for i, room_s in rooms:
+            if at < end and at + room_s > begin:
+                own.append(i)
+            at += room_s
+        return best if best in own else min(own, key=costs.__getitem__, default=best)
+
+
+class SharedLoad(Protocol):
+    """The ledger that others' load is added to."""
+
+    in_flight: int
+    pending_tokens: int
+    resident_tokens: int
+
+    def reprice(self) -> None:
+        """What was worked out of its pending work is so no more."""
+        ...
+
+
+class _Told(msgspec.Struct, frozen=True, gc=False):
+    row: LoadRow
+    busy_at: float
+    shown_at: float
+    line: list[tuple[float, Features]]  # when it was placed, the work
+
+
+class Elsewhere:
+    """Others' load on one endpoint, added to the totals of its ledger."""
+
+    __slots__ = (
+        "_line",
+        "_load",
+        "_prefilled",
+        "_told",
+        "busy_at",
+        "in_flight",
+        "pending",
+        "resident_tokens",
+        "shown_at",
+    )
+
+    def __init__(self, load: SharedLoad) -> None:
+        self._load = load
+        self._told: dict[Hashable, _Told] = {}
+        self.in_flight = self.resident_tokens = 0
+        self.pending = NO_WORK
+        self._prefilled: deque[tuple[float, Features]] = deque(maxlen=MAX_SHOWN)  # when first tokens showed what work
+        self.busy_at = self.shown_at = 0.0
+        self._line: list[tuple[float, Features]] = []  # the heads of others' lines, the oldest first
+
+    def tell(self, origin: Hashable, row: LoadRow | None, now: float) -> LoadRow | None:
+        """A router's latest word; None: it is gone. The word before it."""
+        before = self._told.pop(origin, None)
+        if row is not None:
+            line = [(now - one.age_s, one.work) for one in row.head]
+            self._told[origin] = _Told(row, now - row.busy_s, now - row.shown_s, line)
+            if before is not None:
+                done = difference(row.prefilled, before.row.prefilled)
+                if done[0]:
+                    self._prefilled.append((now - row.shown_s, done))
+        self._sum()
+        return None if before is None else before.row
+
+    def take_prefilled(self, until: float) -> Features:
+        """The work that others' first tokens showed up to then, as far as it was not taken yet."""
+        taken, later = NO_WORK, deque[tuple[float, Features]](maxlen=MAX_SHOWN)
+        for at, work in self._prefilled:
+            if at <= until:
+                taken = sum_of(taken, work)
+            else:
+                later.append((at, work))
+        self._prefilled = later
+        return taken
+
+    def begin_sample(self, shown_at: float, now: float) -> float:
+        """When the engine began with what it is at work on, now that a request comes to a ledger without any; the
+        latest first token of that ledger was at `shown_at`."""
+        begun = min(now, max(self.busy_at, self.shown_at, shown_at)) if self.pending[0] else now
+        self.take_prefilled(begun)
+        return begun
+
+    def head_of_all(self, own: Iterable[tuple[float, Features]]) -> Features:
+        """What the engine is at once at work on, of our own pending work, the oldest first, and others'."""
+        return head_of(work for _, work in merge(own, self._line, key=itemgetter(0)))
+
+    def _sum(self) -> None:
+        in_flight = resident = 0
+        requests = tokens = attention = lower = 0.0
+        busy_at, shown_at = 0.0, 0.0
+        line: list[tuple[float, Features]] = []
+        for told in self._told.values():
+            row = told.row
+            in_flight += row.in_flight
+            resident += row.resident_tokens
+            shown_at = max(shown_at, told.shown_at)
+            if row.pending[0]:
+                busy_at = told.busy_at if not requests else min(busy_at, told.busy_at)
+                a, b, c, d = row.pending
+                requests, tokens, attention, lower = requests + a, tokens + b, attention + c, lower + d
+                line += told.line
+        line.sort(key=itemgetter(0))
+        self._line = line
+        load = self._load
+        load.in_flight += in_flight - self.in_flight
+        load.resident_tokens += resident - self.resident_tokens
+        load.pending_tokens += round(tokens) - round(self.pending[1])
+        self.in_flight, self.resident_tokens = in_flight, resident
+        self.pending = (requests, tokens, attention, lower)
+        self.busy_at, self.shown_at = busy_at, shown_at
+        load.reprice()

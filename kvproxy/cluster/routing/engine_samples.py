@@ -1,0 +1,149 @@
+"""What is learned of engines' speed besides first tokens: from their own counters, and from answers as they end. Pure.
+
+An answer that is not streamed hides its first token, but engines add the prefill time of every finished request to a
+histogram. Its growth from one reading to the next, beside the work of the requests that ended meanwhile, is a sample.
+Other clients of the engine are in the histogram, too: either the engine tells how many tokens all of them computed, or
+its count of requests has to agree with ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvproxy.cluster.routing.load import EndpointLoad, Reservation
+from kvproxy.cluster.routing.work import NO_WORK, Features, sum_of
+
+#: Counts may differ by this share of the engine's: some requests end between a reading and the end of their answer.
+TOLERANCE = 0.2
+
+#: Readings whose counts do not agree are added up, this many at most; then what they say is dropped.
+MAX_READINGS = 6
+
+#: A sample stands for the requests in it, but for no more than these: the next reading may see another speed.
+MAX_WEIGHT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """An engine's counters of finished prefills since its start. `computed_tokens` of their prompts were not cached;
+    None: it does not say."""
+
+    prefills: int
+    seconds: float
+    computed_tokens: int | None = None
+
+
+NOTHING_READ = Reading(0, 0.0)
+
+
+class EndedWork:
+    """The requests that ended at one endpoint since a reading that agreed with them. Samples go where those
+    of its `load`."""
+
+    __slots__ = ("_before", "_hidden", "_load", "_readings", "_work")
+
+    def __init__(self, load: EndpointLoad) -> None:
+        self._load = load
+        self._before: Reading | None = None  # what growth is counted from
+        self._work, self._hidden, self._readings = NO_WORK, 0, 0
+
+    def add_request(self, reservation: Reservation) -> None:
+        """This request was served to its end. One without a known prompt (a list of models, say) is no prefill."""
+        if reservation.uncached_tokens or reservation.cached_tokens:
+            self._work = sum_of(self._work, reservation.features)
+            self._hidden += reservation.hidden
+
+    def read_counters(self, reading: Reading, now: float) -> None:
+        """The engine's counters, read just now. What they say is a sample unless first tokens taught all of it."""
+        before, requests = self._before, self._work[0]
+        if before is None or reading.prefills < before.prefills:  # another process than before
+            self._begin(reading)
+            return
+        prefills, seconds = reading.prefills - before.prefills, reading.seconds - before.seconds
+        computed = _growth(before.computed_tokens, reading.computed_tokens)
+        agrees = computed is not None or abs(prefills - requests) <= TOLERANCE * prefills
+        if not requests or not prefills or not agrees:
+            self._readings += 1
+            if self._readings >= MAX_READINGS or not (requests or prefills):
+                self._begin(reading)
+            return
+        work, weight = mean_of(self._work, prefills, computed), min(self._hidden, MAX_WEIGHT)
+        self._begin(reading)
+        learn = self._load.on_sample
+        if learn is not None and seconds > 0.0:
+            for _ in range(weight):
+                learn(work, seconds / prefills, now, scraped=True)
+                if self._load.watch is not None:
+                    self._load.watch.sampled(work, seconds / prefills, scraped=True)
+
+    def _begin(self, reading: Reading) -> None:
+        self._before = reading
+        self._work, self._hidden, self._readings = NO_WORK, 0, 0
+
+
+def mean_of(work: Features, prefills: int, computed_tokens: int | None) -> Features:
+    """The mean prefill: of our requests' `work`, with as many tokens as the engine says that all of them computed."""
+    requests, tokens, attention, lower = work
+    ours = tokens / requests
+    mean = ours if computed_tokens is None else computed_tokens / prefills
+    return (1.0, mean, attention / requests * (mean / ours if ours else 1.0), lower / requests)
+
+
+def _growth(before: int | None, now: int | None) -> int | None:
+    return None if before is None or now is None or now < before else now - before
+
+
+#: Of a sample's weight, with each one that follows.
+_DECAY = 0.99
+#: How far the number of sequences has to vary before the slope is believed, in squares of its mean.
+_RIDGE = 0.05
+#: Share of a step that goes with the number of sequences, before that is known.
+_PRIOR_SHARE = 0.25
+
+#: An answer shorter than this says more of its prefill and its end than of what lies between.
+MIN_TOKENS = 8
+
+
+class StepModel:
+    """Inter-token time as a line over the sequences in flight, `base_s + sequence_s * sequences`, and the mean length
+    of an answer; decayed least squares. Prefill that comes between tokens is part of what is learned."""
+
+    def __init__(self) -> None:
+        self._weight = self._n = self._nn = self._y = self._ny = self._tokens = 0.0
+        self.base_s = self.sequence_s = 0.0
+        self.answer_tokens = 0.0
+
+    def observe_answer(self, output_tokens: int, decode_s: float, sequences: float) -> None:
+        """An answer of so many tokens took `decode_s` from its first to its last, beside so many sequences, itself
+        among them."""
+        if output_tokens < MIN_TOKENS or decode_s <= 0.0 or sequences < 1.0:
+            return
+        step_s = decode_s / (output_tokens - 1)
+        self._weight = _DECAY * self._weight + 1.0
+        self._n = _DECAY * self._n + sequences
+        self._nn = _DECAY * self._nn + sequences * sequences
+        self._y = _DECAY * self._y + step_s
+        self._ny = _DECAY * self._ny + sequences * step_s
+        self._tokens = _DECAY * self._tokens + output_tokens
+        self.answer_tokens = self._tokens / self._weight
+        n, y = self._n / self._weight, self._y / self._weight
+        trust = _RIDGE * n * n
+        covariance, variance = self._ny / self._weight - n * y, self._nn / self._weight - n * n
+        slope = (covariance + trust * _PRIOR_SHARE * y / n) / (variance + trust)
+        self.sequence_s = max(0.0, min(slope, y / n))
+        self.base_s = y - self.sequence_s * n
+
+    def estimates(self) -> Mapping[str, float]:
+        """What is believed now; zeros before the first answer."""
+        return {
+            "itl_base_s": self.base_s,
+            "itl_sequence_s": self.sequence_s,
+            "answer_tokens": self.answer_tokens,
+        }
+
+    def late_s(self, sequences: int, slowness: float, target_s: float) -> float:
+        """By how much all answers together end later, against `target_s` a token, if one joins so many sequences."""
+        step_s = slowness * (self.base_s + self.sequence_s * sequences)
+        late_s, then_late_s = max(0.0, step_s - target_s), max(0.0, step_s + slowness * self.sequence_s - target_s)
+        return self.answer_tokens * ((sequences + 1) * then_late_s - sequences * late_s)

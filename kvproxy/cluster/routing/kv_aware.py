@@ -1,0 +1,249 @@
+"""kv_aware: the endpoint where this request costs all requests least, in seconds of prefill.
+
+    cost  = wait + own * (slowness + kappa + stall * stalled) + foresight * usual_wait
+    kappa = (crowding * bound_per_s * (wait + slowness * own / 2) + congestion * arrivals_per_s * mean_wait) / (1 - rho)
+
+`wait` is the pending prefill there, `own` the prefill this request would add: uncached tokens with the attention work
+behind them, and bringing up what is on lower tiers. A greedy router stops at wait + slowness * own and is myopic by it:
+
+- Own work delays requests that come to the endpoint because it holds their prefix (bound_per_s), for as long as its
+  backlog then takes to be over; a long prompt weighs more than its length.
+- Where every endpoint has a backlog, it delays all that come, wherever they go (mean_wait).
+- It stalls the sequences decoding there (stall), up to 60 of them: in a large batch decoding is slow already, and what
+  a request saves by waiting for one endpoint is soon less than it waits. Where there are as many on every endpoint, up
+  to 15 count that are more here.
+- The session comes back to where it went, and finds what is usual there (usual_wait): others may have to leave an
+  endpoint that is always busy.
+
+With an operator's `target_itl` it also costs a share of what all answers there end late by for it: one sequence more
+makes every step longer, and those over the target count (`StepModel`). Without one nothing is learned of that. A
+request for an adapter also costs the seconds until it is loaded there (cluster/adapters.py).
+
+What others suffer is charged in pooled seconds, so that the slow half of a mixed fleet is not starved. Computing a hot
+prefix once more is an investment and discounted. Speeds are learned (speeds.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from random import Random
+
+from kvproxy.base.types import EndpointId, count_lower
+from kvproxy.cluster.routing.costs import least, onboarding_s_of, own_s
+from kvproxy.cluster.routing.engine_samples import StepModel
+from kvproxy.cluster.routing.policy import Candidate, Choice, OverlapFacts, PickRequest, Policy
+from kvproxy.cluster.routing.speeds import SpeedModel
+from kvproxy.cluster.routing.traffic import ArrivalStats, EndpointArrivals, Pool, PoolSpeeds, Utilisation
+from kvproxy.cluster.routing.work import Features, prefill_s
+from kvproxy.cluster.settings import KvAwareSettings
+
+MAX_KAPPA = 9.0  # work is believed to delay at most this many of those bound to the endpoint, and as many of all
+#: So many sequences at most count as stalled by a prefill: with hundreds in flight nothing else would decide.
+MAX_STALLED = 60
+#: Where there are as many everywhere, so many still count of those that one endpoint has beyond the others: without
+#: that nothing would keep them alike until the slots of some run out.
+MAX_UNEVEN = 15
+LATENESS = 0.1  # where there is a target for the time between tokens: of each second that an answer ends late by
+BOUND_BELOW = 0.5  # a request that takes under this share of the time it would take elsewhere is bound to its endpoint
+#: In a pool of so many candidates a choice goes by the speeds of a placement at most TICK_S ago: what was worked out of
+#: an endpoint whose load did not change stands until then.
+LARGE, TICK_S = 32, 0.02
+
+
+class _CostedChoice(Choice, frozen=True, kw_only=True):
+    """With what the placement that may follow counts and remembers."""
+
+    own_s: float  # pooled seconds of the request's prefill where it goes
+    bound: bool  # it would take much longer elsewhere
+    speeds: PoolSpeeds
+    arrivals: Sequence[EndpointArrivals]
+
+
+class KvAware(Policy):
+    """Chooses by expected cost and learns the engines' speeds."""
+
+    uses_overlap = True
+    learns_speeds = True
+    reasons = {
+        "overlap": "no other endpoint holds more of this prompt",
+        "load": "another endpoint holds more of this prompt, but it would cost more there",
+        "no_overlap": "no endpoint is known to hold any of this prompt",
+    }
+    speeds: SpeedModel
+
+    def __init__(
+        self, *, rng: Random, speeds: SpeedModel | None = None, settings: KvAwareSettings = KvAwareSettings()
+    ) -> None:
+        super().__init__(rng=rng, settings=settings)
+        self.speeds = SpeedModel() if speeds is None else speeds
+        self.utilisation = Utilisation()
+        self.arrivals = ArrivalStats()
+        self.steps = StepModel()  # learned while there is a target
+        self._pool: Pool | None = None  # of the latest candidates
+        self._latest: PoolSpeeds | None = None  # of the latest placement, where it was in a large pool
+
+    @property
+    def settings(self) -> KvAwareSettings:
+        return self._settings
+
+    @settings.setter
+    def settings(self, settings: KvAwareSettings) -> None:
+        self._settings = one = settings  # slow to read: what every choice goes by is read once
+        self._weights = one.kappa, one.crowding, one.congestion, one.stall, one.foresight, one.target_itl
+        self._saving = 1.0 - settings.hot_discount
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        facts = request.facts
+        speeds = self._speeds_of(candidates, now)
+        pool, seconds, slowness = speeds.pool, speeds.seconds, speeds.slowness
+        owns, held = self._own_s(facts, pool, seconds)
+        waits, costs, least_in_flight = [], [], math.inf
+        # Loops, not comprehensions: these are functions of their own to Python 3.11, with cells for names.
+        for load, slow in zip(pool.loads, slowness, strict=True):
+            waits.append(load.wait_s(seconds, slow, now))
+            if load.in_flight < least_in_flight:
+                least_in_flight = load.in_flight
+        everywhere = least_in_flight if least_in_flight < MAX_STALLED else MAX_STALLED
+        most_uneven = max(MAX_UNEVEN, MAX_STALLED - least_in_flight)
+        arrivals = self.arrivals.estimate(pool.ids, waits, now)
+        delayed, crowding, congestion, stall, foresight, target_itl = self._weights
+        if delayed is not None:
+            crowding = 0.0
+        else:
+            rho, arrivals_per_s = self.utilisation.estimate_rates(now)
+            idle = 1.0 - rho
+            crowding /= idle
+            delayed = congestion * arrivals_per_s / idle * sum(waits) / len(waits)
+            if delayed > MAX_KAPPA:
+                delayed = MAX_KAPPA
+        columns = zip(waits, owns, slowness, pool.loads, arrivals, pool.weights, strict=True)
+        for wait, own, slow, load, past, weight in columns:
+            bound_s = crowding * past.bound_per_s * (wait + 0.5 * slow * own)
+            kappa = delayed + (bound_s if bound_s < MAX_KAPPA else MAX_KAPPA)
+            stalled = load.in_flight - least_in_flight
+            if stalled > most_uneven:
+                stalled = most_uneven
+            cost = wait + own * (slow + stall * (everywhere + stalled)) + own * kappa + foresight * past.usual_wait_s
+            costs.append(cost / weight)
+        if target_itl is not None:
+            for index, (slow, load, weight) in enumerate(zip(slowness, pool.loads, pool.weights, strict=True)):
+                costs[index] += LATENESS * self.steps.late_s(load.in_flight, slow, target_itl) / weight
+        for more in (request.adapter_s, request.transfer_s):
+            if more is not None:
+                columns = zip(costs, pool.ids, pool.weights, strict=True)
+                costs = [cost + more.get(id_, 0.0) / weight for cost, id_, weight in columns]
+        index = least(costs, self._rng)
+        if self.others is not None:
+            work_s = self.utilisation.estimate_rates(now)[0] * len(owns)
+            index = self.others.choose_apart(index, costs, work_s)
+        here, elsewhere = 0, 0
+        if held:
+            here, held[index] = held[index], 0
+            elsewhere = max(held)
+        reason = "overlap" if here and here >= elsewhere else "load" if elsewhere else "no_overlap"
+        own = owns[index] if not facts.hot_tokens else own_s(facts, pool.ids[index], self.speeds)
+        bound = here > elsewhere and is_bound(own, facts, elsewhere, len(owns), seconds)
+        return _CostedChoice(index, reason, costs, own_s=own, bound=bound, speeds=speeds, arrivals=arrivals)
+
+    def _own_s(self, facts: OverlapFacts, pool: Pool, seconds: Features) -> tuple[list[float], list[int]]:
+        """Pooled seconds of the request's own prefill by candidate, hot tokens discounted, and the tokens each holds;
+        empty where none holds any."""
+        request_s, token_s, attention_s, _ = seconds
+        prompt, count = facts.prompt_tokens, len(pool.ids)
+        hot, saving = min(facts.hot_tokens, prompt), self._saving
+        own = request_s + prompt * (token_s + attention_s * (0.5 * prompt))
+        if hot > 0:
+            own *= 1.0 - saving * hot / prompt
+        owns = [own] * count  # most endpoints hold nothing, and are alike in that
+        if not facts.by_endpoint:
+            return owns, []
+        held, index_of, matched, known = [0] * count, pool.index_of, 0, None
+        for endpoint, overlap in facts.by_endpoint.items():
+            index = index_of.get(endpoint)
+            if index is None:
+                continue
+            if overlap is not known:  # those that hold as much as each other share one object
+                known, matched = overlap, overlap.device_tokens
+                if overlap.lower:
+                    matched += count_lower(overlap.lower)
+                if matched > prompt:
+                    matched = prompt
+                uncached = prompt - matched
+                own = request_s + uncached * (token_s + attention_s * (matched + 0.5 * uncached))
+                if hot > matched:
+                    own *= 1.0 - saving * (hot - matched) / uncached
+            owns[index], held[index] = own, matched
+            if overlap.lower:
+                owns[index] += onboarding_s_of(overlap, prompt, endpoint, self.speeds)
+        return owns, held
+
+    def _speeds_of(self, candidates: Sequence[Candidate], now: float) -> PoolSpeeds:
+        """Those at present; of a large pool those of the latest placement, if that is not long ago."""
+        pool, model, latest = self._pool, self.speeds, self._latest
+        if pool is None or pool.candidates is not candidates:
+            pool = Pool(candidates)
+            if isinstance(candidates, tuple):  # the same one is the same endpoints, with the same weights
+                self._pool = pool
+        elif latest is not None and latest.pool is pool and latest.model is model and 0.0 <= now - latest.at < TICK_S:
+            return latest
+        return PoolSpeeds(pool, model, now, model.seconds, model.slowness_of_all(pool.ids, now))
+
+    def placed(
+        self, request: PickRequest, candidates: Sequence[Candidate], index: int, now: float, *, choice: Choice | None
+    ) -> None:
+        """Count the work towards the pool's utilisation, and the request among those bound to its endpoint if it is.
+
+        What later choices may go by is remembered here and not in `choose`, so that a mere question changes none."""
+        count = len(candidates)
+        if isinstance(choice, _CostedChoice):
+            own, bound, speeds = choice.own_s, choice.bound, choice.speeds
+            self._latest = speeds if count >= LARGE else None
+            self.arrivals.update(speeds.pool.ids, choice.arrivals)
+        else:
+            facts, endpoint = request.facts, candidates[index].id
+            others = [facts.matched_tokens(other) for other in facts.by_endpoint if other != endpoint]
+            seconds = self.speeds.seconds
+            own = own_s(facts, endpoint, self.speeds)
+            bound = is_bound(own, facts, max(others, default=0), count, seconds)
+        self.utilisation.add(own, count, now)
+        if bound:
+            self.arrivals.record_arrival(candidates[index].id)
+        if self.on_placed is not None:
+            self.on_placed(candidates[index].id, own, bound)
+
+    def placed_elsewhere(
+        self, endpoint: EndpointId, routed_s: float, requests: int, bound: int, endpoints: int, now: float
+    ) -> None:
+        self.utilisation.add(routed_s, endpoints, now, requests=requests)
+        self.arrivals.record_arrival(endpoint, requests=bound)
+
+    def estimates(self, now: float) -> Mapping[str, object]:
+        known, (rho, arrivals_per_s) = self.arrivals.known(), self.utilisation.estimate_rates(now)
+        return {
+            **asdict(self.speeds.estimates(now)),
+            **self.steps.estimates(),
+            "rho": rho,
+            "arrivals_per_s": arrivals_per_s,
+            "bound_per_s": {endpoint: past.bound_per_s for endpoint, past in known.items()},
+            "usual_wait_s": {endpoint: past.usual_wait_s for endpoint, past in known.items()},
+        }
+
+    def observe_answer(
+        self, endpoint: EndpointId, output_tokens: int, decode_s: float, sequences: float, now: float
+    ) -> None:
+        if self.settings.target_itl is not None:
+            slowness = self.speeds.slowness(endpoint, now)
+            self.steps.observe_answer(output_tokens, decode_s / slowness, sequences)
+
+    def forget(self, endpoint: EndpointId) -> None:
+        self.speeds.forget(endpoint)
+        self.arrivals.forget(endpoint)
+        self._pool = None
+
+
+def is_bound(own: float, facts: OverlapFacts, elsewhere: int, count: int, seconds: Features) -> bool:
+    """Whether a request that takes `own` seconds here would take much longer where `elsewhere` tokens are held, one of
+    `count` endpoints."""
+    return count > 1 and own < BOUND_BELOW * prefill_s(facts.prompt_tokens - elsewhere, elsewhere, 0, seconds)

@@ -1,0 +1,422 @@
+"""The load ledger of one endpoint: counted by reservation, never guessed. Pure; the time is an argument.
+
+Besides the counts it estimates how long a new request would wait for its prefill, and collects the samples that a speed
+model learns from.
+
+An answer that is not streamed hides its first token behind its whole decode. Engines prefill in order of arrival, so
+such a request is taken as prefilled when a later one shows its first token or ends, or when its estimated time has
+passed (`advance`); what it teaches about speeds the engine's own counters have to say (engine_samples.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Protocol
+
+import msgspec
+
+from kvproxy.base.types import LowerTokens
+from kvproxy.cluster.routing.elsewhere import Elsewhere, LoadRow, told_head
+from kvproxy.cluster.routing.engine_state import EngineState
+from kvproxy.cluster.routing.live_blocks import LiveBlocks
+from kvproxy.cluster.routing.samples import GROUP_GAP_S, OnSample, OpenSample
+from kvproxy.cluster.routing.work import (
+    HEAD_REQUESTS,
+    HEAD_TOKENS,
+    IDLE,
+    MAX_PROGRESS,
+    NO_WORK,
+    OVERDUE,
+    OVERDUE_S,
+    Backlog,
+    Features,
+    PromptSplit,
+    difference,
+    features_of,
+    head_of,
+    seconds_of,
+    sum_of,
+)
+
+
+class LoadWatch(Protocol):
+    """Hears of one ledger's changes and samples; what it does must be short."""
+
+    def load_changed(self) -> None:
+        """The ledger says something else than before."""
+        ...
+
+    def sampled(self, work: Features, busy_s: float, *, scraped: bool) -> None:
+        """A sample was closed."""
+        ...
+
+
+class Reservation(msgspec.Struct, eq=False):
+    """One request's share of an endpoint's load. Settled exactly once, on every exit."""
+
+    uncached_tokens: int
+    cached_tokens: int
+    started_at: float
+    features: Features  # its prefill work
+    lower: LowerTokens = ()  # of the cached ones, which are on lower tiers
+    hidden: bool = False  # its first token cannot be seen
+    live: tuple[LiveBlocks, Sequence[int]] | None = None  # its prompt's blocks, and the ledger they are counted in
+    first_token_at: float | None = None
+    sequences: float = 0.0  # in flight there when its first token came; at its end the mean of then and now
+    released: bool = False
+
+
+class EndpointLoad:
+    """What is in flight on one endpoint.
+
+    What learns from it is set as `on_sample`. A request that leaves before its first token voids the open sample: the
+    engine may have worked for it, and there is no telling how much.
+    """
+
+    __slots__ = (
+        "_begun",
+        "_busy_at",
+        "_head",
+        "_head_s",
+        "_live",
+        "_oldest_s",
+        "_pending",
+        "_prefilled",
+        "_priced_at",
+        "_sample",
+        "_shown_at",
+        "_work",
+        "_work_s",
+        "elsewhere",
+        "engine",
+        "held_s",
+        "hidden_requests",
+        "in_flight",
+        "on_sample",
+        "pending_tokens",
+        "resident_tokens",
+        "watch",
+    )
+
+    def __init__(self, *, on_sample: OnSample | None = None) -> None:
+        self.on_sample = on_sample
+        self.in_flight = 0
+        self.pending_tokens = 0  # uncached prompt tokens of requests without a first token
+        self.resident_tokens = 0  # prompt tokens of live sequences
+        self._pending: dict[Reservation, Features] = {}
+        self._work = NO_WORK  # of everything pending
+        self._head: Features | None = NO_WORK  # of the oldest pending requests; None: to be summed again
+        self.hidden_requests = 0  # pending ones whose first token will not be seen
+        self._sample = OpenSample()
+        self._begun = 0.0  # when the engine began with the oldest pending request, as far as is known
+        # What `_work` and `_head` take at these seconds, until the pending work changes: most endpoints are asked again
+        # before it does. None: not worked out.
+        self._priced_at: Features | None = None
+        self._work_s = self._head_s = 0.0
+        self._oldest_s = math.inf  # the oldest pending request, if it is hidden
+        self.held_s = 0.0  # pooled prefill seconds of requests that the router queue holds for this endpoint
+        self._live: LiveBlocks | None = None  # None: nothing asks for it
+        self.engine: EngineState | None = None  # of the latest scrape, however long ago that is
+        self._busy_at = 0.0  # when work began to be pending
+        self._shown_at = 0.0  # the latest first token, or the latest request that left before its own
+        self._prefilled = NO_WORK  # sum of the work that showed its first token, while there is a watch
+        self.watch: LoadWatch | None = None
+        #: Others' load on the same endpoint, counted in what is said of it; None: there are no others.
+        self.elsewhere: Elsewhere | None = None
+
+    @property
+    def own_in_flight(self) -> int:
+        """Requests in flight that were counted in here."""
+        return self.in_flight if self.elsewhere is None else self.in_flight - self.elsewhere.in_flight
+
+    @property
+    def own_pending_tokens(self) -> int:
+        """Uncached prompt tokens without a first token, of the same."""
+        return self.pending_tokens if self.elsewhere is None else sum(one.uncached_tokens for one in self._pending)
+
+    @property
+    def pending_requests(self) -> int:
+        """Requests without a first token."""
+        own = len(self._pending)
+        return own if self.elsewhere is None else own + round(self.elsewhere.pending[0])
+
+    @property
+    def live_blocks(self) -> int | None:
+        """Distinct prompt blocks of what is in flight; None where they are not counted."""
+        return None if self._live is None else len(self._live)
+
+    def leading_live_blocks(self, blocks: Sequence[int]) -> int:
+        """Leading blocks of a prompt that are among them."""
+        return 0 if self._live is None else self._live.count_leading(blocks)
+
+    def count_live_blocks(self, wanted: bool) -> None:
+        """Whether they are counted from now on; of requests already in flight they never are."""
+        if wanted != (self._live is not None):
+            self._live = LiveBlocks() if wanted else None
+
+    @property
+    def pending_work(self) -> Features:
+        """Prefill work of the requests without a first token."""
+        return self._work
+
+    def row(self, now: float) -> LoadRow:
+        """What others are told of it."""
+        others, pending = self.elsewhere, self._work if self._pending else NO_WORK
+        resident = self.resident_tokens if others is None else self.resident_tokens - others.resident_tokens
+        busy_s, shown_s = now - self._busy_at, now - self._shown_at
+        head = told_head(self._line(), now)
+        return LoadRow(self.own_in_flight, resident, pending, busy_s, shown_s, self._prefilled, head=head)
+
+    def head(self) -> Features:
+        """Of the pending work, what the engine is at once at work on."""
+        head = self._head
+        if head is None:
+            head = self._head = head_of(self._pending.values())
+        return head
+
+    def reserve(
+        self,
+        uncached_tokens: int,
+        cached_tokens: int,
+        now: float,
+        *,
+        onboarding_s: float = 0.0,
+        lower: LowerTokens = (),
+        hidden: bool = False,
+        blocks: Sequence[int] = (),
+    ) -> Reservation:
+        """Count a request in, in the same step as the pick. `hidden`: its first token will not be seen."""
+        work = features_of(uncached_tokens, cached_tokens, onboarding_s)
+        reservation = Reservation(uncached_tokens, cached_tokens, now, work, lower, hidden)
+        if self._live is not None:
+            self._live.add(blocks)
+            reservation.live = self._live, blocks
+        self.in_flight += 1
+        self.pending_tokens += uncached_tokens
+        self.resident_tokens += uncached_tokens + cached_tokens
+        self.hidden_requests += hidden
+        pending, head = self._pending, self._head
+        if not pending and self.elsewhere is not None:
+            self._close_sample(now)  # which was left open: others' first tokens are heard of late
+        if pending:
+            self._work = sum_of(self._work, work)
+            if head is not None and head[1] < HEAD_TOKENS and head[0] < HEAD_REQUESTS:  # it has all that is pending
+                self._head = sum_of(head, work)
+        else:
+            self._begun = self._busy_at = now
+            self._work = self._head = work  # not a sum: ends the drift of adding and subtracting floats
+            self._sample.begin(now if self.elsewhere is None else self.elsewhere.begin_sample(self._shown_at, now))
+        pending[reservation] = work
+        self._priced_at = None
+        if self.watch is not None:
+            self.watch.load_changed()
+        return reservation
+
+    def begin(self, reservation: Reservation, split: PromptSplit, now: float) -> None:
+        """The engine gets this request only now, with so much of its prompt there: what it waited for before is no work
+        of the engine, and what did not come for it is."""
+        before = self._pending.get(reservation)
+        if before is None:
+            return
+        work = features_of(split.uncached_tokens, split.cached_tokens, split.onboarding_s)
+        self.pending_tokens += split.uncached_tokens - reservation.uncached_tokens
+        self.resident_tokens -= reservation.uncached_tokens + reservation.cached_tokens
+        self.resident_tokens += split.uncached_tokens + split.cached_tokens
+        reservation.uncached_tokens, reservation.cached_tokens, reservation.lower, _ = split
+        self._pending[reservation] = reservation.features = work
+        self._work = sum_of(difference(self._work, before), work)
+        self._head = self._priced_at = None
+        if len(self._pending) == 1:
+            self._work, self._begun, self._busy_at = work, now, now
+            self._sample.begin(now)
+        if self.watch is not None:
+            self.watch.load_changed()
+
+    def first_token(self, reservation: Reservation, now: float) -> None:
+        """The engine finished this request's prefill; of a hidden one only that it did so at some time is known."""
+        if self.hidden_requests:
+            self._presume_before(reservation)
+        if reservation.hidden:
+            self._void(reservation, now)
+            return
+        work = self._settle(reservation)
+        if work is None:
+            return
+        reservation.first_token_at, reservation.sequences = now, self.in_flight
+        if self._sample.is_over(now):
+            self._close_sample(now)
+        self._sample.join(work, reservation.lower, now)
+        self._begun = self._shown_at = now
+        if not self._pending and self.elsewhere is None:
+            self._close_sample(now)
+
+    def release(self, reservation: Reservation, now: float) -> None:
+        """Count a request out: finished, failed or cancelled. Idempotent."""
+        if reservation.released:
+            return
+        reservation.released = True
+        if reservation.hidden or reservation.first_token_at is not None:
+            reservation.sequences = 0.5 * (reservation.sequences + self.in_flight)
+        if reservation in self._pending:
+            self._void(reservation, now)
+        self.in_flight -= 1
+        if reservation.live is not None:
+            live, blocks = reservation.live
+            live.remove(blocks)
+        self.resident_tokens -= reservation.uncached_tokens + reservation.cached_tokens
+        if self.watch is not None:
+            self.watch.load_changed()
+
+    def wait_s(self, seconds: Features, slowness: float, now: float) -> float:
+        """Until the engine would begin with a request placed now: pending work less what is done of the running step,
+        and what the router queue holds for it.
+
+        `seconds` is the pool's time for one unit of each feature, `slowness` this endpoint's factor on it. Hidden
+        requests whose time has passed are left out, and stay in the ledger.
+        """
+        held_s, elsewhere = slowness * self.held_s, self.elsewhere
+        if not self._pending and (elsewhere is None or not elsewhere.pending[0]):
+            return held_s
+        if self._priced_at is not seconds:
+            self._priced_at = seconds
+            self._oldest_s = self._hidden_s(seconds)
+            a, b, c, d = seconds  # not seconds_of: this runs for every endpoint of every pick
+            if elsewhere is None or not elsewhere.pending[0]:
+                work, head = self._work, self._head or self.head()
+            else:
+                work = sum_of(self._work, elsewhere.pending) if self._pending else elsewhere.pending
+                head = elsewhere.head_of_all(self._line())
+            p, q, r, s = work
+            self._work_s = self._head_s = p * a + q * b + r * c + s * d
+            if head is not work:
+                p, q, r, s = head
+                self._head_s = p * a + q * b + r * c + s * d
+        begun = self._begun
+        if self.hidden_requests and now >= begun + slowness * self._oldest_s:  # else none is over yet
+            return held_s + self.backlog(seconds, slowness, now).wait_s(seconds, slowness)
+        if elsewhere is not None:
+            begun = self._begun_of_all(elsewhere, begun if self._pending else None)
+        progress, elapsed = MAX_PROGRESS * slowness * self._head_s, now - begun
+        if elapsed < progress:
+            progress = elapsed if elapsed > 0.0 else 0.0
+        elif elapsed > OVERDUE * slowness * self._head_s + OVERDUE_S:
+            progress = 0.0
+        wait = slowness * self._work_s - progress
+        if wait < 0.0:
+            wait = 0.0
+        return held_s + wait
+
+    def backlog(self, seconds: Features | None, slowness: float, now: float) -> Backlog:
+        """What is pending, without the hidden requests that are over by these speeds; with None without speeds all."""
+        work, begun, over = self._left(seconds, slowness, now)
+        elsewhere = self.elsewhere
+        if elsewhere is not None and elsewhere.pending[0]:
+            head = elsewhere.head_of_all(islice(self._line(), over, None))
+            begun = self._begun_of_all(elsewhere, None if work is NO_WORK else begun)
+            return Backlog(sum_of(work, elsewhere.pending), head, now - begun)
+        if work is NO_WORK:
+            return IDLE
+        head = head_of(islice(self._pending.values(), over, None)) if over else self.head()
+        if elsewhere is not None:
+            begun = self._begun_of_all(elsewhere, begun)
+        return Backlog(work, head, now - begun)
+
+    def own_work(self, seconds: Features, slowness: float, now: float) -> Features:
+        """What is pending of the requests that were counted in here."""
+        return self._left(seconds, slowness, now)[0]
+
+    def _left(self, seconds: Features | None, slowness: float, now: float) -> tuple[Features, float, int]:
+        """The same, when the engine began with the oldest of them, and how many before it are hidden and over."""
+        pending, work, begun, over = self._pending, self._work, self._begun, 0
+        if self.hidden_requests and seconds is not None:
+            for reservation, own in pending.items():
+                due_at = begun + slowness * seconds_of(own, seconds)
+                if not reservation.hidden or now < due_at:
+                    break
+                begun, work, over = due_at, difference(work, own), over + 1
+        return (NO_WORK if over == len(pending) else work), begun, over
+
+    def _line(self) -> Iterator[tuple[float, Features]]:
+        """Our own pending work, the oldest first, with when it was placed."""
+        return ((reservation.started_at, work) for reservation, work in self._pending.items())
+
+    def _begun_of_all(self, elsewhere: Elsewhere, own: float | None) -> float:
+        """When the engine began with the oldest of all that is pending; `own`: with ours, None where there is none."""
+        if own is None:
+            own = elsewhere.busy_at
+        elif elsewhere.pending[0] and own <= self._busy_at:
+            own = min(own, elsewhere.busy_at)
+        return max(own, self._shown_at, elsewhere.shown_at)
+
+    def reprice(self) -> None:
+        """As of SharedLoad."""
+        self._priced_at = None
+
+    def advance(self, seconds: Features, slowness: float, now: float) -> None:
+        """Take out the hidden requests that are due: engines prefill in order of arrival, so the oldest one is when its
+        own time has passed since the engine began with it. For the cluster alone, before a request is placed."""
+        if self._priced_at is seconds and now < self._begun + slowness * self._oldest_s:
+            return
+        while self.hidden_requests:
+            due_at = self._begun + slowness * self._hidden_s(seconds)
+            if now < due_at:
+                return
+            self._begun = due_at
+            self._presume(next(iter(self._pending)))
+
+    def _hidden_s(self, seconds: Features) -> float:
+        """What the oldest pending request takes, if it is hidden; without end if it is not, or there is none."""
+        for oldest, work in self._pending.items():
+            return seconds_of(work, seconds) if oldest.hidden else math.inf
+        return math.inf
+
+    def _void(self, reservation: Reservation, now: float) -> None:
+        """Takes a request out whose first token was not seen, and with it the open sample."""
+        if self._settle(reservation) is not None:
+            self._sample.begin(now)
+            self._begun = self._shown_at = now
+            if self.elsewhere is not None:
+                self.elsewhere.take_prefilled(now)
+
+    def _presume_before(self, shown: Reservation) -> None:
+        """What was placed before a request that shows its first token, or ends, was prefilled before it."""
+        if shown not in self._pending:
+            return
+        while (oldest := next(iter(self._pending))) is not shown and oldest.hidden:
+            self._presume(oldest)
+
+    def _presume(self, hidden: Reservation) -> None:
+        work = self._settle(hidden)
+        assert work is not None
+        self._sample.presume(work)
+
+    def _settle(self, reservation: Reservation) -> Features | None:
+        """Takes a request out of the pending ones; None when it is none."""
+        work = self._pending.pop(reservation, None)
+        if work is not None:
+            self.hidden_requests -= reservation.hidden
+            self.pending_tokens -= reservation.uncached_tokens
+            self._head = self._priced_at = None
+            if len(self._pending) == 1:  # exactly what is left, and a sum that needs not be made again
+                (self._work,) = self._pending.values()
+                self._head = self._work
+            else:
+                self._work = difference(self._work, work)
+            if self.watch is not None:
+                self._prefilled = sum_of(self._prefilled, work)
+                self.watch.load_changed()
+        return work
+
+    def _close_sample(self, now: float) -> None:
+        sample = self._sample.close()
+        if sample is None:
+            return
+        work, busy_s, lower = sample
+        if self.elsewhere is not None:
+            work = sum_of(work, self.elsewhere.take_prefilled(self._sample.ended_at + GROUP_GAP_S))
+        if self.on_sample is not None:
+            self.on_sample(work, busy_s, now, lower=lower)
+            if self.watch is not None:
+                self.watch.sampled(work, busy_s, scraped=False)

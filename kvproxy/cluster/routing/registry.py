@@ -1,0 +1,100 @@
+"""Every policy by its name in the configuration, and its parameters: as configured, and as changed while it runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from kvproxy.base.errors import ConfigError
+from kvproxy.base.settings.decode import describe_problem
+from kvproxy.base.settings.model import Model
+from kvproxy.base.settings.paths import dotted_path
+from kvproxy.cluster.routing.consistent_hash import ConsistentHash, Session
+from kvproxy.cluster.routing.kv_aware import KvAware
+from kvproxy.cluster.routing.policy import Policy
+from kvproxy.cluster.routing.simple import (
+    LeastRequest,
+    LeastTtft,
+    LMetric,
+    PowerOfTwo,
+    PrefixAffinity,
+    RandomPolicy,
+    RoundRobin,
+)
+from kvproxy.cluster.settings import ClusterSettings, PolicyName
+from kvproxy.lab.published import Dynamo, DynamoAgentic, LlmD, LlmDSticky
+
+POLICIES: Mapping[PolicyName, type[Policy]] = {
+    PolicyName.RANDOM: RandomPolicy,
+    PolicyName.ROUND_ROBIN: RoundRobin,
+    PolicyName.LEAST_REQUEST: LeastRequest,
+    PolicyName.POWER_OF_TWO: PowerOfTwo,
+    PolicyName.CONSISTENT_HASH: ConsistentHash,
+    PolicyName.SESSION: Session,
+    PolicyName.KV_AWARE: KvAware,
+    PolicyName.PREFIX_AFFINITY: PrefixAffinity,
+    PolicyName.DYNAMO: Dynamo,
+    PolicyName.DYNAMO_AGENTIC: DynamoAgentic,
+    PolicyName.LLM_D: LlmD,
+    PolicyName.LLM_D_STICKY: LlmDSticky,
+    PolicyName.LMETRIC: LMetric,
+    PolicyName.LEAST_TTFT: LeastTtft,
+}
+
+
+def make_policy(name: PolicyName, settings: ClusterSettings, *, rng: random.Random) -> Policy:
+    """A fresh policy of this name, with the parameters it has in this cluster."""
+    kind, parameters = POLICIES[name], configured(settings, name)
+    return kind(rng=rng) if parameters is None else kind(rng=rng, settings=parameters)
+
+
+def configured(settings: ClusterSettings, name: PolicyName) -> Model | None:
+    """The parameters that a policy of this name begins with in this cluster; None: it has none."""
+    parameters: Model | None = getattr(settings.parameters, name.value, None)
+    return parameters
+
+
+def runtime_overrides(policy: Policy, configured: Model | None) -> dict[str, object]:
+    """Parameters that an operator changed while it ran: those that differ from what the configuration gives it."""
+    if policy.settings is None or configured is None:
+        return {}
+    first, present = configured.model_dump(), policy.settings.model_dump()
+    return {name: value for name, value in present.items() if value != first[name]}
+
+
+def merge_config(policy: Policy, before: Model | None, after: Model | None) -> None:
+    """The configuration gives it other parameters than before: it takes those that changed there. What an operator
+    changed while it ran stays otherwise; so do settings of another type than the configuration's."""
+    if before is None or after is None:
+        return
+    if policy.settings is not None and isinstance(policy.settings, type(after)):
+        old, new = before.model_dump(), after.model_dump()
+        changed = {name: value for name, value in new.items() if value != old[name]}
+        policy.settings = policy.settings.model_copy(update=changed)
+
+
+def tuned(settings: Model, changes: Mapping[str, Any]) -> Model:
+    """`settings` with the changes; ConfigError with every problem (unknown name, wrong type, out of range), by name."""
+    kind = type(settings)
+    try:
+        return kind.model_validate({**settings.model_dump(), **changes}, strict=True)
+    except ValidationError as error:
+        found = [describe_problem(kind, detail, dotted_path) for detail in error.errors(include_url=False)]
+        allowed = ranges(settings)
+        hints = [one.hint or f"allowed: {allowed[one.path]}" for one in found]
+        raise ConfigError([replace(one, hint=hint) for one, hint in zip(found, hints, strict=True)]) from None
+
+
+def ranges(settings: Model) -> dict[str, str]:
+    """What each parameter may be, for people: `0 to 1`, `0 to 10 or null`."""
+    return {name: _range(about) for name, about in type(settings).model_json_schema()["properties"].items()}
+
+
+def _range(about: Mapping[str, Any]) -> str:
+    choices = about.get("anyOf", [about])
+    numbers = [f"{one['minimum']:g} to {one['maximum']:g}" for one in choices if "minimum" in one]
+    return " or ".join([*numbers, *("null" for one in choices if one.get("type") == "null")])

@@ -1,0 +1,65 @@
+"""What first tokens teach of an engine's speed: the work they end, beside the busy seconds it took. Pure.
+
+Every group of first tokens is one sample, so that queueing stands on both sides of the equation.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvproxy.base.types import LowerTokens
+from kvproxy.cluster.routing.work import NO_WORK, Features, sum_of
+
+#: First tokens closer together than this left the engine in one step.
+GROUP_GAP_S = 0.002
+
+
+class OnSample(Protocol):
+    """Receives one closed sample: the work, the busy seconds it took, now, and what of the work was brought up from
+    `lower` tiers. `scraped`: by the engine's counters."""
+
+    def __call__(
+        self, work: Features, busy_s: float, now: float, *, lower: LowerTokens = (), scraped: bool = False
+    ) -> None: ...
+
+
+#: Work, the busy seconds in which it was prefilled, and what of it was brought up, tier by tier as it came.
+Sample = tuple[Features, float, LowerTokens]
+
+
+class OpenSample:
+    """The one that first tokens still join. `ended_at`: the latest of them, or when its work began."""
+
+    __slots__ = ("_began_at", "_done", "_lower", "_presumed", "ended_at")
+
+    def __init__(self) -> None:
+        self.begin(0.0)
+
+    def begin(self, at: float) -> None:
+        """The engine has begun with other work; what was collected before says nothing."""
+        self._began_at = self.ended_at = at
+        self._done = self._presumed = NO_WORK  # presumed: since the last first token, it joins with the next one
+        self._lower: LowerTokens = ()
+
+    def presume(self, work: Features) -> None:
+        """This was prefilled at a time that is not known."""
+        self._presumed = sum_of(self._presumed, work)
+
+    def is_over(self, now: float) -> bool:
+        """Whether a first token that comes now belongs to the next one."""
+        return self.ended_at > self._began_at and now - self.ended_at > GROUP_GAP_S
+
+    def join(self, work: Features, lower: LowerTokens, now: float) -> None:
+        """A first token came: this was prefilled."""
+        self._done = sum_of(sum_of(self._done, self._presumed), work)
+        self._presumed = NO_WORK
+        if lower:
+            self._lower += lower
+        self.ended_at = now
+
+    def close(self) -> Sample | None:
+        """What there is until its end, from which the next one begins; None if that took no time."""
+        ended_at, busy_s = self.ended_at, self.ended_at - self._began_at
+        sample = (self._done, busy_s, self._lower) if busy_s > 0.0 else None
+        self._began_at, self._done, self._lower = ended_at, NO_WORK, ()
+        return sample

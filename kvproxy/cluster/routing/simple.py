@@ -1,0 +1,209 @@
+"""The policies that are one rule each: chance, turns, fewest requests, and the short formulas of other schedulers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from random import Random
+
+from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing.costs import LOWEST_COST, least, least_loaded, own_s
+from kvproxy.cluster.routing.policy import Candidate, Choice, PickRequest, Policy
+from kvproxy.cluster.routing.speeds import SpeedModel
+from kvproxy.cluster.settings import PrefixAffinitySettings
+
+#: Endpoints that left are forgotten once the memory of a policy is this many entries beyond the present ones.
+_FORGET_AFTER = 64
+
+
+class Choices:
+    """Choices of one reason, made once each: a frozen object costs more than the decision itself."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+        self._made: list[Choice] = []
+
+    def __getitem__(self, index: int) -> Choice:
+        while index >= len(self._made):
+            self._made.append(Choice(len(self._made), self._reason))
+        return self._made[index]
+
+
+class RandomPolicy(Policy):
+    """Draws in proportion to weight."""
+
+    reasons = {"random": "drawn at random"}
+
+    def __init__(self, *, rng: random.Random) -> None:
+        super().__init__(rng=rng)
+        self._choices = Choices("random")
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        """O(endpoints)."""
+        drawn = self._rng.random() * sum([candidate.weight for candidate in candidates])
+        for index, candidate in enumerate(candidates):
+            drawn -= candidate.weight
+            if drawn < 0.0:
+                return self._choices[index]
+        return self._choices[len(candidates) - 1]  # the last sliver is lost to rounding
+
+
+class RoundRobin(Policy):
+    """Smooth weighted round robin: of weights 2 and 1 the turns are a, b, a rather than a, a, b.
+
+    Each candidate earns its weight each turn; the richest is chosen and pays for all. What an endpoint has earned stays
+    with its id, so that endpoints may be screened out for some requests without disturbing the others' turns.
+    """
+
+    reasons = {"round_robin": "it was its turn"}
+
+    def __init__(self, *, rng: random.Random) -> None:
+        super().__init__(rng=rng)
+        self._earned: dict[EndpointId, float] = {}
+        self._choices = Choices("round_robin")
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        """O(endpoints)."""
+        earned = self._earned
+        best, richest = 0, float("-inf")
+        for index, candidate in enumerate(candidates):
+            wealth = earned.get(candidate.id, 0.0) + candidate.weight
+            if wealth > richest:
+                best, richest = index, wealth
+        return self._choices[best]
+
+    def placed(
+        self, request: PickRequest, candidates: Sequence[Candidate], index: int, now: float, *, choice: Choice | None
+    ) -> None:
+        """A turn of its own is over."""
+        if choice is None:
+            return
+        earned = self._earned
+        if len(earned) > len(candidates) + _FORGET_AFTER:
+            earned = self._earned = {each.id: earned.get(each.id, 0.0) for each in candidates}
+        total = 0.0
+        for candidate in candidates:
+            total += candidate.weight
+            earned[candidate.id] = earned.get(candidate.id, 0.0) + candidate.weight
+        earned[candidates[index].id] -= total
+
+
+class LeastRequest(Policy):
+    """The least requests in flight for its weight, counting this one; ties are drawn."""
+
+    reasons = {"least_request": "it has the fewest requests in flight"}
+
+    def __init__(self, *, rng: random.Random) -> None:
+        super().__init__(rng=rng)
+        self._choices = Choices("least_request")
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        """O(endpoints)."""
+        return self._choices[least_loaded(candidates, self._rng)]
+
+
+class PowerOfTwo(Policy):
+    """The less loaded, for its weight, of two drawn at random: nearly least_request, at a constant cost."""
+
+    reasons = {"power_of_two": "the less loaded of two drawn at random"}
+
+    def __init__(self, *, rng: random.Random) -> None:
+        super().__init__(rng=rng)
+        self._choices = Choices("power_of_two")
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        """O(1)."""
+        count = len(candidates)
+        first = int(self._rng.random() * count)
+        if count == 1:
+            return self._choices[0]
+        second = int(self._rng.random() * (count - 1))
+        second += second >= first
+        a, b = candidates[first], candidates[second]
+        first_is_less = (a.load.in_flight + 1) * b.weight <= (b.load.in_flight + 1) * a.weight
+        return self._choices[first if first_is_less else second]
+
+
+class LMetric(Policy):
+    """Uncached pending tokens times batch size, the product of the LMetric paper on LLM request scheduling.
+
+        cost = (pending uncached tokens + this request's) * (requests in flight + 1)
+
+    Nothing to tune and nothing learned: the peer that is hardest to beat.
+    """
+
+    uses_overlap = True
+    reasons = LOWEST_COST
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        facts = request.facts
+        costs = []
+        for candidate in candidates:
+            load = candidate.load
+            uncached = facts.prompt_tokens - facts.matched_tokens(candidate.id)
+            costs.append((load.pending_tokens + uncached) * (load.in_flight + 1) / candidate.weight)
+        return Choice(least(costs, self._rng), "lowest_cost", costs)
+
+
+class LeastTtft(Policy):
+    """Greedy by estimated time to first token, as Mooncake's Conductor schedules.
+
+        cost = wait + slowness * own
+
+    The same ledger and the same learned speeds as kv_aware, without what makes that one look further than this request.
+    """
+
+    uses_overlap = True
+    learns_speeds = True
+    reasons = LOWEST_COST
+    speeds: SpeedModel
+
+    def __init__(self, *, rng: Random, speeds: SpeedModel | None = None) -> None:
+        super().__init__(rng=rng)
+        self.speeds = SpeedModel() if speeds is None else speeds
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        facts, speeds, costs = request.facts, self.speeds, []
+        for candidate in candidates:
+            slowness = speeds.slowness(candidate.id, now)
+            wait = candidate.load.wait_s(speeds.seconds, slowness, now)
+            costs.append((wait + slowness * own_s(facts, candidate.id, speeds)) / candidate.weight)
+        return Choice(least(costs, self._rng), "lowest_cost", costs)
+
+    def estimates(self, now: float) -> Mapping[str, object]:
+        return asdict(self.speeds.estimates(now))
+
+    def forget(self, endpoint: EndpointId) -> None:
+        self.speeds.forget(endpoint)
+
+
+class PrefixAffinity(Policy):
+    """Follows the longest known prefix while the cluster is balanced.
+
+    The `cache_aware` policy of SGLang's router (now the Shepherd model gateway) and of vllm-router, with its
+    thresholds: when loads are far apart the least loaded endpoint is taken; otherwise the endpoint that holds the
+    longest prefix, if that is a large enough share of the prompt; otherwise the least loaded one.
+    """
+
+    uses_overlap = True
+    reasons = {
+        "overlap": "no other endpoint holds more of this prompt",
+        "no_overlap": "no endpoint is known to hold any of this prompt",
+        "imbalanced": "the loads are far apart, so the least loaded was taken",
+    }
+    settings: PrefixAffinitySettings
+
+    def __init__(self, *, rng: Random, settings: PrefixAffinitySettings = PrefixAffinitySettings()) -> None:
+        super().__init__(rng=rng, settings=settings)
+
+    def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
+        loads = [candidate.load.in_flight for candidate in candidates]
+        settings, busiest, idlest = self.settings, max(loads), min(loads)
+        if busiest - idlest > settings.balance_abs_threshold and busiest > idlest * settings.balance_rel_threshold:
+            return Choice(least_loaded(candidates, self._rng), "imbalanced")
+        facts = request.facts
+        matched = [facts.matched_tokens(candidate.id) for candidate in candidates]
+        if facts.prompt_tokens == 0 or max(matched) / facts.prompt_tokens <= settings.cache_threshold:
+            return Choice(least_loaded(candidates, self._rng), "no_overlap")
+        return Choice(least([-tokens for tokens in matched], self._rng), "overlap")

@@ -1,0 +1,308 @@
+"""How fast the engines of one pool prefill, learned from what a router sees; plain data that survives the process.
+
+Pooled weighted least squares over three features (requests, uncached tokens, attention work), and for each endpoint one
+log factor against the pool. Every sample is clipped, so that a wrong cache prediction or a pause moves the estimates a
+little and never breaks them. What bringing tokens up from lower tiers costs is learned beside it (onboarding.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvproxy.base.types import EndpointId, LowerTokens, Tier
+from kvproxy.cluster.routing.onboarding import OnboardingCosts, OnboardingSums
+from kvproxy.cluster.routing.work import Features
+
+_DIMENSIONS = range(3)
+_SWEEPS = 3  # of coordinate descent a sample; the next sample goes on from there
+_SCALE_BOUND = 20.0  # a coefficient stays within this factor of the common scale
+_LOG_BOUND = 2.5  # of an endpoint's log factor
+_RECENTRE = 0.05  # share of the mean log factor taken out a sample, so that factors stay relative to the pool
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedPriors:
+    """What is believed before the first sample. Wrong by four either way costs a few percent for 200 requests."""
+
+    request_s: float = 0.010
+    tokens_per_s: float = 8000.0
+    quadratic_tokens: float = 32000.0  # attention doubles the time of a token at this depth
+
+    @property
+    def scale(self) -> tuple[float, float, float]:
+        """Seconds for one unit of each feature."""
+        return (self.request_s, 1 / self.tokens_per_s, 1 / (self.tokens_per_s * self.quadratic_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedEstimates:
+    """The present belief, for status and metrics. `slowness` is relative to the pool: 2 is half as fast."""
+
+    request_s: float
+    tokens_per_s: float
+    quadratic_tokens: float
+    onboarding_s_per_token: Mapping[Tier, float]  # by tier that anything was brought up from
+    onboarding_of: Mapping[EndpointId, Mapping[Tier, float]]  # the same by endpoint, against the pool's speed
+    learning: bool  # no sample yet: the figures above are what is assumed before the first
+    samples: int
+    samples_by_kind: Mapping[str, int]  # `streamed`: first tokens seen; `scraped`: the engines' own counters
+    requests_without_sample: int  # placed since the latest one
+    slowness: Mapping[EndpointId, float]
+
+
+class _Factor(msgspec.Struct, eq=False):
+    log: float  # before the model's recentring
+    samples: int
+    at: float
+
+
+class SpeedModel:
+    """Learned prefill speeds of one pool of endpoints that serve the same model."""
+
+    def __init__(
+        self,
+        priors: SpeedPriors = SpeedPriors(),
+        *,
+        decay: float = 0.995,
+        ridge: float = 0.3,
+        gain: float = 0.1,
+        clip: float = 3.0,
+        half_life_s: float = 120.0,
+        max_endpoints: int = 4096,
+    ) -> None:
+        self._scale = priors.scale
+        self._theta = [1.0, 1.0, 1.0]
+        self._gram = [[0.0] * 3 for _ in _DIMENSIONS]
+        self._moment = [0.0] * 3
+        self._decay = decay
+        self._ridge = ridge
+        self._gain = gain
+        self._clip = clip
+        self._half_life_s = half_life_s
+        self._max_endpoints = max_endpoints
+        self._factors: dict[EndpointId, _Factor] = {}  # a dict: each decision reads one an endpoint
+        self._logs = 0.0  # their sum
+        self._recentred = 0.0  # what was taken out of every one of them so far
+        self.onboarding = OnboardingCosts(max_endpoints=max_endpoints)
+        self._samples = 0
+        self._scraped = 0  # of the samples
+        self.requests_without_sample = 0  # counted where requests are placed
+        self.seconds: Features = (*self._scale, 1.0)  # pooled time of one unit of each feature
+
+    @property
+    def learning(self) -> bool:
+        """No sample yet: what is believed is what is assumed before the first."""
+        return not self._samples
+
+    def slowness(self, endpoint: EndpointId, now: float) -> float:
+        """Factor on the pool's seconds; falls back towards 1 while no sample comes."""
+        factor = self._factors.get(endpoint)
+        if factor is None:
+            return 1.0
+        return math.exp((factor.log - self._recentred) * 0.5 ** ((now - factor.at) / self._half_life_s))
+
+    def slowness_of_all(self, endpoints: Sequence[EndpointId], now: float) -> list[float]:
+        """`slowness` of each."""
+        factors, recentred, half_life_s, found = self._factors, self._recentred, self._half_life_s, []
+        for endpoint in endpoints:
+            factor = factors.get(endpoint)
+            if factor is None:
+                found.append(1.0)
+            else:
+                found.append(math.exp((factor.log - recentred) * 0.5 ** ((now - factor.at) / half_life_s)))
+        return found
+
+    def onboarding_s(self, endpoint: EndpointId, lower: LowerTokens) -> float:
+        """Pooled seconds to bring these up there."""
+        return self.onboarding.onboarding_s(endpoint, lower, self.seconds[1])
+
+    def observe(
+        self,
+        endpoint: EndpointId,
+        work: Features,
+        busy_s: float,
+        now: float,
+        *,
+        lower: LowerTokens = (),
+        scraped: bool = False,
+    ) -> None:
+        """Learns that `endpoint` did `work`, and brought `lower` up for it, in `busy_s` seconds."""
+        if busy_s <= 0.0 or work[0] <= 0.0:
+            return
+        factor = self.slowness(endpoint, now)
+        predicted_s = self._prefill_s(work)
+        onboarding_s = work[3]
+        if lower:
+            self.onboarding.observe(endpoint, lower, busy_s / factor - predicted_s, self.seconds[1])
+            onboarding_s = self.onboarding_s(endpoint, lower)
+        own_s = max(busy_s - factor * onboarding_s, 0.1 * busy_s)
+        self._fit(work, own_s / factor, predicted_s)
+        self._samples += 1
+        self._scraped += scraped
+        self.requests_without_sample = 0
+        self._settle()
+        self._move_factor(endpoint, factor, max(1e-4, own_s) / self._prefill_s(work), now)
+
+    def forget(self, endpoint: EndpointId) -> None:
+        """The endpoint left the pool."""
+        self._take_out(endpoint)
+        self.onboarding.forget(endpoint)
+
+    def estimates(self, now: float) -> SpeedEstimates:
+        """What is believed now."""
+        request_s, token_s, attention_s, _ = self.seconds
+        return SpeedEstimates(
+            request_s=request_s,
+            tokens_per_s=1 / token_s,
+            quadratic_tokens=token_s / attention_s,
+            onboarding_s_per_token=self.onboarding.pool_prices(token_s),
+            onboarding_of=self.onboarding.known(token_s),
+            learning=self.learning,
+            samples=self._samples,
+            samples_by_kind={"streamed": self._samples - self._scraped, "scraped": self._scraped},
+            requests_without_sample=self.requests_without_sample,
+            slowness={endpoint: self.slowness(endpoint, now) for endpoint in self._factors},
+        )
+
+    def state(self, now: float) -> SpeedState:
+        """All that was learned, for another life of the process."""
+        factors = {
+            str(name): FactorState(one.log - self._recentred, one.samples, now - one.at)
+            for name, one in self._factors.items()
+        }
+        moment, onboarding = tuple(self._moment), self.onboarding.sums
+        return SpeedState(
+            self._scale,
+            tuple(self._theta),
+            _flat(self._gram),
+            moment,
+            onboarding,
+            self._samples,
+            factors,
+            self._scraped,
+        )
+
+    def resume(self, state: SpeedState, now: float, *, keep: Container[str], away_s: float) -> None:
+        """Go on from what was learned `away_s` seconds ago, of these endpoints only. ValueError for what cannot be."""
+        checked(state, scale=self._scale)
+        self._theta, self._moment = list(state.theta), list(state.moment)
+        self._gram = [list(state.gram[3 * i : 3 * i + 3]) for i in _DIMENSIONS]
+        self.onboarding.resume(state.onboarding, keep=keep)
+        self._samples, self._scraped = state.samples, state.scraped
+        for name, one in state.factors.items():
+            if name in keep and len(self._factors) < self._max_endpoints:
+                log = max(-_LOG_BOUND, min(_LOG_BOUND, one.log))
+                self._take_out(EndpointId(name))
+                self._put_in(EndpointId(name), _Factor(log + self._recentred, one.samples, now - away_s - one.age_s))
+        self._settle()
+
+    def _settle(self) -> None:
+        (t, u, v), (x, y, z) = self._theta, self._scale
+        self.seconds = (t * x, u * y, v * z, 1.0)
+
+    def _prefill_s(self, work: Features) -> float:
+        seconds = self.seconds
+        return work[0] * seconds[0] + work[1] * seconds[1] + work[2] * seconds[2]
+
+    def _fit(self, work: Features, pooled_s: float, predicted_s: float) -> None:
+        """One decayed step of weighted least squares; relative errors count, a large sample no more than a small."""
+        target_s = min(self._clip * predicted_s, max(predicted_s / self._clip, pooled_s))
+        weight, decay = 1.0 / (predicted_s * target_s), self._decay
+        x, y, z = self._scale
+        x, y, z = work[0] * x, work[1] * y, work[2] * z
+        moment, gram = self._moment, self._gram
+        for i, share in ((0, weight * x), (1, weight * y), (2, weight * z)):
+            moment[i] = decay * moment[i] + share * target_s
+            p, q, r = gram[i]
+            gram[i] = [decay * p + share * x, decay * q + share * y, decay * r + share * z]
+        self._solve()
+
+    def _solve(self) -> None:
+        """Ridge regression towards one common scale of the priors, by coordinate descent from the last solution.
+
+        Written out for its three dimensions: it runs at every first token.
+        """
+        (a, p, q), (_, b, r), (_, _, c) = self._gram  # symmetric
+        x, y, z = self._moment
+        common = (x + y + z) / (a + b + c + 2.0 * (p + q + r))
+        ridge = self._ridge / (common * common)
+        pull, low, high = ridge * common, common / _SCALE_BOUND, _SCALE_BOUND * common
+        x, y, z, a, b, c = x + pull, y + pull, z + pull, a + ridge, b + ridge, c + ridge
+        t, u, v = self._theta
+        for _ in range(_SWEEPS):
+            t = (x - p * u - q * v) / a
+            t = low if t < low else high if t > high else t
+            u = (y - p * t - r * v) / b
+            u = low if u < low else high if u > high else u
+            v = (z - q * t - r * u) / c
+            v = low if v < low else high if v > high else v
+        self._theta = [t, u, v]
+
+    def _move_factor(self, endpoint: EndpointId, factor: float, ratio: float, now: float) -> None:
+        """One step of the endpoint's log factor towards this sample's `ratio`, faster while it is new."""
+        known = self._take_out(endpoint)
+        samples = 0 if known is None else known.samples
+        log = math.log(factor)
+        residual = max(-1.0, min(1.0, math.log(ratio) - log))
+        log += max(self._gain, 1 / (samples + 6)) * residual
+        if known is None and len(self._factors) >= self._max_endpoints:
+            self._take_out(next(iter(self._factors)))  # the one without a sample for longest
+        log = max(-_LOG_BOUND, min(_LOG_BOUND, log))
+        self._put_in(endpoint, _Factor(log + self._recentred, samples + 1, now))
+        self._recentred += _RECENTRE * (self._logs / len(self._factors) - self._recentred)
+
+    def _put_in(self, endpoint: EndpointId, factor: _Factor) -> None:
+        self._factors[endpoint] = factor
+        self._logs += factor.log
+
+    def _take_out(self, endpoint: EndpointId) -> _Factor | None:
+        factor = self._factors.pop(endpoint, None)
+        if factor is not None:
+            self._logs -= factor.log
+        return factor
+
+
+def _flat(rows: list[list[float]]) -> tuple[float, ...]:
+    return tuple(value for row in rows for value in row)
+
+
+class FactorState(msgspec.Struct, array_like=True, frozen=True):
+    """One endpoint's log factor against the pool."""
+
+    log: float
+    samples: int
+    age_s: float  # of its last sample
+
+
+class SpeedState(msgspec.Struct, array_like=True, frozen=True):
+    """Coefficients are relative to `scale` (seconds for one unit of each feature)."""
+
+    scale: tuple[float, float, float]
+    theta: tuple[float, ...]
+    gram: tuple[float, ...]  # row by row
+    moment: tuple[float, ...]
+    onboarding: OnboardingSums
+    samples: int
+    factors: dict[str, FactorState]
+    scraped: int = 0  # of the samples
+
+
+def checked(state: SpeedState, *, scale: tuple[float, float, float]) -> None:
+    """Raises ValueError for a state no model of this scale could have been in."""
+    if state.scale != scale:
+        raise ValueError("learned from other priors")
+    if (len(state.theta), len(state.gram), len(state.moment)) != (3, 9, 3):
+        raise ValueError("of another shape")
+    onboarding = [number for sums in state.onboarding.values() for pair in sums.values() for number in pair]
+    numbers = (*state.theta, *state.gram, *state.moment, *onboarding)
+    logs = (value for one in state.factors.values() for value in (one.log, one.age_s))
+    if not all(map(math.isfinite, (*numbers, *logs))):
+        raise ValueError("not finite")
+    if min(state.theta) <= 0 or min(*state.gram, *state.moment, *onboarding) < 0:
+        raise ValueError("a negative time")
+    if state.samples and min(state.gram[0], sum(state.moment)) <= 0:
+        raise ValueError("samples without weight")

@@ -1,0 +1,161 @@
+"""In which order requests wait, at the router and in an engine: the one scale of urgency, and lines by tenant.
+
+Least goes first. Own work counts in seconds, so that short prompts overtake long ones (that shortens the mean wait
+most), and each second of waiting outweighs `ageing` seconds of it, so that no prompt waits for ever: only those go past
+a request that are shorter by more than `ageing` times what they came later. As a number that is fixed at arrival it
+needs no keeping up, and every router, restart and engine that is given it agrees on the order. Pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing.costs import Best
+
+#: Seconds of own work that one second of waiting outweighs.
+AGEING = 0.3
+
+#: Seconds that one level of a client's priority is worth: at the default ageing, ten seconds of waiting.
+LEVEL_S = 3.0
+
+#: What a tenant was granted counts half after this long.
+HALF_LIFE_S = 60.0
+#: No tenant is put behind by more: its requests wait, and do not starve.
+MAX_BEHIND_S = 10.0
+#: Tenants followed at once; further ones are never put behind.
+MAX_TENANTS = 1024
+
+_REFRESH_S = 1.0
+_FORGOTTEN_S = 0.001
+
+#: 2026-01-01 00:00 UTC: wall-clock seconds since then keep the numbers positive (what carries none counts as 0 in an
+#: engine and goes first) and exact.
+EPOCH_S = 1_767_225_600.0
+
+
+def urgency_s(
+    own_s: float, now: float, *, slowness: float = 1.0, ageing: float = AGEING, class_s: float = 0.0
+) -> float:
+    """Where a request that came at `now` stands: `own_s` pooled seconds of prefill on an endpoint `slowness` times as
+    slow as the pool, and `class_s` seconds that its class or tenant puts it ahead by (negative: behind)."""
+    return slowness * own_s + ageing * now - class_s
+
+
+def engine_priority(urgency: float) -> int:
+    """The same in milliseconds, as vLLM takes it in `priority`: an integer, the lower first."""
+    return round(1000.0 * urgency)
+
+
+class TenantTurns:
+    """Granted prefill seconds by tenant, decaying. A tenant is behind by what it was granted, an endpoint, above the
+    mean of all that were granted something; one alone is never behind."""
+
+    def __init__(self) -> None:
+        self._granted: dict[str, float] = {}
+        self._mean_s = 0.0
+        self._at = 0.0  # when all of it was decayed last
+
+    def grant_work(self, tenant: str, own_s: float, now: float) -> None:
+        """A request of so much work was placed."""
+        self._refresh(now)
+        granted = self._granted
+        if tenant in granted or len(granted) < MAX_TENANTS:
+            granted[tenant] = granted.get(tenant, 0.0) + own_s
+
+    def behind_s(self, tenant: str, endpoints: int, now: float) -> float:
+        """Seconds of urgency that the tenant's next request comes later, among so many endpoints."""
+        self._refresh(now)
+        excess = self._granted.get(tenant, 0.0) - self._mean_s
+        return min(MAX_BEHIND_S, max(0.0, excess / max(1, endpoints)))
+
+    def _refresh(self, now: float) -> None:
+        """Once a second at most, so that a request costs a look-up however many tenants there are."""
+        if now - self._at < _REFRESH_S:
+            return
+        left = 0.5 ** ((now - self._at) / HALF_LIFE_S)
+        granted = {tenant: s * left for tenant, s in self._granted.items() if s * left > _FORGOTTEN_S}
+        self._granted, self._at = granted, now
+        self._mean_s = sum(granted.values()) / len(granted) if granted else 0.0
+
+
+ItemT = TypeVar("ItemT")
+
+
+@dataclass(slots=True, eq=False)
+class Ticket(Generic[ItemT]):
+    """One request in the router queue."""
+
+    item: ItemT
+    own_s: float
+    queued_at: float
+    class_s: float
+    tenant: str
+    number: int = 0  # of its entry in a line; an entry of another number is void
+    best: Best | None = None  # the endpoint it is held for; None: it was not asked yet
+    released: bool = False  # released or cancelled
+
+
+#: (urgency, number, ticket), the most urgent first.
+Heap = list[tuple[float, int, Ticket[ItemT]]]
+
+
+class WaitingLines(Generic[ItemT]):
+    """A line for each endpoint and tenant; that of endpoint None has the requests that were not asked yet."""
+
+    def __init__(self) -> None:
+        self._lines: dict[EndpointId | None, dict[str, Heap[ItemT]]] = {}
+        self._number = 0  # of the latest entry
+        self._present = 0  # entries that are not void
+        self._entries = 0
+
+    def add(self, ticket: Ticket[ItemT], urgency: float) -> None:
+        """A request that is in no line joins that of its endpoint."""
+        self._number += 1
+        ticket.number = self._number
+        endpoint = None if ticket.best is None else ticket.best.endpoint.id
+        line = self._lines.setdefault(endpoint, {}).setdefault(ticket.tenant, [])
+        heapq.heappush(line, (urgency, ticket.number, ticket))
+        self._present += 1
+        self._entries += 1
+        if self._entries > 2 * self._present + 64:
+            self._sweep()
+
+    def remove(self, ticket: Ticket[ItemT]) -> None:
+        """A request leaves its line, if it is in one."""
+        self._present -= ticket.number > 0
+        ticket.number, ticket.best = 0, None
+
+    def clear(self) -> None:
+        """No request is in a line any more."""
+        self._lines.clear()
+        self._present = self._entries = 0
+
+    def endpoints(self) -> Iterator[EndpointId | None]:
+        """Those that a request is held for, and None if one was not asked yet."""
+        return (endpoint for endpoint in tuple(self._lines) if self.heads(endpoint))
+
+    def heads(self, endpoint: EndpointId | None) -> Heap[ItemT]:
+        """The most urgent request of each tenant there. Lines that are empty by now are forgotten."""
+        lines = self._lines.get(endpoint)
+        if lines is None:
+            return []
+        for tenant, line in tuple(lines.items()):
+            while line and line[0][1] != line[0][2].number:
+                heapq.heappop(line)
+                self._entries -= 1
+            if not line:
+                del lines[tenant]
+        if not lines:
+            del self._lines[endpoint]
+        return [line[0] for line in lines.values()]
+
+    def _sweep(self) -> None:
+        for lines in self._lines.values():
+            for line in lines.values():
+                line[:] = [entry for entry in line if entry[1] == entry[2].number]
+                heapq.heapify(line)
+        self._entries = self._present

@@ -1,0 +1,99 @@
+"""Prefill work in the features that its time is linear in, and what it takes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from kvproxy.base.types import LowerTokens
+
+#: A number that sums stay numbers with, where it comes from another process.
+Finite = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
+
+#: (requests, sum u, sum u*(c+u/2), sum o) for u uncached tokens after c cached ones, o pooled seconds to bring up those
+#: of these on lower tiers: what prefill time is linear in.
+Features = tuple[Finite, Finite, Finite, Finite]
+
+NO_WORK: Features = (0.0, 0.0, 0.0, 0.0)
+
+#: The engine works at once on about this many tokens of what is pending: a step's token budget.
+HEAD_TOKENS = 2048
+
+#: And on no more requests than this, however short they are.
+HEAD_REQUESTS = 256
+
+#: A running step is never believed to be further along than this share of its estimate.
+MAX_PROGRESS = 0.95
+
+#: A step that takes longer than so many times its estimate and this many seconds is not the one believed in: the
+#: engine does something else, and nothing of what is pending counts as done.
+OVERDUE, OVERDUE_S = 2.0, 0.05
+
+
+class PromptSplit(NamedTuple):
+    """A prompt's tokens at one endpoint."""
+
+    uncached_tokens: int  # to be computed
+    cached_tokens: int
+    lower: LowerTokens = ()  # of the cached ones, which are on lower tiers
+    onboarding_s: float = 0.0  # to bring these up
+
+
+def features_of(uncached_tokens: float, cached_tokens: float, onboarding_s: float = 0.0) -> Features:
+    """Prefill work of one request, whose cached tokens are brought up from lower tiers in `onboarding_s`."""
+    return (1.0, uncached_tokens, uncached_tokens * (cached_tokens + uncached_tokens * 0.5), onboarding_s)
+
+
+def prefill_s(uncached_tokens: float, cached_tokens: float, onboarding_s: float, seconds: Features) -> float:
+    """Time of one request's prefill: `seconds_of(features_of(...), seconds)`, written out for every pick."""
+    request_s, token_s, attention_s, _ = seconds
+    own = request_s + uncached_tokens * (token_s + attention_s * (cached_tokens + 0.5 * uncached_tokens))
+    return own + onboarding_s
+
+
+def seconds_of(work: Features, seconds: Features) -> float:
+    """Time of `work` when each unit of it takes `seconds`."""
+    return work[0] * seconds[0] + work[1] * seconds[1] + work[2] * seconds[2] + work[3] * seconds[3]
+
+
+def sum_of(a: Features, b: Features) -> Features:
+    """Both works together."""
+    return (a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3])
+
+
+def head_of(works: Iterable[Features]) -> Features:
+    """What the engine is at once at work on, of pending work with the oldest first."""
+    requests = tokens = attention = lower = 0.0
+    for a, b, c, d in works:
+        requests, tokens, attention, lower = requests + a, tokens + b, attention + c, lower + d
+        if tokens >= HEAD_TOKENS or requests >= HEAD_REQUESTS:
+            break
+    return (requests, tokens, attention, lower)
+
+
+def difference(a: Features, b: Features) -> Features:
+    """The first without the second."""
+    return (a[0] - b[0], a[1] - b[1], a[2] - b[2], a[3] - b[3])
+
+
+class Backlog(msgspec.Struct, frozen=True):
+    """What an engine still has to prefill at one moment."""
+
+    work: Features  # of everything pending
+    head: Features  # of what it is at work on
+    elapsed_s: float  # since that work began, as far as is known
+
+    def wait_s(self, seconds: Features, slowness: float) -> float:
+        """Until it would begin with a request placed now; `seconds` and `slowness` as in `EndpointLoad.wait_s`."""
+        if self.work is NO_WORK:
+            return 0.0
+        head_s = seconds_of(self.head, seconds)
+        progress = min(MAX_PROGRESS * slowness * head_s, max(0.0, self.elapsed_s))
+        if self.elapsed_s > OVERDUE * slowness * head_s + OVERDUE_S:
+            progress = 0.0
+        return max(0.0, slowness * seconds_of(self.work, seconds) - progress)
+
+
+IDLE = Backlog(NO_WORK, NO_WORK, 0.0)

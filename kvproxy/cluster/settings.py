@@ -1,0 +1,403 @@
+"""Clusters in the native configuration: endpoints, how one is chosen (and policies' parameters), what takes one out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from kvproxy.base.settings.model import Duration, Fraction, Model, Name, Secret
+from kvproxy.base.types import Tier
+from kvproxy.cluster.discovery_settings import DiscoverySettings
+
+
+class KvAwareSettings(Model):
+    """Weights of the cost."""
+
+    kappa: float | None = Field(default=None, ge=0, le=10)
+    """What a second of own work costs later requests; None: what `crowding` and `congestion` make of traffic."""
+    crowding: float = Field(default=0.25, ge=0, le=10)
+    """Share of those bound to the endpoint and expected until its backlog is over that own work delays."""
+    congestion: float = Field(default=0.2, ge=0, le=10)
+    """Share of all those expected while the pool's mean backlog lasts that own work delays."""
+    stall: float = Field(default=0.04, ge=0, le=1)
+    """What it costs each sequence it stalls there; 0.1 goes with a constant kappa of 1."""
+    foresight: float = Field(default=0.4, ge=0, le=10)
+    """How many of the endpoint's usual waits count: about as many turns as the session still has, discounted."""
+    hot_discount: float = Field(default=0.25, ge=0, le=1)
+    """What a missing hot token counts."""
+    target_itl: float | None = Field(default=None, ge=0.001, le=10)
+    """Seconds between two tokens of an answer that are to be kept where possible: an endpoint counts as dearer by what
+    its answers would end late by. None: answers may slow down where sequences gather on a hot prefix."""
+
+
+class PrefixAffinitySettings(Model):
+    """Thresholds. The defaults are the originals'."""
+
+    cache_threshold: Fraction = 0.3
+    """Share of the prompt that must be known somewhere for the prefix to decide."""
+    balance_abs_threshold: int = Field(default=64, ge=0, le=100_000)
+    """Requests in flight the busiest endpoint may be ahead of the idlest, before load decides..."""
+    balance_rel_threshold: float = Field(default=1.5, ge=1, le=1000)
+    """...if it is also ahead by this factor."""
+
+
+class DynamoSettings(Model):
+    """Weights of the cost. The defaults are the original's."""
+
+    prefill_load_scale: float = Field(default=1.0, ge=0, le=100)
+    """Weight of blocks to prefill against live blocks; once called the overlap weight."""
+    device_credit: float = Field(default=1.0, ge=0, le=10)
+    """What a block in engine memory saves of those to prefill (`overlap_score_credit`)."""
+    credit_decay: float = Field(default=0.0, ge=0, le=100)
+    """How fast that credit shrinks with the prefill an endpoint has pending beyond the least of all, measured in
+    prompts like this one: 1 halves it at one of them (`overlap_score_credit_decay`)."""
+    lower_tier_credit: float = Field(default=0.75, ge=0, le=1)
+    """What a block on a lower tier saves."""
+    active_request_weight: float = Field(default=0.0, ge=0, le=10_000)
+    """Blocks that each request in flight counts as, besides its own (`decode_active_request_weight`)."""
+    temperature: float = Field(default=0.0, ge=0, le=10)
+    """Above 0 the choice is drawn from the softmax of the negative costs."""
+    block_size: int = Field(default=16, ge=1, le=4096)
+    """Tokens of a block, as `active_request_weight` and the costs shown count them."""
+
+
+class DynamoAgenticSettings(DynamoSettings):
+    """The same weights, with those of the original's `--agentic` preset as defaults."""
+
+    prefill_load_scale: float = Field(default=4.0, ge=0, le=100)
+    """Weight of blocks to prefill against live blocks."""
+    device_credit: float = Field(default=2.0, ge=0, le=10)
+    """What a block in engine memory saves of those to prefill."""
+    active_request_weight: float = Field(default=64.0, ge=0, le=10_000)
+    """Blocks that each request in flight counts as, besides its own."""
+
+
+class LlmDSettings(Model):
+    """Weights of the score."""
+
+    prefix_weight: float = Field(default=2.0, ge=0, le=100)
+    """Of matched tokens."""
+    queue_weight: float = Field(default=1.0, ge=0, le=100)
+    """Of waiting requests."""
+    kv_weight: float = Field(default=1.0, ge=0, le=100)
+    """Of free KV memory."""
+    kv_capacity_tokens: int = Field(default=800_000, ge=1, le=1_000_000_000)
+    """KV memory of one endpoint, in tokens."""
+
+
+class LlmDStickySettings(Model):
+    """When it sticks to those that hold the prompt. The defaults are the original's."""
+
+    affinity_threshold: Fraction = 0.8
+    """Share of the prompt that an endpoint must hold for the request to stick to it."""
+    max_penalty_s: float = Field(default=18.0, ge=0, le=3600)
+    """Seconds that the best of them may take longer than the best other endpoint."""
+    peak_prefill_tokens_per_s: float = Field(default=15_928.0, ge=1, le=10_000_000)
+    """Tokens a second that an engine prefills at most: what pending tokens take. The default is that of Qwen 32B on two
+    H100; measure yours."""
+
+
+class PolicyParameters(Model):
+    """By policy, whichever part it plays in the cluster: its own, the shadow, one that clients may ask for."""
+
+    kv_aware: KvAwareSettings = KvAwareSettings()
+    """Weights of the expected cost."""
+    prefix_affinity: PrefixAffinitySettings = PrefixAffinitySettings()
+    """Thresholds between prefix and load."""
+    dynamo: DynamoSettings = DynamoSettings()
+    """Weights of Dynamo's cost."""
+    dynamo_agentic: DynamoAgenticSettings = DynamoAgenticSettings()
+    """The same, as Dynamo's preset for agents has them."""
+    llm_d: LlmDSettings = LlmDSettings()
+    """Weights of llm-d's scorers."""
+    llm_d_sticky: LlmDStickySettings = LlmDStickySettings()
+    """Bounds of llm-d's affinity."""
+
+
+class EnginePriorityMode(StrEnum):
+    """Whether forwarded requests carry `priority`, by which an engine orders those that wait in it."""
+
+    OFF = "off"  # bodies stay as clients sent them
+    ON = "on"  # the engines are started for it
+    AUTO = "auto"  # as long as none is found to ignore it
+
+
+class PriorityOrder(StrEnum):
+    """Which number an engine admits first."""
+
+    LOWEST_FIRST = "lowest_first"  # vLLM with `--scheduling-policy priority`
+    HIGHEST_FIRST = "highest_first"  # SGLang with `--enable-priority-scheduling`
+
+
+#: As many as vLLM can name.
+Rank = Annotated[int, Field(ge=0, le=65535)]
+
+_EVENT_ADDRESS = r"^(tcp://\S+:[1-9]\d{0,4})?$"
+
+
+class PolicyName(StrEnum):
+    """Balancing policies (see docs/policies.md)."""
+
+    RANDOM = "random"
+    ROUND_ROBIN = "round_robin"
+    LEAST_REQUEST = "least_request"
+    POWER_OF_TWO = "power_of_two"
+    CONSISTENT_HASH = "consistent_hash"
+    SESSION = "session"
+    KV_AWARE = "kv_aware"
+    PREFIX_AFFINITY = "prefix_affinity"
+    DYNAMO = "dynamo"
+    DYNAMO_AGENTIC = "dynamo_agentic"
+    LLM_D = "llm_d"
+    LLM_D_STICKY = "llm_d_sticky"
+    LMETRIC = "lmetric"
+    LEAST_TTFT = "least_ttft"
+
+
+#: What other routers call the same, letters and digits only: for "did you mean".
+POLICY_ALIASES = {
+    "rr": PolicyName.ROUND_ROBIN,
+    "roundrobin": PolicyName.ROUND_ROBIN,
+    "leastconn": PolicyName.LEAST_REQUEST,
+    "leastconnection": PolicyName.LEAST_REQUEST,
+    "leastconnections": PolicyName.LEAST_REQUEST,
+    "leastloaded": PolicyName.LEAST_REQUEST,
+    "leastload": PolicyName.LEAST_REQUEST,
+    "leastrequests": PolicyName.LEAST_REQUEST,
+    "leastbusy": PolicyName.LEAST_REQUEST,
+    "p2c": PolicyName.POWER_OF_TWO,
+    "poweroftwochoices": PolicyName.POWER_OF_TWO,
+    "ringhash": PolicyName.CONSISTENT_HASH,
+    "maglev": PolicyName.CONSISTENT_HASH,
+    "hash": PolicyName.CONSISTENT_HASH,
+    "sticky": PolicyName.SESSION,
+    "stickysession": PolicyName.SESSION,
+    "kvaware": PolicyName.KV_AWARE,
+    "kvcacheaware": PolicyName.KV_AWARE,
+    "kv": PolicyName.KV_AWARE,
+    "precise": PolicyName.KV_AWARE,
+    "cacheaware": PolicyName.PREFIX_AFFINITY,
+    "prefixaware": PolicyName.PREFIX_AFFINITY,
+    "prefixcache": PolicyName.PREFIX_AFFINITY,
+    "prefix": PolicyName.PREFIX_AFFINITY,
+}
+
+
+class HealthCheckSettings(Model):
+    """Active probing and passive ejection of endpoints.
+
+    When no endpoint of a model is well, all of them are used again (panic), so that probes that fail for all of them
+    never make a full outage. An endpoint that never passed a probe is out after the first failed one.
+    """
+
+    active: bool = True
+    """Probe each endpoint."""
+    path: str = "/health"
+    """Path probed; any 2xx is healthy. vLLM's `/v1/models` answers 200 even when its engine is dead."""
+    interval: Duration = 1.0
+    """Between two probes of one endpoint (jittered). An idle engine's death is noticed after about this long."""
+    timeout: Duration = 2.0
+    """A slower probe is a failed one."""
+    healthy_threshold: int = Field(default=1, ge=1)
+    """Probes in a row that bring an endpoint back."""
+    unhealthy_threshold: int = Field(default=2, ge=1)
+    """Failed probes in a row that take it out."""
+    eject_after: int = Field(default=3, ge=0)
+    """Failed requests in a row (connect errors, 5xx, timeouts) that eject an endpoint; 0 never ejects."""
+    eject_for: Duration = 10.0
+    """First ejection's length; doubles with each further one, up to `max_eject_for`."""
+    max_eject_for: Duration = 300.0
+    """Longest ejection."""
+    max_ejected: Fraction = 0.5
+    """Largest share of a cluster that passive ejection may take out (at least one endpoint may always be)."""
+    slow_start: Duration = 0.0
+    """Over this long after it comes back an endpoint's weight grows from a tenth to its own; 0 is off."""
+
+
+class BreakerSettings(Model):
+    """Circuit breaker of one endpoint (or of one operation of a helper service)."""
+
+    failure_threshold: int = Field(default=5, ge=1)
+    """Failures in a row that open it."""
+    recovery_timeout: Duration = 10.0
+    """How long it stays open before it lets probes through."""
+    half_open_max_calls: int = Field(default=2, ge=1)
+    """Probes let through at once while half open."""
+
+
+class EndpointRetrySettings(Model):
+    """What follows a failed attempt on one endpoint, before the first byte went to the client."""
+
+    attempts: int = Field(default=1, ge=1, le=20)
+    """Attempts on this endpoint in a row, the first included, before another one is tried."""
+    backoff: Duration = 0.1
+    """Pause before the second attempt on it; each further one is `multiplier` times longer."""
+    max_backoff: Duration = 5.0
+    """Longest of these pauses."""
+    multiplier: float = Field(default=2.0, ge=1, le=10)
+    """Growth of the pause; 1 keeps it constant."""
+    fallback: bool = True
+    """Then try another endpoint, as `retry` allows; false: this endpoint's failure is the answer."""
+
+
+class EventSources(Model):
+    """Where engines publish their KV events that cannot say it themselves (vLLM without `/kv_event_sources`).
+
+    As in their `--kv-events-config`: only ports are taken, the host is the endpoint's own. Each further data-parallel
+    rank publishes one port higher."""
+
+    endpoint: str = Field(default="", pattern=_EVENT_ADDRESS)
+    """Such as `tcp://*:5557`; empty: such engines are not followed."""
+    replay_endpoint: str = Field(default="", pattern=_EVENT_ADDRESS)
+    """Such as `tcp://*:5558`; empty: a gap in the events cannot be filled."""
+    data_parallel_size: int = Field(default=1, ge=1, le=1024)
+    """Ranks of each engine."""
+
+
+class DataParallelSettings(Model):
+    """Ranks of an engine that runs data-parallel (vLLM's `--data-parallel-size`, SGLang's `--dp-size`) behind one
+    address. Each has a cache of its own, so each is a candidate of its own, `ID@RANK`."""
+
+    steer: bool = True
+    """Choose the rank for each request and name it in `x-data-parallel-rank`; false: the engine balances."""
+    ranks: tuple[Rank, ...] = Field(default=(), max_length=256)
+    """Their numbers in the whole deployment, such as 4 to 7 for the second of two servers with four each; empty: found
+    out where the engine's metrics and its KV event sources say the same."""
+
+    @field_validator("ranks")
+    @classmethod
+    def _distinct(cls, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(ranks)) < len(ranks):
+            raise ValueError("a rank stands there twice")
+        return ranks
+
+
+class EndpointSettings(Model):
+    """One engine instance."""
+
+    id: Name
+    """Unique in its cluster; shown in `x-kvproxy-endpoint`."""
+    url: str
+    """`http://host:port` or `https://...`, with a base path if the engine has one."""
+    models: tuple[str, ...] = ()
+    """Models (and LoRA names) it serves; empty: every model of the cluster."""
+    weight: float = Field(default=1.0, gt=0, le=1000)
+    """Share of traffic relative to the others; of an engine with data-parallel ranks, that of each."""
+    instance_id: str = ""
+    """Its id at the LMCache controller; empty: the same as `id`."""
+    shared_kv: bool = True
+    """It reads the store that LMCache's directory calls shared: what any engine put there counts for it, too."""
+    api_key: Secret | None = None
+    """Sent to this endpoint alone as `Authorization: Bearer`, instead of the client's."""
+    ca_file: str = ""
+    """PEM file to verify an https endpoint with; empty: the system's."""
+    server_name: str = ""
+    """Name its certificate and the Host header are for, where `url` has an address; empty: the host in `url`."""
+    insecure: bool = False
+    """Do not verify an https endpoint's certificate (tests only)."""
+    kv_event_sources: EventSources = EventSources()
+    """Where it publishes KV events, for an older engine; unset: as `kv_event_sources` of the kvcache filter says."""
+    data_parallel: DataParallelSettings | None = None
+    """As the cluster's, for this engine alone; unset: the cluster's."""
+    retry: EndpointRetrySettings | None = None
+    """Attempts on this endpoint itself; unset: one, then another endpoint as `retry` at the top says."""
+    engine_priority: EnginePriorityMode | None = None
+    """As the cluster's, for this engine alone; unset: the cluster's."""
+    engine_priority_order: PriorityOrder | None = None
+    """As the cluster's, for this engine alone; unset: the cluster's."""
+    ready: bool = True
+    """False: it takes no new requests and finishes those it has. Sources that know set it, such as Kubernetes for a pod
+    that is not ready any more."""
+    labels: Mapping[str, str] = Field(default_factory=dict)
+    """Free text for people; shown in status."""
+
+
+class RouterQueueSettings(Model):
+    """Holding requests at the proxy while the endpoints they would go to have enough to prefill, so that short ones may
+    overtake."""
+
+    enabled: bool = True
+    """`queue: {}` turns it on."""
+    limit: int = Field(default=1024, ge=1, le=100_000)
+    """Requests held; further ones get 429 with `retry-after`."""
+    admit_below: Duration = 0.3
+    """An endpoint with less prefill pending takes a request at once."""
+    ageing: float = Field(default=0.3, ge=0, le=10)
+    """Seconds of own prefill that one second of waiting outweighs; in engines that take a `priority` too."""
+    max_wait: Duration = 300.0
+    """Then a request goes out whatever the endpoints have pending. A bound for clients that would give up, not a part
+    of the order: what goes out by it overtakes what is more urgent."""
+    priority_header: str = ""
+    """Header with an integer from -100 to 100, larger first; empty: all are alike. Let clients you trust send it. One
+    level is worth 3 s of prefill; in engines that take a `priority` too."""
+
+
+class AutoscalingSettings(Model):
+    """What `kvproxy_saturation` and `kvproxy_wanted_endpoints` measure by, for policies that learn speeds (see
+    docs/autoscaling.md). kvproxy scales nothing itself."""
+
+    wanted_wait: Duration = Field(default=0.5, gt=0)
+    """Prefill that a request may find waiting at its endpoint, in seconds: then saturation is 1."""
+    max_endpoints: int = Field(default=100, ge=1, le=10_000)
+    """More are never wanted."""
+
+
+class TierWeights(Model):
+    """What a cached token saves of computing it, by the tier it is kept on, until bringing tokens up from there was
+    measured; in engine memory it saves all. Too low a weight costs more than too high a one."""
+
+    pinned: Fraction = 0.75
+    """Host memory that the device reads by itself."""
+    host: Fraction = 0.75
+    """Host memory."""
+    disk: Fraction = 0.25
+    """Disk of the engine's machine."""
+    shared: Fraction = 0.75
+    """A store that several engines read."""
+
+    def of(self, tier: Tier) -> float:
+        """This tier's."""
+        return 1.0 if tier is Tier.DEVICE else float(getattr(self, tier.value))
+
+
+class ClusterSettings(Model):
+    """Endpoints that serve the same models."""
+
+    policy: PolicyName = PolicyName.KV_AWARE
+    """How an endpoint is chosen."""
+    shadow_policy: PolicyName | None = None
+    """A second policy that decides on the same traffic without effect; how it differs is counted. Empty: none."""
+    client_policies: tuple[PolicyName, ...] = ()
+    """Policies a client may ask for instead, in the router's `policy_header`; empty: none may. The cluster's own may
+    always be named then."""
+    parameters: PolicyParameters = PolicyParameters()
+    """What the policies weigh, where the defaults do not fit."""
+    tier_weights: TierWeights = TierWeights()
+    """What KV on host memory, disk or a shared store is worth at first (see docs/tiers.md)."""
+    endpoints: tuple[EndpointSettings, ...] = ()
+    """Static endpoints. Also written as a mapping `id: url`."""
+    discovery: DiscoverySettings = DiscoverySettings()
+    """Further endpoints that come and go."""
+    health: HealthCheckSettings = HealthCheckSettings()
+    """Probing and ejection."""
+    breaker: BreakerSettings = BreakerSettings()
+    """One breaker per endpoint."""
+    max_in_flight: int = Field(default=0, ge=0)
+    """Requests one endpoint (of an engine with data-parallel ranks: each rank) may have in flight before it counts as
+    saturated; 0: no bound."""
+    data_parallel: DataParallelSettings = DataParallelSettings()
+    """Ranks of the engines that have several behind one address."""
+    queue: RouterQueueSettings = RouterQueueSettings(enabled=False)
+    """The router queue, for policies that know how long a prefill takes (kv_aware, least_ttft); off unless given. With
+    `discovery` it also holds requests while there is no endpoint at all, until one is found."""
+    autoscaling: AutoscalingSettings = AutoscalingSettings()
+    """How many endpoints are wanted, as metrics."""
+    engine_priority: EnginePriorityMode = EnginePriorityMode.OFF
+    """Tell engines by the body's `priority` in which order to admit what waits in them, for the same policies: `on`
+    where they are started for it, `auto` where that is to be found out, `off` (see docs/engine-priority.md)."""
+    engine_priority_order: PriorityOrder = PriorityOrder.LOWEST_FIRST
+    """Which number these engines admit first: vLLM the lowest, SGLang the highest (unless it is started with
+    `--schedule-low-priority-values-first`)."""

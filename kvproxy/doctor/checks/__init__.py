@@ -1,1 +1,0 @@
-"""The checks of a visit, grouped by subject."""

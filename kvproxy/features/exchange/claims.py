@@ -1,0 +1,79 @@
+"""Which proxy does what is to be done once: each claim has an owner among the living, who grants it for a while."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from xxhash import xxh3_64_intdigest
+
+from kvproxy.base.bounded import BoundedMapping
+from kvproxy.base.types import Clock
+from kvproxy.features.exchange.peers import Peers
+from kvproxy.features.exchange.wire import ClaimAnswered, ClaimAsked, Message, Origin
+
+#: An owner that does not answer for so long grants nothing: what is to be done is thought of again.
+ANSWER_S = 0.5
+MAX_CLAIMS = 10_000
+
+
+class ClaimTable:
+    """What was granted, by its owner. One that runs out may be granted to another; its holder may have it again."""
+
+    def __init__(self, *, clock: Clock) -> None:
+        self._clock = clock
+        self._granted: BoundedMapping[str, tuple[Origin, float]] = BoundedMapping(MAX_CLAIMS)
+
+    def __len__(self) -> int:
+        return len(self._granted)
+
+    def grant(self, what: str, ttl_s: float, to: Origin) -> bool:
+        """Whether it is theirs for so long from now on."""
+        now, granted = self._clock(), self._granted.get(what)
+        if granted is not None and granted[0] != to and now < granted[1]:
+            return False
+        self._granted[what] = (to, now + ttl_s)
+        return True
+
+
+class PeerClaims:
+    """Claims by asking the owner: of all that live, itself included, the one whose name goes best with the claim's.
+    While proxies disagree on who lives two owners may grant the same, so that it is done twice."""
+
+    def __init__(self, peers: Peers, *, clock: Clock) -> None:
+        self.table = ClaimTable(clock=clock)
+        self._peers = peers
+        self._asked: dict[tuple[Origin, str], asyncio.Future[bool]] = {}
+
+    async def claim(self, what: str, ttl_s: float) -> bool:
+        """As of Claims."""
+        me = self._peers.origin
+        owner = owner_of(what, (me, *(peer.origin for peer in self._peers.living)))
+        if owner == me:
+            return self.table.grant(what, ttl_s, me)
+        answer = self._asked.get((owner, what))
+        if answer is None:
+            answer = self._asked[owner, what] = asyncio.get_running_loop().create_future()
+            self._peers.send_to(owner, ClaimAsked(me, what, ttl_s))
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await asyncio.shield(answer)
+        except TimeoutError:
+            return False
+        finally:
+            self._asked.pop((owner, what), None)
+
+    def receive(self, message: Message) -> None:
+        """A peer asks, or answers."""
+        if isinstance(message, ClaimAsked):
+            granted = self.table.grant(message.what, message.ttl_s, message.origin)
+            self._peers.send_to(message.origin, ClaimAnswered(self._peers.origin, message.what, granted))
+        elif isinstance(message, ClaimAnswered):
+            answer = self._asked.get((message.origin, message.what))
+            if answer is not None and not answer.done():
+                answer.set_result(message.granted)
+
+
+def owner_of(what: str, candidates: Iterable[Origin]) -> Origin:
+    """The one of them that everyone takes for the owner who knows the same ones."""
+    return max(candidates, key=lambda one: xxh3_64_intdigest(f"{what} {one} {one.epoch}".encode()))

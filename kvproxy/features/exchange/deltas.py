@@ -1,0 +1,201 @@
+"""What happens in one process as its peers are told of it, a struct a kind. Times are ages, never dates: peers share no
+clock."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvproxy.cache.clients.engine_metrics import EngineMetrics
+from kvproxy.cluster.prober import ProbeOutcome
+from kvproxy.cluster.routing.elsewhere import LoadRow
+from kvproxy.cluster.routing.work import Features, Finite
+from kvproxy.features.leases.leases import Lever, Why
+
+
+class _Delta(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    pass
+
+
+class Routed(_Delta, tag=1, frozen=True):
+    """A request goes to an endpoint; `number` names it until it is settled. `hashes` are its text blocks (u64)."""
+
+    cluster: str
+    endpoint: str
+    number: int
+    hashes: bytes
+
+
+class Settled(_Delta, tag=2, frozen=True):
+    """It is over. `reused`: blocks that the engine reused, where capacity is learned from it; `denied`: the engine had
+    only so many of those it was believed to hold; -1: nothing of the kind."""
+
+    cluster: str
+    number: int
+    prefilled: bool
+    lost: bool
+    reused: int
+    denied: int
+
+
+class Entered(_Delta, tag=3, frozen=True):
+    """An endpoint served a prompt that was routed there by another than a proxy."""
+
+    cluster: str
+    endpoint: str
+    hashes: bytes
+
+
+class Started(_Delta, tag=4, frozen=True):
+    """An engine's process began at this time, by its own clock."""
+
+    cluster: str
+    endpoint: str
+    started_at: Finite
+
+
+class SessionServed(_Delta, tag=5, frozen=True):
+    """Where a session (0: none) or response (0: none) was served last; no endpoint: the session is over."""
+
+    cluster: str
+    session: int
+    response: int
+    endpoint: str
+    age_s: Finite = 0.0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    keys: bytes = b""
+    root: bytes = b""
+
+
+class Counted(_Delta, tag=6, frozen=True):
+    """An engine counted a prompt's tokens. `key`: of its last message."""
+
+    model: str
+    key: int
+    prompt_bytes: int
+    prompt_tokens: int
+
+
+class Sample(_Delta, tag=7, frozen=True):
+    """An engine did `work` in so many busy seconds."""
+
+    cluster: str
+    endpoint: str
+    work: Features
+    busy_s: Finite
+    scraped: bool
+
+
+class Used(_Delta, tag=8, frozen=True):
+    """Message prefixes were asked for."""
+
+    keys: bytes
+    model: str
+    cache_salt: str
+    instance: str
+    session: int
+
+
+class Acted(_Delta, tag=9, frozen=True):
+    """Something was done at an LMCache instance; key 0: to all it holds. `tokens` (u32) where they are not too many."""
+
+    kind: str
+    instance: str
+    key: int
+    model: str
+    cache_salt: str
+    tokens: bytes = b""
+    age_s: Finite = 0.0
+
+
+class Spent(_Delta, tag=10, frozen=True):
+    """Charged to a rate limit's bucket. `limit`: which of the chain's."""
+
+    limit: int
+    key: str
+    kind: str
+    amount: float
+
+
+class Retried(_Delta, tag=11, frozen=True):
+    """Requests that began, and retries that were made."""
+
+    requests: int
+    retries: int
+
+
+class EngineRead(_Delta, tag=13, frozen=True):
+    """What an engine's metrics say, read just now."""
+
+    cluster: str
+    engine: str
+    metrics: EngineMetrics
+
+
+class Probed(_Delta, tag=14, frozen=True):
+    """How a probe of an engine went just now: to be heard by workers of the same machine."""
+
+    cluster: str
+    engine: str
+    outcome: ProbeOutcome
+
+
+class Awaited(_Delta, tag=15, frozen=True):
+    """A conversation between an answer and its next turn, as of Waiting. `key`: of its last prompt."""
+
+    key: int
+    client: str
+    tool: str
+    cluster: str
+    endpoint: str
+    tenant: str
+    session: int
+    asked_s: Finite | None
+    age_s: Finite
+
+
+class Returned(_Delta, tag=16, frozen=True):
+    """The next turn of a conversation is on its way."""
+
+    key: int
+
+
+class Leased(_Delta, tag=17, frozen=True):
+    """A prompt is kept for a conversation, or an engine confirmed that it is."""
+
+    of: Awaited
+    instance: str
+    lever: Lever
+    why: Why
+    tokens: int
+    held: bool
+    age_s: Finite
+    left_s: Finite
+
+
+class LeaseOver(_Delta, tag=18, frozen=True):
+    """It is not kept any more."""
+
+    key: int
+
+
+class Drained(_Delta, tag=12, frozen=True):
+    """An operator drains an endpoint, or does so no more."""
+
+    cluster: str
+    endpoint: str
+    draining: bool
+
+
+Delta = (
+    Routed | Settled | Entered | Started | SessionServed | Counted | Sample | Used | Acted | Spent | Retried
+    | EngineRead | Probed | Drained | Awaited | Returned | Leased | LeaseOver
+)  # fmt: skip
+
+
+class EndpointLoads(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One endpoint's ledger."""
+
+    cluster: str
+    endpoint: str
+    row: LoadRow

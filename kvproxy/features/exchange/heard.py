@@ -1,0 +1,251 @@
+"""What one peer says, done here: its deltas in order, its loads as they come. What is not known here is left out."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.actions.hotness import KnownPrefix
+from kvproxy.cache.actions.strategies import Action
+from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
+from kvproxy.cache.overlap.last_served import Served
+from kvproxy.cache.overlap.local_indexes import LocalIndexes
+from kvproxy.cache.providers import ActionKind
+from kvproxy.cluster.routing.elsewhere import Elsewhere
+from kvproxy.features.exchange import deltas
+from kvproxy.features.exchange.deltas import Delta, EndpointLoads
+from kvproxy.features.exchange.journal import Journal
+from kvproxy.features.exchange.watched import add_to_digest, numbers
+from kvproxy.features.exchange.wire import Origin, Standing
+from kvproxy.features.exchange.world import ClusterPart, World
+from kvproxy.features.leases import told_leases
+
+log = logging.getLogger("kvproxy.sync")
+
+#: Requests of one peer that are under way at a time; of more the oldest counts as served.
+MAX_OPEN = 65_536
+
+
+class Heard:
+    """One peer's. `world` is asked every time: a reload replaces it."""
+
+    def __init__(self, origin: Origin, world: Callable[[], World], journal: Journal) -> None:
+        self.origin = origin
+        self.told = self.digest = 0  # prompts heard of, as of Beat
+        self.unknown = self.failed = 0  # deltas about what is not known here, and that could not be applied
+        self.unsure = False  # one of them was of a request under way: until the peer says how it stands
+        self._world, self._journal = world, journal
+        self.open: dict[tuple[str, int], SpeculativeEntry] = {}  # requests of this peer that are under way
+        self._given_up: dict[tuple[str, int], SpeculativeEntry] = {}  # when it fell silent
+        self._rows: dict[tuple[str, str], int] = {}  # number of the batch that had its latest load
+        self._do: Mapping[type[Any], Callable[[Any, World, float], None]] = {
+            deltas.Routed: self._routed,
+            deltas.Settled: self._settled,
+            deltas.Entered: self._entered,
+            deltas.Started: self._started,
+            deltas.SessionServed: self._served,
+            deltas.Counted: self._counted,
+            deltas.Sample: self._sampled,
+            deltas.Used: self._used,
+            deltas.Acted: self._acted,
+            deltas.Spent: self._spent,
+            deltas.Retried: self._retried,
+            deltas.EngineRead: lambda delta, world, now: world.hear_engine(delta),
+            deltas.Probed: lambda delta, world, now: world.hear_probe(delta, near=origin.host == journal.origin.host),
+            deltas.Drained: self._drained,
+            **dict.fromkeys(told_leases.KINDS, told_leases.hear_lease),
+        }
+
+    def apply(self, said: Iterable[Delta], now: float) -> None:
+        """Deltas, the oldest first. One that cannot be applied is left out alone."""
+        world = self._world()
+        for delta in said:
+            self._try(self._do[type(delta)], delta, world, now)
+
+    def load(self, loads: Iterable[EndpointLoads], seq: int, now: float) -> None:
+        """Ledgers as of batch `seq`, in any order of these."""
+        clusters = self._world().clusters
+        for one in loads:
+            key, part = (one.cluster, one.endpoint), clusters.get(one.cluster)
+            if part is None or part.load(EndpointId(one.endpoint)) is None:
+                self.unknown += 1
+            elif self._rows.get(key, -1) < seq:
+                self._rows[key] = seq
+                self._tell(part, EndpointId(one.endpoint), one, now)
+
+    def resume(self, standing: Standing, now: float) -> None:
+        """It lives after all, and what it said meanwhile will come: what was given up is under way again."""
+        for one in standing.open:
+            if self._given_up.pop((one.cluster, one.number), None) is not None:
+                self._try(self._open_again, one, self._world(), now)
+        self.load(standing.loads, standing.seq, now)
+
+    def stand(self, standing: Standing, now: float) -> int:
+        """All that counts after a batch, whatever was lost before it: requests that are under way no more count as
+        served. Prompts that were never heard of."""
+        world, wanted = self._world(), {(one.cluster, one.number): one for one in standing.open}
+        for key in self.open.keys() - wanted.keys():
+            self._end(key, prefilled=True)
+        for key in self._given_up.keys() - wanted.keys():
+            self._end_after_all(key, self._given_up[key])
+        self._given_up.clear()
+        new = [one for key, one in wanted.items() if key not in self.open]
+        lost = standing.told - self.told - len(new)
+        for one in new:
+            self._try(self._open_again, one, world, now)
+        self.load(standing.loads, standing.seq, now)
+        self.told, self.digest, self.unsure = standing.told, standing.digest, False
+        return max(0, lost)
+
+    def leave(self, now: float) -> None:
+        """The peer is gone: its load goes with it, and what it had under way counts as never sent."""
+        self._given_up.update(self.open)
+        for key in list(self.open):
+            self._end(key, prefilled=False)
+        clusters = self._world().clusters
+        for cluster, endpoint in self._rows:
+            if (part := clusters.get(cluster)) is not None and part.load(EndpointId(endpoint)) is not None:
+                self._tell(part, EndpointId(endpoint), None, now)
+        self._rows.clear()
+
+    def _try(self, do: Callable[[Any, World, float], None], delta: Delta, world: World, now: float) -> None:
+        try:
+            do(delta, world, now)
+        except Exception:
+            self.failed += 1
+            if self.failed == 1:  # the rest is counted
+                log.exception("%s of %s could not be applied and is left out", type(delta).__name__, self.origin)
+            self.unsure |= isinstance(delta, deltas.Routed | deltas.Settled)
+
+    def _tell(self, part: ClusterPart, endpoint: EndpointId, one: EndpointLoads | None, now: float) -> None:
+        load = part.load(endpoint)
+        assert load is not None
+        load.elsewhere = load.elsewhere or Elsewhere(load)
+        before, row = load.in_flight, None if one is None else one.row
+        earlier = load.elsewhere.tell(self.origin, row, now)
+        part.load_told(endpoint, before)
+        if row is not None and earlier is not None and row.routed > earlier.routed:
+            routed_s, bound = row.routed_s - earlier.routed_s, row.bound - earlier.bound
+            part.placed_elsewhere(endpoint, routed_s, row.routed - earlier.routed, bound, now)
+
+    def _routed(self, delta: deltas.Routed, world: World, now: float) -> None:
+        self._count(delta.hashes)
+        if (delta.cluster, delta.number) not in self.open:
+            self._open_again(delta, world, now)
+
+    def _open_again(self, delta: deltas.Routed, world: World, now: float) -> None:
+        if (indexes := self._indexes(world, delta.cluster, delta.endpoint)) is not None:
+            endpoint, cursor = EndpointId(delta.endpoint), indexes.approximate.locate(numbers("Q", delta.hashes))
+            entry = indexes.approximate.route(endpoint, cursor, in_flight=indexes.follows_events)
+            self.open[delta.cluster, delta.number] = entry
+        if len(self.open) > MAX_OPEN:
+            self._end(next(iter(self.open)), prefilled=True)
+
+    def _settled(self, delta: deltas.Settled, world: World, now: float) -> None:
+        key, part = (delta.cluster, delta.number), world.clusters.get(delta.cluster)
+        if (given_up := self._given_up.pop(key, None)) is not None and delta.prefilled:
+            self._end_after_all(key, given_up)
+        entry, indexes = self.open.get(key), None if part is None else part.indexes
+        if entry is not None and indexes is not None:
+            if delta.reused >= 0:
+                indexes.capacities.observe_reuse(entry, delta.reused)
+            if delta.denied >= 0:
+                indexes.approximate.contradict(entry.endpoint, entry.cursor, delta.denied)
+            (indexes.approximate.confirm if delta.prefilled else indexes.approximate.rollback)(entry)
+            if delta.lost:
+                indexes.approximate.insert(entry.endpoint, entry.cursor)
+        self.open.pop(key, None)
+
+    def _end(self, key: tuple[str, int], *, prefilled: bool) -> None:
+        entry, part = self.open.pop(key), self._world().clusters.get(key[0])
+        if part is not None and part.indexes is not None:
+            index = part.indexes.approximate
+            (index.confirm if prefilled else index.rollback)(entry)
+
+    def _end_after_all(self, key: tuple[str, int], entry: SpeculativeEntry) -> None:
+        """A request that was given up had been served."""
+        if (indexes := self._indexes(self._world(), key[0], entry.endpoint)) is not None:
+            indexes.approximate.insert(entry.endpoint, entry.cursor)
+
+    def _entered(self, delta: deltas.Entered, world: World, now: float) -> None:
+        self._count(delta.hashes)
+        if (indexes := self._indexes(world, delta.cluster, delta.endpoint)) is not None:
+            cursor = indexes.approximate.locate(numbers("Q", delta.hashes))
+            indexes.approximate.insert(EndpointId(delta.endpoint), cursor)
+
+    def _indexes(self, world: World, cluster: str, endpoint: str) -> LocalIndexes | None:
+        """Those that know of the endpoint."""
+        part = world.clusters.get(cluster)
+        indexes = None if part is None or part.load(EndpointId(endpoint)) is None else part.indexes
+        self.unknown += indexes is None
+        return indexes
+
+    def _count(self, hashes: bytes) -> None:
+        self.told += 1
+        self.digest = add_to_digest(self.digest, hashes)
+
+    def _started(self, delta: deltas.Started, world: World, now: float) -> None:
+        if (indexes := self._indexes(world, delta.cluster, delta.endpoint)) is not None:
+            self._journal.starts[delta.cluster, delta.endpoint] = delta.started_at
+            indexes.process_started(EndpointId(delta.endpoint), delta.started_at)
+
+    def _served(self, delta: deltas.SessionServed, world: World, now: float) -> None:
+        part = world.clusters.get(delta.cluster)
+        if part is None or part.indexes is None:
+            self.unknown += 1
+            return
+        table = part.indexes.last_served
+        if not delta.endpoint:
+            table.forget(delta.session)
+            told_leases.end_waiting(delta.session, world)
+            return
+        keys, root = numbers("Q", delta.keys), numbers("Q", delta.root)
+        served = Served(EndpointId(delta.endpoint), 0, now - delta.age_s, delta.prompt_tokens, delta.tokens, keys, root)
+        table.adopt(delta.session, delta.response, served)
+
+    def _counted(self, delta: deltas.Counted, world: World, now: float) -> None:
+        if world.state is not None:
+            world.state.note_count(delta.model, (delta.key,) * bool(delta.key), delta.prompt_bytes, delta.prompt_tokens)
+
+    def _sampled(self, delta: deltas.Sample, world: World, now: float) -> None:
+        part, endpoint = world.clusters.get(delta.cluster), EndpointId(delta.endpoint)
+        if part is not None and part.load(endpoint) is not None:
+            part.observe_sample(endpoint, delta.work, delta.busy_s, now, scraped=delta.scraped)
+
+    def _used(self, delta: deltas.Used, world: World, now: float) -> None:
+        if world.actions is not None and delta.keys:
+            world.actions.hotness.adopt_use(
+                numbers("Q", delta.keys), model=delta.model, cache_salt=delta.cache_salt, instance=delta.instance,
+                now=now, session=delta.session,
+            )  # fmt: skip
+
+    def _acted(self, delta: deltas.Acted, world: World, now: float) -> None:
+        if world.actions is None or delta.kind not in ActionKind.__members__.values():
+            self.unknown += 1
+            return
+        prefix = None
+        if delta.key:
+            hotness, tokens = world.actions.hotness, numbers("I", delta.tokens)
+            prefix = hotness.find_prefix(delta.key) or KnownPrefix(
+                delta.key, delta.model, delta.cache_salt, deque(maxlen=1), delta.key, tokens
+            )
+            if tokens and not prefix.tokens:
+                hotness.learn_tokens([prefix], tokens)
+        action = Action(ActionKind(delta.kind), delta.instance, prefix, "elsewhere")
+        world.actions.adopt_action(action, now - delta.age_s)
+
+    def _spent(self, delta: deltas.Spent, world: World, now: float) -> None:
+        if 0 <= delta.limit < len(world.limits):
+            world.limits[delta.limit].take(delta.key, delta.kind, delta.amount, now)
+
+    def _retried(self, delta: deltas.Retried, world: World, now: float) -> None:
+        for budget in world.budgets:
+            budget.count_others(delta.requests, delta.retries, now)
+
+    def _drained(self, delta: deltas.Drained, world: World, now: float) -> None:
+        if (part := world.clusters.get(delta.cluster)) is not None:
+            self._journal.heard_drain(delta.cluster, delta.endpoint, draining=delta.draining)
+            part.drain(EndpointId(delta.endpoint), draining=delta.draining)

@@ -1,0 +1,156 @@
+"""How a new proxy comes to know what the others do: it asks one of those that answer, and another if that one dies.
+Pure; the time is an argument."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Sequence
+
+from xxhash import xxh3_64_intdigest
+
+from kvproxy.base.bounded import BoundedQueue
+from kvproxy.features.exchange.deltas import Delta
+from kvproxy.features.exchange.peer import Peer
+from kvproxy.features.exchange.wire import Batch, Message, Origin, Piece, Standing, Want
+
+log = logging.getLogger("kvproxy.sync")
+
+#: How long to wait for the first answer, for the next piece of what was asked for, and until it is in its place.
+ANSWER_S, PIECE_S, APPLY_S = 0.5, 2.0, 30.0
+#: A snapshot of a peer is not taken beyond this.
+MAX_SNAPSHOT_BYTES = 64 * 1024 * 1024
+#: What others say meanwhile is kept up to this; what is dropped is asked for again, as anything that was lost.
+MAX_BUFFERED_BYTES = 32 * 1024 * 1024
+_DELTA_BYTES = 100  # about what one is
+
+#: Given the peer, its snapshot and the rest as deltas; it has joined when that is done.
+ReceiveSnapshot = Callable[[Peer, bytes, Sequence[Delta]], None]
+#: Takes all the steps, at once or in slices.
+RunSteps = Callable[[Generator[None, None, None]], None]
+
+
+def run_at_once(steps: Generator[None, None, None]) -> None:
+    """In one go."""
+    for _ in steps:
+        pass
+
+
+class Joining:
+    """What others say meanwhile is held back; when it is over, however it went, `take` is given it in its order, in
+    steps."""
+
+    def __init__(
+        self,
+        origin: Origin,
+        *,
+        send_to: Callable[[Origin, Message], None],
+        receive: ReceiveSnapshot | None,
+        take: Callable[[Batch | Standing, int, float], None],
+        run: RunSteps,
+    ) -> None:
+        self.running = False
+        self.told = False  # one of the others told everything
+        self._origin = origin
+        self._send_to = send_to
+        self._receive = receive
+        self._take, self._run = take, run
+        self._until = 0.0
+        self._candidates: set[Origin] = set()
+        self._asked: set[Origin] = set()
+        self._peer: Origin | None = None  # asked for everything
+        self._number = self._size = 0  # of the piece that comes next, and of those before it
+        self._data: list[bytes] = []
+        self._deltas: list[Delta] = []
+        self._buffer: BoundedQueue[tuple[Batch | Standing, int]] = BoundedQueue(MAX_BUFFERED_BYTES)
+        self.dropped = 0  # messages held back for which there was no room
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether what comes now has to wait for what came before."""
+        return self.running or bool(self._buffer)
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Of what is held back."""
+        return self._buffer.held_bytes
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Of what is told so far."""
+        return self._size
+
+    def hold(self, message: Batch | Standing, size_bytes: int) -> None:
+        """Until it is over."""
+        self.dropped += self._buffer.append((message, size_bytes), size_bytes)
+
+    def begin(self, now: float) -> None:
+        """It is new."""
+        self._reset(now)
+        self.running = True
+
+    def heard_of(self, peer: Origin, now: float) -> None:
+        """One that could be asked."""
+        if peer not in self._asked:
+            self._candidates.add(peer)
+            if self._peer is None:
+                self._until = min(self._until, now + 0.1 * ANSWER_S)  # others may answer as well
+
+    def look(self, now: float) -> None:
+        """Now and then: whether it was waited for long enough."""
+        if self.running and now >= self._until:
+            self._ask_another(now)
+
+    def take_piece(self, peer: Peer, piece: Piece, now: float) -> None:
+        """A part of what was asked for."""
+        if not self.running or peer.origin != self._peer:
+            return
+        self._size += len(piece.data) + _DELTA_BYTES * len(piece.deltas)
+        if piece.number != self._number or self._size > MAX_SNAPSHOT_BYTES:
+            self._ask_another(now)
+            return
+        self._number += 1
+        self._until = now + (PIECE_S if piece.more else APPLY_S)
+        self._data.append(piece.data)
+        self._deltas += piece.deltas
+        if not piece.more and self._receive is not None:
+            self._receive(peer, b"".join(self._data), self._deltas)
+        elif not piece.more:
+            self.end(now)
+
+    def end(self, now: float, *, told: bool = False) -> None:
+        """What a peer knew is known here (`told`), or cannot be."""
+        if self.running:
+            self.told = told
+            self._reset(now)
+            self.running = False
+            self._run(self._release(now))
+
+    def _release(self, now: float) -> Generator[None, None, None]:
+        while self._buffer and not self.running:
+            message, size_bytes = self._buffer.popleft()
+            try:
+                self._take(message, size_bytes, now)
+            except Exception:  # as of one that comes now: the others behind it are not to wait for ever
+                log.exception("a message of %s could not be applied", message.origin)
+            yield
+
+    def _ask_another(self, now: float) -> None:
+        if not self._candidates:
+            self.end(now)
+            return
+        me = self._origin
+        self._peer = max(self._candidates, key=lambda one: xxh3_64_intdigest(f"{me} {one}".encode()))
+        self._candidates.discard(self._peer)
+        self._asked.add(self._peer)
+        self._forget_pieces()
+        self._until = now + PIECE_S
+        self._send_to(self._peer, Want(me))
+
+    def _reset(self, now: float) -> None:
+        self._until, self._peer = now + ANSWER_S, None
+        self._candidates, self._asked = set(), set()
+        self._forget_pieces()
+
+    def _forget_pieces(self) -> None:
+        self._number = self._size = 0
+        self._data, self._deltas = [], []

@@ -1,0 +1,250 @@
+"""One peer as it is heard: its batches put in order, what is missing of them, how late and how complete it is."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from kvproxy.features.exchange import deltas
+from kvproxy.features.exchange.heard import Heard
+from kvproxy.features.exchange.wire import Batch, Beat, Origin, Standing
+
+#: What is missing is asked for again after so long, and after so many times in short.
+ASK_AGAIN_S, ASKS = 0.1, 3
+#: What completeness is counted over.
+WINDOW_S = 60.0
+
+_LAGS, _OFFSET_S = 512, 30.0
+#: Sums: a snapshot has them whole.
+_SUMS = deltas.Spent, deltas.Sample
+
+
+class Peer:
+    """`ask` wants batches from a number on, or (0) how it stands; `has_room` says whether so many bytes that came too
+    early may be held; `was_told`: a snapshot was taken over. Times are of the receiver's clock."""
+
+    def __init__(
+        self,
+        origin: Origin,
+        heard: Heard,
+        *,
+        ask: Callable[[int], None],
+        has_room: Callable[[int], bool],
+        was_told: Callable[[], bool],
+        now: float,
+    ) -> None:
+        self.origin, self.heard = origin, heard
+        self.alive, self.heard_at = True, now
+        self.gaps = self.duplicates = self.lost = self.mismatches = 0  # lost: prompts never heard of
+        self.blocks = 0  # in its approximate indexes, as it says
+        self.joining = False
+        self.beat_sent_s: float | None = None  # its clock, at its latest beat
+        self.beat_at = now  # ours, when that came
+        self.lag = Lag()
+        self.early_bytes = 0  # of batches that wait for an earlier one, and of a standing that is not whole
+        self.dropped = 0  # of these, for which there was no room
+        self._ask, self._has_room, self._was_told = ask, has_room, was_told
+        self._next: int | None = None  # the batch that comes next; None: it is not known what was before
+        self._held: dict[int, tuple[Batch, int]] = {}
+        self._full = False  # one found no room: what was missed is not asked for batch by batch
+        self._asked_at: float | None = None
+        self._asks = self._summed = 0  # so often; the last batch of which sums are known already
+        self._unsure = False  # it was believed dead: it has to say how it stands
+        self._standing: list[tuple[Standing, int]] = []
+        self._marks: deque[tuple[float, int, int]] = deque(maxlen=256)  # when, prompts told, lost so far
+
+    @property
+    def waits(self) -> int:
+        """Batches that wait for an earlier one."""
+        return len(self._held)
+
+    @property
+    def in_order(self) -> bool:
+        """Nothing is known to be missing."""
+        return self._asked_at is None and self._next is not None
+
+    def begin(self) -> None:
+        """It is new: its first batch is number 1."""
+        self._next = 1
+
+    def take(self, message: Batch | Standing, size_bytes: int, now: float) -> None:
+        """What may have to wait for more, and takes so much while it does."""
+        if isinstance(message, Batch):
+            self._take_batch(message, size_bytes, now)
+        else:
+            self._stand(message, size_bytes, now)
+
+    def _take_batch(self, batch: Batch, size_bytes: int, now: float) -> None:
+        """Whenever it comes: loads count at once, deltas in their order and once."""
+        late_s = self.lag.observe(batch.sent_s, now)
+        self.heard.load(batch.loads, batch.seq, now - late_s)
+        if self._next is None and batch.seq == 1:
+            self._next = 1
+        if self._next is not None and batch.seq < self._next:
+            self.duplicates += 1
+        elif self._next == batch.seq:
+            self._apply(batch, now)
+            self._go_on(now)
+        else:
+            if batch.seq not in self._held and self._make_room(size_bytes):
+                self._held[batch.seq] = batch, size_bytes
+            self._miss(now)
+
+    def beat(self, beat: Beat, now: float) -> None:
+        """How far it is: the end of what it said may have been lost."""
+        self.blocks, self.joining, self.beat_sent_s = beat.blocks, beat.joining, beat.sent_s
+        self.beat_at = now
+        self.lag.observe(beat.sent_s, now)
+        if self._next is None and not beat.seq:
+            self._next = 1
+        if self._next is None or beat.seq >= self._next:
+            self._miss(now)
+            return
+        if self.in_order and beat.seq == self._next - 1:
+            if (beat.told, beat.digest) != (self.heard.told, self.heard.digest):
+                self.mismatches += 1
+                self.heard.told, self.heard.digest = beat.told, beat.digest
+            if self.heard.unsure:
+                self._unsure = True
+                self._request(now)
+            self._marks.append((now, beat.told, self.lost))
+
+    def _stand(self, standing: Standing, size_bytes: int, now: float) -> None:
+        """Its own word of how it stands: what was missing before, and cannot be sent again, is not waited for. Of one
+        that finds no room the rest of the requests under way counts as over."""
+        if self._standing and self._standing[0][0].seq != standing.seq:
+            self._forget_standing()
+        if standing.more:
+            if self._make_room(size_bytes):
+                self._standing.append((standing, size_bytes))
+            return
+        parts = [*(part for part, _ in self._standing), standing]
+        self._forget_standing()
+        self._unsure = False
+        whole = msgspec.structs.replace(
+            standing,
+            open=[one for part in parts for one in part.open],
+            loads=[one for part in parts for one in part.loads],
+        )
+        if self._next is None and standing.oldest == 1:
+            self._next, self._summed = 1, standing.seq if self._was_told() else 0
+        if self._next is not None and standing.oldest <= self._next <= standing.seq:
+            self.heard.resume(whole, now)
+            self._asks = 0
+            self._request(now)  # the batches, which can be sent again
+        elif self._next is None or self._next <= standing.seq + 1:
+            self._jump(whole, now)
+
+    def _jump(self, standing: Standing, now: float) -> None:
+        lost = self.heard.stand(standing, now)
+        self.lost += lost if self._next is not None else 0
+        self._next = standing.seq + 1
+        self._asked_at, self._asks, self._full = None, 0, False
+        for seq in [seq for seq in self._held if seq <= standing.seq]:
+            self._take_held(seq)
+        self._go_on(now)
+
+    def look(self, now: float) -> None:
+        """Now and then: what is still missing is asked for again."""
+        if self._asked_at is not None and self.alive and now - self._asked_at >= ASK_AGAIN_S:
+            self._request(now)
+
+    def revive(self, now: float) -> None:
+        """It was believed dead: its loads are wanted again, after what was missed."""
+        self.alive = True
+        self._asks = 0
+        self._unsure = True
+        self._request(now)
+
+    def die(self, now: float) -> None:
+        """It was not heard of for too long."""
+        self.alive = False
+        self._asked_at = None
+        self._held.clear()
+        self._standing.clear()
+        self.early_bytes, self._full = 0, False
+        self.heard.leave(now)
+
+    def completeness(self, now: float) -> tuple[int, int]:
+        """Prompts it told of in the last minute, and those of them never heard of."""
+        while len(self._marks) > 1 and now - self._marks[1][0] > WINDOW_S:
+            self._marks.popleft()
+        if not self._marks:
+            return 0, 0
+        (_, told, lost), (_, latest, lost_by_now) = self._marks[0], self._marks[-1]
+        return latest - told, lost_by_now - lost
+
+    def _apply(self, batch: Batch, now: float) -> None:
+        self._next = batch.seq + 1
+        known = _SUMS if batch.seq <= self._summed else ()
+        self.heard.apply((one for one in batch.deltas if not isinstance(one, known)), now)
+
+    def _go_on(self, now: float) -> None:
+        while self._next is not None and self._next in self._held:
+            self._apply(self._take_held(self._next), now)
+        if self._held:
+            self._miss(now)
+        elif self._next is not None and not self._unsure:
+            self._asked_at, self._asks = None, 0
+
+    def _miss(self, now: float) -> None:
+        if self._asked_at is None:
+            self.gaps += self._next is not None
+            self._request(now)
+
+    def _request(self, now: float) -> None:
+        self._asked_at = now
+        self._asks += 1
+        in_short = self._unsure or self._asks > ASKS or self._full
+        self._full = False
+        self._ask(0 if in_short or self._next is None else self._next)
+
+    def _make_room(self, size_bytes: int) -> bool:
+        if not self._has_room(size_bytes):
+            self.dropped += 1
+            self._full = True
+            return False
+        self.early_bytes += size_bytes
+        return True
+
+    def _take_held(self, seq: int) -> Batch:
+        batch, size_bytes = self._held.pop(seq)
+        self.early_bytes -= size_bytes
+        return batch
+
+    def _forget_standing(self) -> None:
+        self.early_bytes -= sum(size_bytes for _, size_bytes in self._standing)
+        self._standing.clear()
+
+
+class Lag:
+    """How long after it was sent what comes is here, without a common clock: beyond the fastest of late, and half the
+    fastest way there and back."""
+
+    def __init__(self) -> None:
+        self.seconds: deque[float] = deque(maxlen=_LAGS)
+        self.round_trip_s = 0.0  # the least seen; 0: none yet
+        self._least = self._least_before = float("inf")  # difference of the clocks and the way, now and before
+        self._since = 0.0
+
+    def observe(self, sent_s: float, now: float) -> float:
+        """Something came that was sent then, by the sender's clock: so long ago."""
+        difference = now - sent_s
+        if now - self._since > _OFFSET_S:
+            self._least_before, self._least, self._since = self._least, difference, now
+        self._least = min(self._least, difference)
+        late_s = difference - min(self._least, self._least_before) + 0.5 * self.round_trip_s
+        self.seconds.append(late_s)
+        return late_s
+
+    def went_around(self, seconds: float) -> None:
+        """There and back took so long."""
+        if seconds >= 0.0:
+            self.round_trip_s = min(self.round_trip_s, seconds) if self.round_trip_s else seconds
+
+    def quantile(self, share: float) -> float:
+        """Of the latest messages; 0 before the first."""
+        ordered = sorted(self.seconds)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

@@ -1,0 +1,249 @@
+"""The long-lived exchange with other processes: links, timers, and what is seen of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import socket
+from collections.abc import Generator, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from kvproxy.base.background_task import TaskSet, run_in_slices
+from kvproxy.base.types import Clock
+from kvproxy.cache.actions.strategies import Action
+from kvproxy.cache.service import KvCache
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.features.exchange import wire
+from kvproxy.features.exchange.claims import PeerClaims
+from kvproxy.features.exchange.datagrams import DatagramLink, Link, Siblings
+from kvproxy.features.exchange.journal import Journal
+from kvproxy.features.exchange.peer import Peer
+from kvproxy.features.exchange.peers import Peers, SyncStatus
+from kvproxy.features.exchange.shown import Namesake, describe, show
+from kvproxy.features.exchange.snapshot import SLICE_S, Handover
+from kvproxy.features.exchange.stores import NatsLink, RedisLink, StoreLink
+from kvproxy.features.exchange.wire import Origin
+from kvproxy.features.exchange.world import World
+from kvproxy.operate.config.schema import Config
+from kvproxy.operate.metrics.catalog import Metrics
+
+log = logging.getLogger("kvproxy.sync")
+
+T = TypeVar("T")
+
+#: Looks at what is missing, for each heartbeat.
+_LOOKS = 5
+
+
+class SyncService:
+    """An async context manager. `follow` tells it what there is to share, at the start and after each reload."""
+
+    def __init__(
+        self, config: Config, *, siblings: Siblings | None, metrics: Metrics, clock: Clock, wall_clock: Clock
+    ) -> None:
+        self._settings = settings = config.sync
+        self._siblings = siblings
+        self._metrics, self._clock, self._wall_clock = metrics, clock, wall_clock
+        port = config.listen.port or (os.getpid() if siblings is None else 0)
+        host = settings.replica or f"{socket.gethostname()}:{port}"
+        if siblings is not None and not settings.replica:
+            host = f"{host}-{xxh3_64_intdigest(str(siblings.folder).encode()) & 0xFFFF:04x}"
+        self.origin = Origin(host, 0 if siblings is None else siblings.number, int(wall_clock() * 1e6))
+        self.namesake = Namesake(self.origin, beat_s=settings.heartbeat, clock=clock)
+        self.journal = Journal(self.origin, on_news=self._on_news)
+        self.peers = Peers(
+            self.journal,
+            lambda: self._world,
+            send=self._send,
+            beat_s=settings.heartbeat,
+            serve=lambda peer: self._handover.give(peer),
+            receive_snapshot=lambda peer, data, rest: self._handover.take(peer, data, rest),
+            other=lambda message: self.claims.receive(message),
+            blocks=self._blocks,
+            run=self._run_later,
+        )
+        self.claims = PeerClaims(self.peers, clock=clock)
+        self.store: StoreLink | None = self._find_store()
+        self._alone_of = 1  # processes there were when the store was lost
+        self._workers: DatagramLink | None = None
+        self._links: list[Link] = []
+        self._world = World({})
+        self._tasks = TaskSet()
+        self._handover = Handover(self.peers, self._tasks, journal=self.journal, clock=clock, wall_clock=wall_clock)
+        self._timer: asyncio.TimerHandle | None = None
+        self._running = AsyncExitStack()
+        self._outcomes = metrics.sync.messages
+        if (store := self.store) is not None:
+            metrics.sync.store_up.set_source(lambda: [((), float(store.connected))])
+        show(
+            metrics, self.peers, self.journal, self._links, status=lambda: self.status, blocks=self._blocks, clock=clock
+        )
+
+    async def __aenter__(self) -> SyncService:
+        async with AsyncExitStack() as starting:
+            await starting.enter_async_context(self._tasks)
+            starting.callback(self._stop_timer)
+            if self._siblings is not None:
+                self._workers = DatagramLink(self._siblings, on_message=partial(self._heard, store=False))
+                self._links.append(await starting.enter_async_context(self._workers))
+            if self.store is not None:
+                self._links.append(await starting.enter_async_context(self.store))
+            self._running = starting.pop_all()
+        self.peers.join(self._clock())
+        self._tasks.start(self._keep_time(), name="sync")
+        if self.store is not None and self.store.keeps:
+            self._tasks.start(self._handover.keep_in(self.store, self), name="sync keep")
+        self._on_news()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._flush()
+        self.peers.leave()
+        await self._running.aclose()
+        self._links.clear()
+
+    def follow(self, world: World, kvcache: KvCache | None, clusters: Mapping[str, Cluster]) -> None:
+        """This is what is shared from now on."""
+        self._world = world
+        self._handover.follow(world, kvcache, clusters)
+        self.journal.follow(world)
+        if world.actions is not None:
+            world.actions.executor.claims = self
+
+    @property
+    def status(self) -> SyncStatus:
+        """In one word."""
+        status = self.peers.status
+        away = self.store is not None and not self.store.connected
+        return SyncStatus.DEGRADED if away and status is SyncStatus.SYNCED else status
+
+    def describe_state(self) -> dict[str, object]:
+        """For people."""
+        shown = describe(self.peers, self.journal, self._links, self.status, self._clock())
+        return {**shown, "namesake": self.namesake.lives}
+
+    # where replicas meet
+
+    def _find_store(self) -> StoreLink | None:
+        settings, rng = self._settings, random.Random()
+        for kind, url in ((RedisLink, settings.redis), (NatsLink, settings.nats)):
+            if url is not None:
+                return kind(
+                    url,
+                    wire.topic(settings.name),
+                    self.origin,
+                    on_message=partial(self._heard, store=True),
+                    on_change=self._store_changed,
+                    beat_s=settings.heartbeat,
+                    rng=rng,
+                )
+        return None
+
+    def _store_changed(self, reached: bool) -> None:
+        """Away: what is limited for all together falls to a share each, by those that there were. There again: one that
+        missed something asks for it, and one that never heard of another joins."""
+        now = self._clock()
+        if not reached:
+            self._alone_of = 1 + len(self.peers.living)
+        elif self.peers.known:
+            self.peers.beat(now)
+        else:
+            self.peers.join(now)
+        self._weigh()
+
+    def _weigh(self) -> None:
+        away = self.store is not None and not self.store.connected
+        self.journal.weight = max(1.0, self._alone_of / (1 + len(self._near()))) if away else 1.0
+
+    def _near(self) -> list[Peer]:
+        return [peer for peer in self.peers.living if peer.origin.host == self.origin.host]
+
+    # what is to be done once
+
+    async def claim(self, what: str, ttl_s: float) -> bool:
+        """As of Claims."""
+        if self.store is not None and (granted := await self.store.claim(what, ttl_s, self.origin)) is not None:
+            return granted
+        return await self.claims.claim(what, ttl_s)
+
+    def acted(self, action: Action) -> None:
+        """As of Claims."""
+        self.journal.acted(action)
+
+    # out
+
+    def _on_news(self) -> None:
+        if self._timer is None and self._tasks.running:
+            self._timer = asyncio.get_running_loop().call_later(self._settings.interval, self._flush)
+
+    def _flush(self) -> None:
+        self._stop_timer()
+        self.peers.publish(self._clock())
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _send(self, payload: bytes, to: Origin | None) -> None:
+        near = self._workers is not None and (to is None or to.host == self.origin.host)
+        if self._workers is not None and near:
+            self._workers.send(payload, to)
+        if self.store is not None and (to is None or not near):
+            self.store.send(payload, to)
+        self._outcomes.labels("sent").inc()
+        self._metrics.sync.bytes.labels("out").inc(len(payload))
+
+    async def _keep_time(self) -> None:
+        pause_s, looks = self._settings.heartbeat / _LOOKS, 0
+        while True:
+            await asyncio.sleep(pause_s)
+            looks += 1
+            try:
+                now = self._clock()
+                self.peers.look(now)
+                if looks % _LOOKS == 0:
+                    self.peers.beat(now)
+                    self._weigh()
+            except Exception:
+                log.exception("the exchange with other processes stumbled")
+
+    # in
+
+    def _heard(self, payload: bytes, *, store: bool) -> None:
+        self._metrics.sync.bytes.labels("in").inc(len(payload))
+        try:
+            message = wire.decode(payload)
+        except msgspec.DecodeError:
+            self._outcomes.labels("malformed").inc()
+            return
+        near = self._workers is not None and message.origin.host == self.origin.host
+        self.namesake.hear(message)
+        if near and store:
+            return  # it comes by the workers' own way
+        if near and self._workers is not None:
+            self._workers.know(message.origin.worker)
+        try:
+            self.peers.receive(message, len(payload), self._clock())
+            self._outcomes.labels("received").inc()
+        except Exception:
+            self._outcomes.labels("failed").inc()
+            log.exception("a message of %s could not be applied", message.origin)
+
+    def _run_later(self, steps: Generator[None, None, None]) -> None:
+        async def run() -> None:
+            await run_in_slices(steps, slice_s=SLICE_S, clock=self._clock)
+
+        if self._tasks.running:
+            self._tasks.start(run(), name="sync catches up")
+
+    def _blocks(self) -> int:
+        parts = self._world.clusters.values()
+        return sum(part.indexes.approximate.entries for part in parts if part.indexes is not None)

@@ -1,0 +1,25 @@
+"""Settings of the exchange between processes that decide as one."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from kvproxy.base.settings.model import Duration, Model, Name, Secret
+
+
+class SyncSettings(Model):
+    """Other kvproxy processes that decide as one with this one: what is routed, learned and spent in one is known in
+    all. Workers of one machine find each other by themselves; replicas meet at one of these."""
+
+    redis: Secret | None = None
+    """URL of a Redis or Valkey, such as `redis://:PASSWORD@host:6379/0` (`pip install 'kvproxy[redis]'`)."""
+    nats: Secret | None = None
+    """URL of a NATS server, such as `nats://USER:PASSWORD@host:4222` (`pip install 'kvproxy[nats]'`)."""
+    name: Name = "default"
+    """Replicas with the same name decide as one: they have the same configuration."""
+    replica: str = Field(default="", max_length=128)
+    """Name of this replica, different in each; empty: host name and port."""
+    interval: Duration = Field(default=0.005, ge=0.001, le=1)
+    """What happens here is told to the others after so long."""
+    heartbeat: Duration = Field(default=0.5, ge=0.05, le=60)
+    """How often each says that it is there; after three it did not say so, its load no longer counts."""

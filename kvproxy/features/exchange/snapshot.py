@@ -1,0 +1,207 @@
+"""All that a proxy knows, for one that is new: a snapshot as a warm restart has it, and the rest as deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import NoReturn, TypeVar
+
+import msgspec
+from xxhash import xxh3_64
+
+from kvproxy.base.background_task import TaskSet, run_in_slices
+from kvproxy.base.bounded import BoundedQueue
+from kvproxy.base.types import Clock
+from kvproxy.cache.actions.executor import Claims
+from kvproxy.cache.actions.strategies import Action
+from kvproxy.cache.providers import ActionKind
+from kvproxy.cache.service import KvCache
+from kvproxy.cache.snapshot_contents import Contents
+from kvproxy.cache.snapshot_format import Unusable, decode, pack_checksum
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.features.exchange import deltas
+from kvproxy.features.exchange.deltas import Delta
+from kvproxy.features.exchange.heard import Heard
+from kvproxy.features.exchange.journal import Journal, size_of
+from kvproxy.features.exchange.peer import Peer
+from kvproxy.features.exchange.peers import Peers
+from kvproxy.features.exchange.stores import StoreLink
+from kvproxy.features.exchange.watched import acted, session_served
+from kvproxy.features.exchange.wire import MAX_DELTAS, Origin, Piece, decode_deltas, encode_deltas
+from kvproxy.features.exchange.world import World
+from kvproxy.features.leases.told_leases import told_of
+
+#: Hashes and paths of the approximate indexes; the rest of a large one is learned anew.
+MAX_BYTES = 32 * 1024 * 1024
+_PIECE_BYTES = 48 * 1024
+#: What outlives all proxies: so much, for so long, written so often by one of them, which may die for so long before
+#: another one writes. Looked for so often at the start.
+MAX_KEPT_BYTES, KEPT_S, KEEP_EVERY_S, _KEEPER_S, RECALL_S = 2 * 1024 * 1024, 600.0, 10.0, 30.0, 0.2
+_KEPT = deltas.SessionServed, deltas.Spent
+#: One step holds the event loop no longer, and pieces go out with this pause: a worker's socket holds a few.
+SLICE_S, _PIECE_S = 0.003, 0.001
+
+log = logging.getLogger("kvproxy.sync")
+
+T = TypeVar("T")
+
+
+def take_pieces(
+    origin: Origin,
+    world: World,
+    kvcache: KvCache | None,
+    clusters: Mapping[str, Cluster],
+    *,
+    clock: Clock,
+    wall_clock: Clock,
+) -> Generator[None, None, list[Piece]]:
+    """In messages, in the order to send them. The proxy goes on between the steps."""
+    data = bytearray()
+    if kvcache is not None:
+        contents = Contents(kvcache.state, clusters=clusters, clock=clock, wall_clock=wall_clock)
+        checksum = xxh3_64()
+        for part in (yield from contents.take(MAX_BYTES)):
+            checksum.update(part)
+            data += part
+        data += pack_checksum(checksum)
+    parts = [bytes(data[at : at + _PIECE_BYTES]) for at in range(0, len(data), _PIECE_BYTES)]
+    pieces = [Piece(origin, number, part, [], True) for number, part in enumerate(parts)]
+    known, room = list[Delta](), _PIECE_BYTES
+    for delta in _deltas(world, clock()):
+        if known and (len(known) == MAX_DELTAS or size_of(delta) > room):
+            pieces.append(Piece(origin, len(pieces), b"", known, True))
+            known, room = [], _PIECE_BYTES
+            yield
+        known.append(delta)
+        room -= size_of(delta)
+    pieces.append(Piece(origin, len(pieces), b"", known, False))
+    return pieces
+
+
+def put_pieces(
+    data: bytes,
+    rest: Sequence[Delta],
+    heard: Heard,
+    kvcache: KvCache | None,
+    clusters: Mapping[str, Cluster],
+    *,
+    clock: Clock,
+) -> Generator[None, None, None]:
+    """What came of them. Raises Unusable for a snapshot that is none of ours; then nothing has been changed."""
+    if data and kvcache is not None:
+        snapshot = decode(data)
+        taken_at = snapshot.kept.taken_at  # by the peer's clock: it was taken just now
+        contents = Contents(kvcache.state, clusters=clusters, clock=clock, wall_clock=lambda: taken_at)
+        yield from contents.put_back(snapshot, max_age_s=0.0)
+    for at in range(0, len(rest), 50):
+        heard.apply(rest[at : at + 50], clock())
+        yield
+
+
+def _deltas(world: World, now: float) -> Iterator[Delta]:
+    for name, part in world.clusters.items():
+        if part.indexes is not None:
+            for session, response, served in list(part.indexes.last_served.entries()):
+                yield session_served(name, session, response, served, now)
+        for endpoint, draining in part.drained().items():
+            if draining:
+                yield deltas.Drained(name, str(endpoint), draining)
+    for limit, table in enumerate(world.limits):
+        yield from _spent(limit, table.missing(now))
+    if world.actions is not None and world.actions.pin is not None:
+        for (instance, _), lease in world.actions.pin.leases(now).items():
+            yield acted(Action(ActionKind.PIN, instance, lease.prefix, "pinned"), now - lease.pinned_at)
+    if world.actions is not None and world.actions.leasing is not None:
+        yield from told_of(world.actions.leasing.book, now)
+
+
+def take_kept(world: World, now: float) -> Generator[None, None, bytes]:
+    """Of that what no proxy could learn again: what limits charged, and where sessions are, the latest."""
+    kept: BoundedQueue[Delta] = BoundedQueue(MAX_KEPT_BYTES)
+    for number, delta in enumerate(_deltas(world, now)):
+        if isinstance(delta, _KEPT):
+            kept.append(delta, size_of(delta))
+        if number % 100 == 99:
+            yield
+    return encode_deltas(list(kept))
+
+
+def _spent(limit: int, missing: Iterator[tuple[str, str, float]]) -> Iterator[Delta]:
+    return (deltas.Spent(limit, key, kind, amount) for key, kind, amount in list(missing))
+
+
+class Handover:
+    """Gives what is known here to a new proxy, and takes what another gives."""
+
+    def __init__(self, peers: Peers, tasks: TaskSet, *, journal: Journal, clock: Clock, wall_clock: Clock) -> None:
+        self._peers, self._tasks, self._clock, self._wall_clock = peers, tasks, clock, wall_clock
+        self._kept = Heard(Origin("store", 0, 0), lambda: self._world, journal)
+        self._given: set[Origin] = set()  # at present
+        self.follow(World({}), None, {})
+
+    def follow(self, world: World, kvcache: KvCache | None, clusters: Mapping[str, Cluster]) -> None:
+        """This is what there is."""
+        self._world, self._kvcache, self._clusters = world, kvcache, clusters
+
+    def give(self, peer: Origin) -> None:
+        """All of it, a piece at a time."""
+        if peer not in self._given:
+            self._tasks.start(self._give(peer), name="sync snapshot")
+
+    def take(self, peer: Peer, data: bytes, rest: Sequence[Delta]) -> None:
+        """As of ReceiveSnapshot."""
+        self._tasks.start(self._take(peer, data, rest), name="sync join")
+
+    async def keep_in(self, store: StoreLink, claims: Claims) -> NoReturn:
+        """What would be lost with all proxies: read, if none is left to tell it, and then written by one of them."""
+        known = failed = False
+        while True:
+            await asyncio.sleep(KEEP_EVERY_S if known else RECALL_S)
+            if not store.connected or self._peers.newcomer.holds_back:
+                continue
+            try:
+                if not known and not self._peers.newcomer.told:
+                    await self._recall(store)
+                known = True
+                if await claims.claim("keep", _KEEPER_S):
+                    await store.keep(await self._in_slices(take_kept(self._world, self._clock())), KEPT_S)
+                failed = False
+            except Exception as error:  # noqa: BLE001 - whatever a library raises: it is tried again
+                if not failed:
+                    log.warning("%s keeps nothing for a restart (%s)", store.where, type(error).__name__)
+                known, failed = known or isinstance(error, msgspec.DecodeError), True
+
+    async def _recall(self, store: StoreLink) -> None:
+        data, age_s = await store.recall(KEPT_S)
+        said = decode_deltas(data) if data else []
+        for at in range(0, len(said), 50):
+            self._kept.apply(said[at : at + 50], self._clock() - age_s)
+            await asyncio.sleep(0)
+        log.info("%s kept %d things, for %.0f s", store.where, len(said), age_s)
+
+    async def _in_slices(self, steps: Generator[None, None, T]) -> T:
+        return await run_in_slices(steps, slice_s=SLICE_S, clock=self._clock)
+
+    async def _give(self, peer: Origin) -> None:
+        self._given.add(peer)
+        times = {"clock": self._clock, "wall_clock": self._wall_clock}
+        try:
+            steps = take_pieces(self._peers.origin, self._world, self._kvcache, self._clusters, **times)
+            for piece in await self._in_slices(steps):
+                self._peers.send_to(peer, piece)
+                await asyncio.sleep(_PIECE_S)
+        finally:
+            self._given.discard(peer)
+
+    async def _take(self, peer: Peer, data: bytes, rest: Sequence[Delta]) -> None:
+        told = False
+        try:
+            steps = put_pieces(data, rest, peer.heard, self._kvcache, self._clusters, clock=self._clock)
+            await self._in_slices(steps)
+            told = True
+            log.info("joined: %d bytes of index and %d other things from %s", len(data), len(rest), peer.origin)
+        except Unusable as error:
+            log.warning("the index of %s is not taken over: %s", peer.origin, error)
+        finally:
+            self._peers.newcomer.end(self._clock(), told=told)

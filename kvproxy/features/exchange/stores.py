@@ -1,0 +1,283 @@
+"""Where replicas of several machines meet: Redis or Valkey pub/sub, or NATS core. A connection that is lost is made
+again, after a while that is different for each; meanwhile nothing waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import SecretStr
+from xxhash import xxh3_64_hexdigest
+
+from kvproxy.base.background_task import BackgroundTask
+from kvproxy.base.bounded import BoundedQueue
+from kvproxy.features.exchange.datagrams import MESSAGE_BYTES
+from kvproxy.features.exchange.wire import Origin
+
+log = logging.getLogger("kvproxy.sync")
+
+#: What waits for the store.
+MAX_WAITING_BYTES = 16 * 1024 * 1024
+#: A store that takes no message for so long is away.
+TIMEOUT_S = 3.0
+#: Pause before it is tried again, doubling between these; any part of it by chance, so that replicas come one by one.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+#: What is still to be said at the end may take so long; and so many messages are sent in one go.
+LAST_WORD_S, _TOGETHER = 0.5, 128
+#: Looks without a word, one a heartbeat and no more often: one's own come back, unless the way back is gone.
+UNHEARD, LOOK_S = 10, 0.5
+
+
+class StoreLink(BackgroundTask):
+    """As of Link. `on_change` is called when the store is reached and when it is away."""
+
+    task_name = "sync store"
+    name: str
+    keeps = False
+
+    def __init__(
+        self,
+        url: SecretStr,
+        topic: str,
+        origin: Origin,
+        *,
+        on_message: Callable[[bytes], None],
+        on_change: Callable[[bool], None],
+        beat_s: float,
+        rng: random.Random,
+    ) -> None:
+        self.connected = False
+        self.dropped = 0
+        self._failed = False  # so far
+        self._url = url.get_secret_value()
+        self._topic = topic
+        self._own = self._place(origin)
+        self._pass_on, self._on_change = on_message, on_change
+        self._look_s = max(beat_s, LOOK_S)
+        self._unheard = 0  # looks since the last word
+        self._rng = rng
+        self._waiting: BoundedQueue[tuple[str, bytes]] = BoundedQueue(MAX_WAITING_BYTES)
+        self._news, self._sent = asyncio.Event(), asyncio.Event()
+
+    async def __aexit__(self, *_: object) -> None:
+        if self.connected and self._waiting:  # the last word: that this one ends
+            self._sent.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._sent.wait(), LAST_WORD_S)
+        await super().__aexit__()
+
+    @property
+    def held_bytes(self) -> int:
+        return self._waiting.held_bytes
+
+    @property
+    def where(self) -> str:
+        """Its address, without what it is asked with."""
+        parts = urlsplit(self._url)
+        return f"{parts.scheme}://{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}"
+
+    def send(self, payload: bytes, to: Origin | None) -> None:
+        if not self.connected:
+            self.dropped += 1
+            return
+        where = self._topic if to is None else self._place(to)
+        self.dropped += self._waiting.append((where, payload), len(payload) + MESSAGE_BYTES)
+        self._news.set()
+
+    async def claim(self, what: str, ttl_s: float, holder: Origin) -> bool | None:
+        """As of Claims; None: this store grants nothing."""
+        return None
+
+    async def keep(self, payload: bytes, ttl_s: float) -> None:
+        """For proxies that start when none is left to ask. Nothing where it `keeps` nothing."""
+
+    async def recall(self, ttl_s: float) -> tuple[bytes, float]:
+        """What is kept for so long, and how long it has been; b"" for nothing."""
+        return b"", 0.0
+
+    def _place(self, origin: Origin) -> str:
+        return f"{self._topic}.to.{xxh3_64_hexdigest(f'{origin} {origin.epoch}'.encode())}"
+
+    async def _run(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                async with self._connection() as connection:
+                    pause_s = FIRST_PAUSE_S
+                    self.connected = True
+                    log.info("%s is reached", self.where)
+                    self._on_change(True)
+                    async with asyncio.TaskGroup() as group:
+                        for work in (self._receive(connection), self._transmit(connection), self._watch()):
+                            group.create_task(work, name="sync store")
+            except Exception as error:  # noqa: BLE001 - whatever a library raises: the store is away
+                self._away(error)
+            await asyncio.sleep(pause_s * self._rng.random())
+            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+
+    def _away(self, error: Exception) -> None:
+        while isinstance(error, ExceptionGroup):  # of what runs side by side
+            error = error.exceptions[0]
+        if self.connected or not self._failed:
+            self._failed = True
+            log.warning("%s is away (%s): each replica goes on alone", self.where, type(error).__name__)
+        self._waiting.clear()
+        if self.connected:
+            self.connected = False
+            self._on_change(False)
+
+    def _on_message(self, payload: bytes) -> None:
+        self._unheard = 0
+        self._pass_on(payload)
+
+    async def _watch(self) -> None:
+        self._unheard = 0
+        while self._unheard < UNHEARD:  # counted, and not timed: what came while the loop stood still is read first
+            await asyncio.sleep(self._look_s)
+            self._unheard += 1
+        raise ConnectionError("what is said does not come back")
+
+    async def _transmit(self, connection: Any) -> None:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            while self._waiting:
+                taken = [self._waiting.popleft() for _ in range(min(_TOGETHER, len(self._waiting)))]
+                async with asyncio.timeout(TIMEOUT_S):
+                    await self._publish(connection, taken)
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise asyncio.CancelledError  # redis-py may take a cancellation for an error of its own
+            self._sent.set()
+
+    @abstractmethod
+    def _connection(self) -> AbstractAsyncContextManager[Any]: ...
+
+    @abstractmethod
+    async def _receive(self, connection: Any) -> None: ...
+
+    @abstractmethod
+    async def _publish(self, connection: Any, messages: list[tuple[str, bytes]]) -> None: ...
+
+
+#: Whoever holds the key may have it again; else it is free once its time is over.
+_CLAIM = """
+local holder = redis.call('GET', KEYS[1])
+if holder == false or holder == ARGV[1] then
+  return redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2]) and 1
+end
+return 0
+"""
+
+
+class RedisLink(StoreLink):
+    """Redis or Valkey. What is to be done once is claimed by a key with a time to live."""
+
+    name = "redis"
+    keeps = True
+    _client: Any = None
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[Any]:
+        from redis.asyncio import Redis
+
+        client = Redis.from_url(self._url, socket_connect_timeout=TIMEOUT_S)
+        try:
+            subscribed = client.pubsub()
+            async with asyncio.timeout(TIMEOUT_S):
+                await subscribed.subscribe(self._topic, self._own)
+                for _ in range(2):  # one answer a channel: from then on it is in force
+                    await subscribed.get_message(timeout=TIMEOUT_S)
+            self._client = client
+            yield subscribed
+        finally:
+            self._client = None
+            with contextlib.suppress(Exception):  # what is lost need not be closed
+                async with asyncio.timeout(TIMEOUT_S):
+                    await subscribed.aclose()  # type: ignore[no-untyped-call]
+                    await client.aclose()
+
+    async def _receive(self, connection: Any) -> None:
+        async for message in connection.listen():
+            if message["type"] == "message":
+                self._on_message(message["data"])
+
+    async def _publish(self, connection: Any, messages: list[tuple[str, bytes]]) -> None:
+        pipeline = self._client.pipeline(transaction=False)
+        for channel, payload in messages:
+            pipeline.publish(channel, payload)
+        await pipeline.execute()
+
+    async def keep(self, payload: bytes, ttl_s: float) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            await self._client.set(f"{self._topic}.kept", payload, px=int(1000 * ttl_s))
+
+    async def recall(self, ttl_s: float) -> tuple[bytes, float]:
+        pipeline = self._client.pipeline()
+        pipeline.get(f"{self._topic}.kept").pttl(f"{self._topic}.kept")
+        async with asyncio.timeout(TIMEOUT_S):
+            payload, left_ms = await pipeline.execute()
+        return payload or b"", max(0.0, ttl_s - left_ms / 1000)
+
+    async def claim(self, what: str, ttl_s: float, holder: Origin) -> bool | None:
+        client = self._client
+        if client is None:
+            return None
+        key, name = f"{self._topic}.claim.{what}", f"{holder} {holder.epoch}"
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return bool(await client.eval(_CLAIM, 1, key, name, int(1000 * ttl_s) or 1))
+        except Exception as error:  # noqa: BLE001 - as in `_run`
+            log.warning("%s grants no claim (%s)", self.where, type(error).__name__)
+            return False
+
+
+class NatsLink(StoreLink):
+    """NATS core."""
+
+    name = "nats"
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[Any]:
+        from nats.aio.client import Client
+
+        async def ignore(_: object = None) -> None: ...  # the library's own complaints: what fails is seen here
+
+        client = Client()
+        try:
+            await client.connect(
+                self._url, allow_reconnect=False, connect_timeout=int(TIMEOUT_S), ping_interval=2, error_cb=ignore
+            )
+            subscribed = [await client.subscribe(subject) for subject in (self._topic, self._own)]
+            await client.flush(timeout=int(TIMEOUT_S))
+            yield client, subscribed
+        finally:
+            transport = getattr(client, "_transport", None)  # left open by a client that lost its server
+            with contextlib.suppress(Exception):  # as above
+                async with asyncio.timeout(TIMEOUT_S):
+                    await client.close()
+            if transport is not None:
+                transport.close()
+
+    async def _receive(self, connection: Any) -> None:
+        _, subscribed = connection
+        async with asyncio.TaskGroup() as each:
+            for one in subscribed:
+                each.create_task(self._listen(one), name="sync subscription")
+
+    async def _listen(self, subscribed: Any) -> None:
+        async for message in subscribed.messages:
+            self._on_message(message.data)
+        raise ConnectionError("the subscription ended")
+
+    async def _publish(self, connection: Any, messages: list[tuple[str, bytes]]) -> None:
+        client, _ = connection
+        for subject, payload in messages:
+            await client.publish(subject, payload)
+        await client.flush(timeout=int(TIMEOUT_S))

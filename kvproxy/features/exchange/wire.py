@@ -1,0 +1,202 @@
+"""What proxies say to each other: the messages, as msgpack."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Protocol
+
+import msgspec
+
+from kvproxy.cache.indexes.approximate_snapshot import fingerprint
+from kvproxy.cluster.routing.work import Finite
+from kvproxy.features.exchange.deltas import Delta, EndpointLoads, Routed
+
+log = logging.getLogger("kvproxy.sync")
+
+#: Of what is said here; proxies of other versions, or that hash prompts otherwise, talk on another topic.
+VERSION = 2
+
+#: A message may not be larger, whatever carries it.
+MAX_BYTES = 60_000
+#: Of a longer prompt only the first blocks (2 MiB of text) are told: the most that fits into a batch beside others.
+MAX_BLOCKS = 6_000
+#: Deltas of one message: applying takes some 15 us each, and must not hold the event loop.
+MAX_DELTAS = 400
+
+#: Ledgers of one message.
+MAX_ROWS = 100
+#: What a message and each part of it take in memory at most, beside their bytes.
+_PART_BYTES = 200
+
+Deltas = Annotated[list[Delta], msgspec.Meta(max_length=MAX_DELTAS)]
+Rows = Annotated[list[EndpointLoads], msgspec.Meta(max_length=MAX_ROWS)]
+
+
+class Origin(msgspec.Struct, array_like=True, frozen=True, order=True, gc=False):
+    """One proxy process. Another `epoch` under the same host and worker is another life of it."""
+
+    host: str
+    worker: int
+    epoch: int
+
+    def __str__(self) -> str:
+        return f"{self.host}/{self.worker}"
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """What the next life of it has in common."""
+        return self.host, self.worker
+
+
+class _Message(msgspec.Struct, array_like=True, frozen=True):
+    origin: Origin
+
+
+class Batch(_Message, tag=1, frozen=True):
+    """Deltas in order; `seq` grows by one from batch to batch. `sent_s` is the sender's monotonic clock."""
+
+    seq: int
+    sent_s: Finite
+    deltas: Deltas
+    loads: Rows
+
+
+class Echo(msgspec.Struct, array_like=True, frozen=True):
+    """When a peer's latest beat was sent, by its clock, and how long ago it came."""
+
+    peer: Origin
+    sent_s: Finite
+    held_s: Finite
+
+
+class Beat(_Message, tag=2, frozen=True):
+    """A heartbeat: what was said so far, and how the sender is. `told`: prompts in its batches, `digest` their sum."""
+
+    seq: int
+    sent_s: Finite
+    told: int
+    digest: int
+    joining: bool
+    blocks: int  # in its approximate indexes
+    echoes: list[Echo]
+
+
+class Hello(_Message, tag=3, frozen=True):
+    """A new life begins: all others tell it how it stands."""
+
+
+class Bye(_Message, tag=4, frozen=True):
+    """It ends."""
+
+
+class Ask(_Message, tag=5, frozen=True):
+    """To one: its batches from this one on are missing; 0: all that it has is wanted in short."""
+
+    first: int
+
+
+class Standing(_Message, tag=6, frozen=True):
+    """To one: all loads and open requests after batch `seq`. More than fit into one message come in several, of which
+    only the last has `more` false, and the open ones of the others go before."""
+
+    seq: int
+    oldest: int  # batch that can be sent again
+    told: int
+    digest: int
+    open: list[Routed]
+    loads: Rows
+    more: bool
+
+
+class Want(_Message, tag=7, frozen=True):
+    """To one: everything it knows, please."""
+
+
+class Piece(_Message, tag=8, frozen=True):
+    """To one: a part of that: bytes of a snapshot in order, then deltas; the last has `more` false."""
+
+    number: int
+    data: bytes
+    deltas: Deltas
+    more: bool
+
+
+class ClaimAsked(_Message, tag=9, frozen=True):
+    """To one: may the sender do this, alone, for so long?"""
+
+    what: str
+    ttl_s: Finite
+
+
+class ClaimAnswered(_Message, tag=10, frozen=True):
+    """To one."""
+
+    what: str
+    granted: bool
+
+
+Message = Batch | Beat | Hello | Bye | Ask | Standing | Want | Piece | ClaimAsked | ClaimAnswered
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+_delta_decoder = msgspec.msgpack.Decoder(list[Delta])
+
+
+def encode(message: Message) -> bytes:
+    """As bytes."""
+    return _encoder.encode(message)
+
+
+def held_bytes(message: Batch | Standing, encoded_bytes: int) -> int:
+    """What it takes while it is held."""
+    parts = len(message.deltas) if isinstance(message, Batch) else len(message.open)
+    return encoded_bytes + _PART_BYTES * (1 + parts + sum(1 + len(one.row.head) for one in message.loads))
+
+
+class Drops(Protocol):
+    """Counts deltas that are not told."""
+
+    dropped: int
+
+
+def encode_batch(batch: Batch, drops: Drops) -> bytes:
+    """As bytes. Deltas that cannot be said, with a number too large, say, are left out and counted."""
+    try:
+        return encode(batch)
+    except (ValueError, OverflowError) as error:
+        log.warning("something is not told to other processes: %s", type(error).__name__)
+    said = [delta for delta in batch.deltas if _can_be_said(delta)]
+    drops.dropped += len(batch.deltas) - len(said)
+    return encode(msgspec.structs.replace(batch, deltas=said))
+
+
+def _can_be_said(delta: Delta) -> bool:
+    try:
+        _encoder.encode(delta)
+    except (ValueError, OverflowError):
+        return False
+    return True
+
+
+def decode(data: bytes) -> Message:
+    """Raises msgspec.DecodeError for anything else."""
+    if len(data) > 2 * MAX_BYTES:
+        raise msgspec.DecodeError("too large")
+    message: Message = _decoder.decode(data)
+    return message
+
+
+def encode_deltas(said: list[Delta]) -> bytes:
+    """Without a message around them."""
+    return _encoder.encode(said)
+
+
+def decode_deltas(data: bytes) -> list[Delta]:
+    """Raises msgspec.DecodeError for anything else."""
+    said: list[Delta] = _delta_decoder.decode(data)
+    return said
+
+
+def topic(name: str) -> str:
+    """Where proxies of one fleet that understand each other meet."""
+    return f"kvproxy.{name}.{VERSION}.{fingerprint():016x}"

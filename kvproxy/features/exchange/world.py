@@ -1,0 +1,173 @@
+"""What of a proxy its peers have a share in: the few places where it is read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+from typing import Protocol
+
+from kvproxy.base.resilience.retry import RetryBudget
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.actions.strategy_runner import StrategyRunner
+from kvproxy.cache.metrics_scraper import MetricsScraper
+from kvproxy.cache.overlap.local_indexes import LocalIndexes
+from kvproxy.cache.service import KvCache
+from kvproxy.cache.state import CacheState
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.prober import ProbeOutcome, TellProbe
+from kvproxy.cluster.routing.elsewhere import Others
+from kvproxy.cluster.routing.load import EndpointLoad
+from kvproxy.cluster.routing.policy import Policy
+from kvproxy.cluster.routing.work import Features
+from kvproxy.features.exchange.deltas import Delta, EngineRead, Probed
+from kvproxy.features.exchange.wire import Origin
+from kvproxy.proxy.filters.buckets import BucketTable
+
+
+class ClusterPart(Protocol):
+    """One cluster."""
+
+    @property
+    def indexes(self) -> LocalIndexes | None: ...
+
+    @property
+    def policy(self) -> Policy: ...
+
+    def loads(self) -> Iterable[tuple[EndpointId, EndpointLoad]]:
+        """The ledgers of the endpoints there are."""
+        ...
+
+    def load(self, endpoint: EndpointId) -> EndpointLoad | None:
+        """The ledger of this one; None: there is no such endpoint."""
+        ...
+
+    def load_told(self, endpoint: EndpointId, in_flight_before: int) -> None:
+        """Another proxy told of its load there."""
+        ...
+
+    def observe_sample(
+        self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool
+    ) -> None: ...
+
+    def placed_elsewhere(
+        self, endpoint: EndpointId, routed_s: float, requests: int, bound: int, now: float
+    ) -> None: ...
+
+    def drained(self) -> Mapping[EndpointId, bool]:
+        """Whether an operator drains it, by endpoint."""
+        ...
+
+    def drain(self, endpoint: EndpointId, *, draining: bool) -> None: ...
+
+    def watch_probes(self, tell: TellProbe) -> None:
+        """`tell` hears of each probe's engine and outcome."""
+
+    def hear_probe(self, engine: EndpointId, outcome: ProbeOutcome) -> None:
+        """Another process probed it just now."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All of it, as one configuration has it."""
+
+    clusters: Mapping[str, ClusterPart]
+    state: CacheState | None = None
+    actions: StrategyRunner | None = None
+    scraper: MetricsScraper | None = None
+    limits: Sequence[BucketTable] = ()
+    budgets: Sequence[RetryBudget] = ()
+
+    @classmethod
+    def of(
+        cls,
+        clusters: Mapping[str, Cluster],
+        kvcache: KvCache | None,
+        *,
+        limits: Sequence[BucketTable] = (),
+        budgets: Sequence[RetryBudget] = (),
+    ) -> World:
+        """Of a running proxy."""
+        parts = {name: RunningCluster(cluster, kvcache) for name, cluster in clusters.items()}
+        if kvcache is None:
+            return cls(parts, limits=limits, budgets=budgets)
+        return cls(parts, kvcache.state, kvcache.actions, kvcache.scraper, limits, budgets)
+
+    def keep_apart(self, own: Origin, lags_s: Mapping[Origin, float]) -> None:
+        """Policies are told of the processes that decide beside this one, and how late these are heard."""
+        delay_s = fmean(lags_s.values()) if lags_s else 0.0
+        others = Others(delay_s, 1 + len(lags_s), sum(one < own for one in lags_s)) if delay_s else None
+        for part in self.clusters.values():
+            part.policy.others = others
+
+    def watch_engines(self, add: Callable[[Delta], None]) -> None:
+        """What engines say, and how probes of them went, is added."""
+        if self.scraper is not None:
+            self.scraper.readings.tell = lambda *read: add(EngineRead(*read))
+        for name, part in self.clusters.items():
+            part.watch_probes(partial(_add_probe, add, name))
+
+    def hear_probe(self, delta: Probed, *, near: bool) -> None:
+        """Another proxy probed an engine: that says something here where it is on the same machine."""
+        part = self.clusters.get(delta.cluster)
+        if near and part is not None:
+            part.hear_probe(EndpointId(delta.engine), delta.outcome)
+
+    def hear_engine(self, delta: EngineRead) -> None:
+        """Another proxy read an engine."""
+        if self.scraper is not None:
+            self.scraper.hear(delta.cluster, delta.engine, delta.metrics)
+
+
+def _add_probe(add: Callable[[Delta], None], cluster: str, engine: EndpointId, outcome: ProbeOutcome) -> None:
+    add(Probed(cluster, engine, outcome))
+
+
+@dataclass(slots=True)
+class RunningCluster:
+    """As of ClusterPart."""
+
+    cluster: Cluster
+    kvcache: KvCache | None
+
+    @property
+    def indexes(self) -> LocalIndexes | None:
+        return None if self.kvcache is None else self.kvcache.overlap.indexes.get(self.cluster.name)
+
+    @property
+    def policy(self) -> Policy:
+        return self.cluster.policy
+
+    def loads(self) -> Iterable[tuple[EndpointId, EndpointLoad]]:
+        return ((endpoint.id, endpoint.load) for endpoint in self.cluster.endpoints)
+
+    def load(self, endpoint: EndpointId) -> EndpointLoad | None:
+        found = self.cluster.find_endpoint(endpoint)
+        return None if found is None else found.load
+
+    def load_told(self, endpoint: EndpointId, in_flight_before: int) -> None:
+        found = self.cluster.find_endpoint(endpoint)
+        if found is not None:
+            found.load_told(in_flight_before)
+            if self.cluster.queue is not None:
+                self.cluster.queue.on_load_decrease()
+
+    def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool) -> None:
+        self.cluster.policies.observe_sample(endpoint, work, busy_s, now, scraped=scraped)
+
+    def placed_elsewhere(self, endpoint: EndpointId, routed_s: float, requests: int, bound: int, now: float) -> None:
+        count = len(self.cluster.endpoints)
+        self.cluster.policies.placed_elsewhere(endpoint, routed_s, requests, bound, count, now)
+
+    def drained(self) -> Mapping[EndpointId, bool]:
+        return {endpoint.id: endpoint.draining for endpoint in self.cluster.endpoints}
+
+    def drain(self, endpoint: EndpointId, *, draining: bool) -> None:
+        self.cluster.drain_endpoint(endpoint, draining=draining)
+
+    def watch_probes(self, tell: TellProbe) -> None:
+        self.cluster.verdicts.tell_probe = tell
+
+    def hear_probe(self, engine: EndpointId, outcome: ProbeOutcome) -> None:
+        self.cluster.verdicts.hear_probe(engine, outcome)

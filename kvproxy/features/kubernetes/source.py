@@ -1,0 +1,138 @@
+"""Endpoints from Kubernetes: the pods behind a service or with some labels, as they come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from random import Random
+from typing import Any
+
+from kvproxy.base.errors import DiscoveryError
+from kvproxy.base.types import Clock, Sleep
+from kvproxy.cluster.discovery_settings import KubernetesDiscoverySettings
+from kvproxy.cluster.settings import EndpointSettings
+from kvproxy.cluster.sources.mirror import Mirror
+from kvproxy.features.kubernetes.client import SERVICE_ACCOUNT, Collection, KubernetesAccess
+from kvproxy.features.kubernetes.objects import (
+    SERVICE_LABEL,
+    EndpointSlice,
+    Found,
+    Made,
+    Pod,
+    endpoints_of_pods,
+    endpoints_of_slices,
+)
+
+_SLICES = "/apis/discovery.k8s.io/v1/endpointslices"
+_PODS = "/api/v1/pods"
+#: After a change was told, the next waits for so many times as long as that took: thousands of pods that change all the
+#: time take a tenth of the event loop.
+_REST = 9.0
+
+
+class KubernetesDiscovery:
+    """A pod is an endpoint from when it is ready until it is gone or about to be. One that is not ready any more stays,
+    and takes nothing new: what is known of its cache is worth keeping."""
+
+    def __init__(
+        self,
+        settings: KubernetesDiscoverySettings,
+        *,
+        env: Mapping[str, str] = os.environ,
+        clock: Clock,
+        rng: Random,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self._settings = settings
+        self._env = env
+        self._clock, self._rng, self._sleep = clock, rng, sleep
+        self._slices: Mirror[EndpointSlice] | None = None
+        self._pods: Mirror[Pod] | None = None
+        self._made = Made(settings)
+        self._known: frozenset[str] = frozenset()  # ids that were ready once
+
+    async def endpoints(self) -> Sequence[EndpointSettings]:
+        """Those there are now, listed."""
+        for mirror in await self._mirrors():
+            await mirror.list_all()
+        return self._found()[0]
+
+    async def follow(self, tell: Callable[[Sequence[EndpointSettings] | None, str], Awaitable[None]]) -> None:
+        """As of WatchedDiscovery."""
+        changed, loop = asyncio.Event(), asyncio.get_running_loop()
+        mirrors = await self._mirrors()
+        noted: list[str] = []
+
+        async def note() -> None:
+            noted[:] = [mirror.trouble for mirror in mirrors if mirror.trouble] or noted
+            changed.set()
+
+        async with asyncio.TaskGroup() as group:
+            for mirror in mirrors:
+                group.create_task(mirror.follow(note), name="kubernetes watch")
+            while True:
+                await changed.wait()
+                changed.clear()
+                began = loop.time()
+                for trouble in noted[:1]:  # also one that is over already
+                    await tell(None, trouble)
+                noted.clear()
+                if all(mirror.listed for mirror in mirrors):
+                    endpoints, fault = self._found()
+                    await tell(endpoints, next((mirror.trouble for mirror in mirrors if mirror.trouble), fault))
+                await asyncio.sleep(_REST * (loop.time() - began))  # what changes meanwhile is told together
+
+    async def _mirrors(self) -> list[Mirror[Any]]:
+        """Of what the settings need."""
+        if self._slices is None and self._pods is None:
+            settings = self._settings
+            access = self._access()
+            namespace = settings.namespace or await asyncio.to_thread(_own_namespace)
+            if settings.service:
+                selector = f"{SERVICE_LABEL}={settings.service}"
+                self._slices = self._mirror(
+                    Collection(access, _SLICES, EndpointSlice, selector=selector, namespace=namespace, rng=self._rng)
+                )
+            if settings.selector:
+                self._pods = self._mirror(
+                    Collection(access, _PODS, Pod, selector=settings.selector, namespace=namespace, rng=self._rng)
+                )
+        return [mirror for mirror in (self._slices, self._pods) if mirror is not None]
+
+    def _mirror(self, collection: Collection[Any]) -> Mirror[Any]:
+        return Mirror(collection, clock=self._clock, rng=self._rng, sleep=self._sleep)
+
+    def _access(self) -> KubernetesAccess:
+        api = self._settings.api
+        return (
+            KubernetesAccess(api.url, api.token_file, api.ca_file)
+            if api.url
+            else KubernetesAccess.in_cluster(self._env)
+        )
+
+    def _found(self) -> tuple[tuple[EndpointSettings, ...], str]:
+        pods = {} if self._pods is None else self._pods.items
+        self._made.begin()
+        if self._slices is not None:
+            found, faults = endpoints_of_slices(self._slices.items.values(), pods, self._made)
+        else:
+            found, faults = endpoints_of_pods(pods.values(), self._made)
+        members = tuple(self._members(found))
+        self._known = frozenset(one.id for one in members)
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        return members, faults[0] + more if faults else ""
+
+    def _members(self, found: Mapping[str, Found]) -> Iterator[EndpointSettings]:
+        for name, one in found.items():
+            if one.ready:
+                yield one.endpoint
+            elif name in self._known and not one.leaving:
+                yield self._made.unready(one.endpoint)
+
+
+def _own_namespace() -> str:
+    try:
+        return (SERVICE_ACCOUNT / "namespace").read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise DiscoveryError("no namespace is named, and this is no pod that has one: set `namespace`") from error

@@ -1,0 +1,40 @@
+"""Settings of the ledger: where it is written, and what tokens cost."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from kvproxy.base.settings.model import Duration, Model, Size
+
+
+class LedgerPrice(Model):
+    """What a million tokens of a model cost, in whatever unit the operator counts in."""
+
+    model: str = "*"
+    """As the client names it; a trailing `*` matches any rest. The first rule that matches counts."""
+    uncached: float = Field(default=0.0, ge=0)
+    """Prompt tokens that were computed."""
+    cached: float = Field(default=0.0, ge=0)
+    """Prompt tokens that the engine says it had cached."""
+    output: float = Field(default=0.0, ge=0)
+    """Tokens generated."""
+
+
+class LedgerSettings(Model):
+    """The ledger: one JSON line an answered request, with its tenant, model, tokens by kind, and price."""
+
+    path: str = ""
+    """File it is written to, one for each proxy; empty: none."""
+    prices: tuple[LedgerPrice, ...] = ()
+    """What tokens cost; without a rule for its model an entry has no price."""
+    bill_predicted: bool = False
+    """Price counts of cached tokens that kvproxy predicted and clients were told (`cached_tokens: predicted` of
+    `router`) as cached ones; else such prompts are priced as computed. Entries name them in either case."""
+    period: Duration = Field(default=86_400.0, le=31 * 86_400.0)
+    """A file holds no more than one of these, counted in UTC; 0: only its size ends it."""
+    max_file: Size = Field(default=64 * 1024 * 1024, ge=4096)
+    """A file that is full becomes `path`.1, and so on."""
+    max_files: int = Field(default=62, ge=2, le=10_000)
+    """Files kept, the present one included; the oldest goes first."""
+    max_queue: int = Field(default=100_000, ge=1, le=10_000_000)
+    """Entries waiting to be written; further ones are dropped and counted."""

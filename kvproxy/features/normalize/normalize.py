@@ -1,0 +1,187 @@
+"""Filter `normalize`: rewrites what clients put into their prompts that keeps engines from reusing them, where that
+proves to help."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+from starlette.types import ASGIApp
+from xxhash import xxh3_64_intdigest
+
+from kvproxy.base.types import Clock, InferenceRequest
+from kvproxy.cluster.routes import RouteTarget
+from kvproxy.features.hygiene.parts import is_system
+from kvproxy.features.normalize.normalize_rules import Piece, pieces_of, put_into, replaced_prompt, rewrite
+from kvproxy.features.normalize.normalize_trial import Trial, TrialState
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.filter_settings import NormalizeRule, NormalizeSettings
+from kvproxy.proxy.filters.chain import FilterContext
+from kvproxy.proxy.filters.step import Step
+from kvproxy.proxy.request.downstream import Downstream
+from kvproxy.proxy.request.exchange import Exchange
+from kvproxy.proxy.request.observer import RequestObserver
+from kvproxy.proxy.request.parse import decode_body
+from kvproxy.proxy.request.session import NO_CALLER
+
+log = logging.getLogger("kvproxy.filters")
+
+_VERDICTS = {
+    TrialState.ON: "[normalize] %s on for cluster %s: of prompts that are rewritten %.0f %% more is reused",
+    TrialState.OFF: "[normalize] %s off for cluster %s: of prompts that are rewritten no more is reused (%+.0f %%)",
+}
+
+
+class ResolvesRoutes(Protocol):
+    """The routes, as far as the filter needs them."""
+
+    def resolve(self, path: str, model: str) -> RouteTarget | None: ...
+
+
+class Trials:
+    """Those of all clusters, by the rules that change a prompt: where two things break a prefix, curing one of them
+    alone shows nothing. What they found outlives a reload."""
+
+    def __init__(self, *, share: float, seed: int, metrics: Metrics) -> None:
+        self._share = share
+        self._seed = seed
+        self._metrics = metrics
+        self._trials: dict[tuple[str, str], Trial] = {}
+
+    def of(self, cluster: str, rules: str) -> Trial:
+        """Made on first use."""
+        trial = self._trials.get((cluster, rules))
+        if trial is None:
+            trial = self._trials[cluster, rules] = Trial(share=self._share, seed=self._seed + len(self._trials))
+            self._show(cluster, rules, trial.state)
+        return trial
+
+    def record_verdict(self, cluster: str, rules: str, trial: Trial) -> None:
+        """The trial is over."""
+        log.info(_VERDICTS[trial.state], rules, cluster, 100 * (trial.gain or 0.0))
+        self._show(cluster, rules, trial.state)
+
+    def _show(self, cluster: str, rules: str, state: TrialState) -> None:
+        for one in TrialState:
+            self._metrics.bounds.normalize_state.labels(cluster, rules, one.value).set(one is state)
+
+
+class NormalizeFilter(Step):
+    """Rewrites the prompts that rules change, of the sessions that are chosen. Between `inference_request` and
+    `kvcache`: what follows sees the request as the engine will."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        rules: Sequence[NormalizeRule],
+        *,
+        routes: ResolvesRoutes,
+        trials: Trials,
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        super().__init__(app, metrics=metrics, clock=clock)
+        self._rules = rules
+        self._routes = routes
+        self._trials = trials
+
+    def before(self, exchange: Exchange, downstream: Downstream) -> None:
+        """The request goes on, rewritten or not; a body that was too long to be decoded at once is left alone."""
+        request, body = exchange.inference, exchange.body
+        if request is None or body is None or exchange.members is not None:
+            return
+        pieces = pieces_of(request.prompt)
+        changed, names = self._rewritten(pieces)
+        target = self._routes.resolve(downstream.scope["path"], request.model) if names else None
+        if target is None:
+            return
+        cluster, session, result = target.cluster.name, session_of(exchange.tenant, request), "left"
+        trial = self._trials.of(cluster, names)
+        if trial.applies(session):
+            changes = [(old, new) for old, new in zip(pieces, changed, strict=True) if old != new]
+            result = "rewritten" if put_all(exchange, downstream, request, changes) else "failed"
+        self.metrics.bounds.normalized.labels(cluster, names, result).inc()
+        if trial.state is TrialState.TRYING and result != "failed":
+            exchange.attach(TrialWatch(self._trials, trial, (cluster, names), session))
+
+    def _rewritten(self, pieces: Sequence[Piece]) -> tuple[Sequence[Piece], str]:
+        """The pieces after all rules, and the names of those that changed something."""
+        names = []
+        for rule in self._rules:
+            after = [rewrite(rule, piece) for piece in pieces]
+            if after != pieces:
+                pieces = after
+                names.append(rule.value)
+        return pieces, "+".join(names)
+
+
+class TrialWatch(RequestObserver):
+    """Tells the trial what became of one request that its rules change, or would."""
+
+    __slots__ = ("_of", "_session", "_trial", "_trials")
+
+    def __init__(self, trials: Trials, trial: Trial, of: tuple[str, str], session: int) -> None:
+        self._trials = trials
+        self._trial = trial
+        self._of = of
+        self._session = session
+
+    def finished(self, exchange: Exchange, now: float) -> None:
+        """By the engine's own count, where it gave one."""
+        prompt, cached = exchange.outcome.prompt_tokens, exchange.outcome.cached_tokens
+        if prompt is None or cached is None:
+            return
+        if self._trial.observe_turn(self._session, prompt_tokens=prompt, cached_tokens=cached) is not None:
+            self._trials.record_verdict(*self._of, self._trial)
+
+
+def session_of(tenant: str, request: InferenceRequest) -> int:
+    """A number for the session, or for a conversation without one: by its first message."""
+    name = request.session_key
+    if name is not None:
+        return xxh3_64_intdigest(f"{tenant}\0{name}".encode("utf-8", "surrogatepass"))
+    first = next((part for part in request.prompt.parts if not is_system(part)), b"")
+    return xxh3_64_intdigest(first)
+
+
+def put_all(
+    exchange: Exchange, downstream: Downstream, request: InferenceRequest, changes: Sequence[tuple[Piece, Piece]]
+) -> bool:
+    """Put the changed pieces into the body and the request. False, and nothing changed, where that cannot be done
+    without a doubt: what is parsed of the new body must be the old request with these changes."""
+    body = exchange.body
+    for before, after in changes:
+        body = None if body is None else put_into(body, before, after)
+    if body is None:
+        return False
+    wanted = replaced_prompt(request.prompt, changes)
+    parsed = decode_body(request.kind, body, NO_CALLER)
+    if parsed is None or parsed.prompt != wanted:
+        return False
+    exchange.body = downstream.replayed = body
+    exchange.inference = msgspec.structs.replace(request, prompt=wanted)
+    scope, length = downstream.scope, b"%d" % len(body)
+    scope["headers"] = [(name, length if name == b"content-length" else value) for name, value in scope["headers"]]
+    return True
+
+
+def build(app: ASGIApp, settings: NormalizeSettings, context: FilterContext) -> ASGIApp:
+    """The filter around `app`; `app` itself without rules."""
+    if not settings.rules:
+        return app
+    seed = context.rng.getrandbits(64)
+    trials = context.states.get(
+        Trials,
+        (settings.rules, settings.share),
+        lambda: Trials(share=settings.share, seed=seed, metrics=context.metrics),
+    )
+    return NormalizeFilter(
+        app,
+        settings.rules,
+        routes=context.services.routes,
+        trials=trials,
+        metrics=context.metrics,
+        clock=context.clock,
+    )

@@ -1,0 +1,250 @@
+"""One request's conversation with Envoy: which message may come when, and what each is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from enum import Enum, auto
+
+from kvproxy.base.background_task import TaskSet
+from kvproxy.features.picker import messages
+from kvproxy.features.picker.answer import CarriedAnswer
+from kvproxy.features.picker.carried import CarriedRequest, Placer
+from kvproxy.features.picker.grpc import Replies, Status
+from kvproxy.features.picker.messages import Beginning, BodyMode, DecodeError, Message, ProcessingRequest
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.placing import address_of, rank_headers
+from kvproxy.proxy.request.body import BodiesFull, BodyTooLarge, HeldBodies, SharedTimer
+from kvproxy.proxy.request.error_reply import LocalReply
+
+log = logging.getLogger("kvproxy.picker")
+
+_MODES = {BodyMode.BUFFERED: "buffered", BodyMode.BUFFERED_PARTIAL: "buffered", BodyMode.FULL_DUPLEX_STREAMED: "duplex"}
+_WAITS_FOR_BODY = frozenset(_MODES)
+_SEES_ANSWER = frozenset({BodyMode.STREAMED, BodyMode.FULL_DUPLEX_STREAMED})
+
+
+class _Stage(Enum):
+    HEADERS = auto()  # nothing came yet
+    BODY = auto()  # the client's body is on its way
+    PLACING = auto()
+    PLACED = auto()  # the engine has it
+    ANSWERED = auto()  # its answer is on its way
+    OVER = auto()
+
+
+class Conversations:
+    """What all conversations share: makes the one of each gRPC stream. Entered while any may run."""
+
+    def __init__(self, placer: Placer, *, held: HeldBodies, metrics: Metrics) -> None:
+        self.placer, self.held, self.metrics = placer, held, metrics
+        limits = placer.target.config.limits
+        self.most_bytes = limits.body
+        self.tasks = TaskSet()
+        self.bodies: SharedTimer[Conversation] = SharedTimer(limits.body_timeout, Conversation.body_is_late)
+
+    def begin(self, replies: Replies) -> Conversation:
+        """One request's."""
+        return Conversation(self, replies)
+
+
+class Conversation:
+    """A request is placed once its body is whole, or at its headers where Envoy sends no body or does not wait. It is
+    over with its answer, or when Envoy ends the stream, which it keeps open as long as the request lives."""
+
+    def __init__(self, shared: Conversations, replies: Replies) -> None:
+        self._shared, self._replies = shared, replies
+        self._stage, self._mode = _Stage.HEADERS, "headers"
+        self._request: CarriedRequest
+        self._answer: CarriedAnswer
+        self._begun: Beginning
+        self._pieces, self._size = list[bytes](), 0
+        self._trailers = False
+        self._task: asyncio.Task[None] | None = None
+
+    def message(self, raw: bytes) -> None:
+        """As of Call."""
+        if self._stage is _Stage.OVER:
+            return
+        try:
+            said = ProcessingRequest.FromString(raw)
+        except DecodeError:
+            self._fail("malformed", Status.INVALID_ARGUMENT, "not a ProcessingRequest")
+            return
+        kind = said.WhichOneof("request")
+        if kind == "request_headers" and self._stage is _Stage.HEADERS:
+            self._take_headers(said)
+        elif self._stage is _Stage.HEADERS:
+            self._fail("malformed", Status.INVALID_ARGUMENT, "the first message is not request_headers")
+        elif kind == "request_body":
+            self._take_body(said.request_body.body, ended=said.request_body.end_of_stream)
+        elif kind == "request_trailers":
+            self._take_trailers()
+        elif kind == "response_headers" and self._stage is not _Stage.ANSWERED:
+            self._take_answer(said)
+        elif kind == "response_body" and self._stage is _Stage.ANSWERED:
+            self._take_piece(said.response_body.body, ended=said.response_body.end_of_stream)
+        elif kind == "response_trailers" and self._stage is _Stage.ANSWERED:
+            self._replies.send(messages.RESPONSE_TRAILERS_TAKEN)
+            self._complete()
+        else:
+            self._fail("malformed", Status.INVALID_ARGUMENT, f"{kind} out of turn")
+
+    def half_closed(self) -> None:
+        """As of Call: the request is over."""
+        self._end()
+        self._replies.end()
+
+    def gone(self) -> None:
+        """As of Call."""
+        self._end()
+
+    def body_is_late(self) -> None:
+        """The client's body did not arrive in time. Envoy may not expect an answer now: the stream ends, and the client
+        gets what `status_on_error` says."""
+        self._fail("body_timeout", Status.DEADLINE_EXCEEDED, "the request body did not arrive in time")
+
+    def _take_headers(self, said: Message) -> None:
+        begun = self._begun = messages.read_beginning(said)
+        self._request = self._shared.placer.begin(begun.method, begun.path, begun.headers)
+        if begun.ended or begun.request_mode not in _WAITS_FOR_BODY:
+            self._place()
+            return
+        self._stage, self._mode = _Stage.BODY, _MODES[BodyMode(self._begun.request_mode)]
+        self._shared.bodies.add(self)
+        if self._mode == "buffered":
+            self._replies.send(messages.REQUEST_HEADERS_TAKEN)
+
+    def _take_body(self, body: bytes, *, ended: bool) -> None:
+        if self._stage is not _Stage.BODY:
+            if self._begun.request_mode in _WAITS_FOR_BODY:
+                self._fail("malformed", Status.INVALID_ARGUMENT, "request_body out of turn")
+            else:
+                self._replies.send(messages.REQUEST_BODY_TAKEN)
+            return
+        try:
+            if self._size + len(body) > self._shared.most_bytes:
+                raise BodyTooLarge(self._shared.most_bytes)
+            self._shared.held.hold_bytes(len(body))
+        except (BodyTooLarge, BodiesFull) as why:
+            self._refuse(why)
+            return
+        self._size += len(body)
+        if body:
+            self._pieces.append(body)
+        if ended or self._mode == "buffered":
+            self._place()
+
+    def _take_trailers(self) -> None:
+        if self._stage is not _Stage.BODY:
+            self._replies.send(messages.REQUEST_TRAILERS_TAKEN)
+            return
+        self._trailers = True
+        self._place()
+
+    def _place(self) -> None:
+        body = b"".join(self._pieces) if self._pieces and self._request.reads_body else None
+        self._shared.bodies.remove(self)
+        self._stage = _Stage.PLACING
+        self._task = self._shared.tasks.start(self._placing(body), name="place a request for Envoy")
+
+    async def _placing(self, body: bytes | None) -> None:
+        began = self._shared.placer.clock()
+        try:
+            sees = self._begun.response_mode in _SEES_ANSWER
+            replaced = await self._request.place(body, subset=self._begun.subset, sees_answer=sees)
+        except LocalReply as why:
+            self._refuse(why)
+            return
+        except asyncio.CancelledError:
+            self._request.give_back()  # its turn may have come in the moment it was cancelled
+            raise
+        except Exception:
+            log.exception("a request could not be placed")
+            self._fail("error", Status.INTERNAL, "the picker failed; its log says why")
+            return
+        self._stage = _Stage.PLACED
+        self._shared.metrics.picker.seconds.observe(self._shared.placer.clock() - began)
+        self._count("picked")
+        self._send_picked(replaced)
+        self._pieces = []  # the prompt is still held
+
+    def _send_picked(self, replaced: bytes | None) -> None:
+        listed = self._request.listed
+        destinations, headers = [address_of(each) for each in listed], rank_headers(listed[0])
+        whole = self._mode == "buffered"
+        self._replies.send(messages.picked(destinations, headers, with_body=whole, body=replaced))
+        if self._mode != "duplex":
+            return
+        body = b"".join(self._pieces) if replaced is None else replaced
+        for head, piece in messages.request_pieces(body, ended=not self._trailers):
+            self._replies.send(head, piece)
+        if self._trailers:
+            self._replies.send(messages.REQUEST_TRAILERS_TAKEN)
+
+    def _take_answer(self, said: Message) -> None:
+        """The head of the answer: the engine's, or Envoy's own, which may come before the request is placed."""
+        if self._stage is not _Stage.PLACED:
+            self._replies.send(messages.RESPONSE_HEADERS_TAKEN)
+            self._end()
+            return
+        address, details = messages.served_by(said)
+        self._answer = CarriedAnswer(self._request, *messages.read_answer(said))
+        self._stage = _Stage.ANSWERED
+        result = self._answer.locate(address, details)
+        self._shared.metrics.picker.served.labels(result).inc()
+        endpoint = self._request.exchange.outcome.endpoint
+        local = result in ("none", "unknown") or endpoint is None
+        self._replies.send(messages.RESPONSE_HEADERS_TAKEN if local else messages.served_headers(str(endpoint)))
+        if said.response_headers.end_of_stream:
+            self._complete()
+
+    def _take_piece(self, piece: bytes, *, ended: bool) -> None:
+        self._answer.piece(piece)
+        if self._begun.response_mode == BodyMode.FULL_DUPLEX_STREAMED:
+            self._replies.send(messages.response_piece(piece, ended=ended), piece)
+        else:
+            self._replies.send(messages.RESPONSE_BODY_TAKEN)
+        if ended:
+            self._complete()
+
+    def _complete(self) -> None:
+        if self._stage is _Stage.ANSWERED:
+            self._stage = _Stage.OVER
+            self._drop_body()
+            self._answer.completed()
+
+    def _refuse(self, why: LocalReply) -> None:
+        """The client gets this from Envoy, and nothing of the request is left."""
+        self._stage = _Stage.OVER
+        self._shared.bodies.remove(self)
+        self._drop_body()
+        self._count("refused")
+        self._replies.send(messages.refused(why, self._request.path))
+        self._request.refused(why)
+
+    def _fail(self, result: str, status: Status, what: str) -> None:
+        self._count(result)
+        self._replies.end(status, what)
+        self._end()
+
+    def _end(self) -> None:
+        """Whatever there was ends; what a pick reserved is given back."""
+        stage, self._stage = self._stage, _Stage.OVER
+        if stage in (_Stage.OVER, _Stage.HEADERS):
+            return
+        self._shared.bodies.remove(self)
+        self._drop_body()
+        if self._task is not None:
+            self._task.cancel()
+        if stage is _Stage.ANSWERED and self._begun.response_mode == BodyMode.NONE:
+            self._answer.completed()  # all that is seen of its end
+        else:
+            self._request.left()
+
+    def _drop_body(self) -> None:
+        self._shared.held.give_back(self._size)
+        self._pieces, self._size = [], 0
+
+    def _count(self, result: str) -> None:
+        self._shared.metrics.picker.requests.labels(self._mode, result).inc()

@@ -1,0 +1,192 @@
+"""Keeps a service's snapshot: read before the first request, written again and again and at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, TypeVar
+
+from kvproxy.base.background_task import BackgroundTask, run_in_slices
+from kvproxy.base.types import Clock, Sleep
+from kvproxy.cache.settings import SnapshotSettings
+from kvproxy.cache.snapshot_contents import Contents, Returned
+from kvproxy.cache.snapshot_format import Outcome, Unusable
+from kvproxy.cache.state import CacheState
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.features.snapshot.snapshot_file import SnapshotFile, Store, TimedThread
+from kvproxy.operate.metrics.catalog import Metrics
+
+log = logging.getLogger("kvproxy.kvcache")
+
+#: The event loop is held no longer than this at a time, and then left alone for as long as the pause.
+SLICE_S, PAUSE_S = 0.0005, 0.005
+#: For the file alone, at the start and at the end. A disk that takes longer is left to itself.
+FILE_TIMEOUT_S = 10.0
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Last:
+    """The snapshot there is."""
+
+    taken_at: float  # by the proxy's clock
+    size_bytes: int
+    took_s: float | None  # None: another life wrote it
+
+
+class WarmRestart(BackgroundTask):
+    """An async context manager around the service's other tasks: entered first, so that everything is there when they
+    start, and left last. Only a `fresh` service is filled; one that follows on another has it all already.
+
+    Nothing about the file ever fails a request, the start or the end.
+    """
+
+    task_name = "kvcache snapshots"
+
+    def __init__(
+        self,
+        settings: SnapshotSettings,
+        contents: Contents,
+        store: Store,
+        *,
+        fresh: bool,
+        metrics: Metrics,
+        clock: Clock,
+        sleep: Sleep = asyncio.sleep,
+        file_timeout_s: float = FILE_TIMEOUT_S,
+    ) -> None:
+        self._settings = settings
+        self._contents = contents
+        self._store = store
+        self._fresh = fresh
+        self._clock = clock
+        self._sleep = sleep
+        self._file_timeout_s = file_timeout_s
+        self._thread = TimedThread("kvcache snapshot")
+        self._last: Last | None = None
+        self._failing = False
+        self.restored: Outcome | None = None
+        self._returned: Returned | None = None
+        self._writes = metrics.snapshot.writes
+        self._restores = metrics.snapshot.restores
+
+    def show(self, metrics: Metrics) -> None:
+        """The gauges read it from now on."""
+        metrics.snapshot.bytes.set_source(self._sizes)
+        metrics.snapshot.age.set_source(self._ages)
+
+    async def __aenter__(self) -> Self:
+        if self._fresh:
+            await self._restore()
+        return await super().__aenter__()
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await super().__aexit__(*exc_info)
+        await self.write(pause_s=0.0)
+
+    def status(self) -> dict[str, object]:
+        """For people."""
+        last = self._last
+        return {
+            "path": self._settings.path,
+            "age_s": None if last is None else self._clock() - last.taken_at,
+            "bytes": None if last is None else last.size_bytes,
+            "took_s": None if last is None else last.took_s,
+            "failing": self._failing,
+            "restored": None if self.restored is None else self.restored.value,
+            "restored_blocks": 0 if self._returned is None else self._returned.blocks,
+            "restored_endpoints": 0 if self._returned is None else self._returned.endpoints,
+        }
+
+    async def write(self, *, pause_s: float = PAUSE_S) -> None:
+        """Take and keep one. A failure is said once, until one succeeds."""
+        began = self._clock()
+        try:
+            pieces = await self._sliced(self._contents.take(self._settings.max_bytes), pause_s)
+            size = await self._thread.call(lambda: self._store.write(pieces), timeout_s=self._file_timeout_s)
+        except Exception as error:  # noqa: BLE001 - logged there; the proxy works as well without a snapshot
+            self._failed(error)
+            return
+        self._writes.labels("written").inc()
+        if self._failing:
+            log.info("[kvcache] snapshots at %s are written again", self._settings.path)
+        self._failing = False
+        self._last = Last(began, size, self._clock() - began)
+
+    async def _run(self) -> None:
+        while True:
+            await self._sleep(self._settings.interval)
+            await self.write()
+
+    def _failed(self, error: Exception) -> None:
+        self._writes.labels("failed").inc()
+        if not self._failing:
+            ours = None if isinstance(error, OSError) else error
+            log.warning("[kvcache] no snapshot at %s: %s", self._settings.path, _reason(error), exc_info=ours)
+        self._failing = True
+
+    async def _restore(self) -> None:
+        try:
+            snapshot = await self._thread.call(self._store.read, timeout_s=self._file_timeout_s)
+            steps = self._contents.put_back(snapshot, max_age_s=self._settings.max_age)
+            self._welcome(await self._sliced(steps, 0.0), snapshot.size_bytes)
+            self.restored = Outcome.RESTORED
+        except Unusable as error:
+            self.restored = error.outcome
+            level = logging.INFO if error.outcome is Outcome.NONE else logging.WARNING
+            log.log(level, "[kvcache] starting empty: snapshot %s: %s", self._settings.path, error)
+        except OSError as error:
+            self.restored = Outcome.UNREADABLE
+            log.warning("[kvcache] starting empty: snapshot %s: %s", self._settings.path, _reason(error))
+        except Exception:
+            self.restored = Outcome.CORRUPT
+            log.exception("[kvcache] starting without snapshot %s", self._settings.path)
+        self._restores.labels(self.restored.value).inc()
+
+    def _welcome(self, returned: Returned, size_bytes: int) -> None:
+        self._returned = returned
+        self._last = Last(self._clock() - returned.age_s, size_bytes, None)
+        log.info(
+            "[kvcache] warm start: %d blocks at %d endpoints from %s, %.0f s old; endpoints left out: %d",
+            returned.blocks,
+            returned.endpoints,
+            self._settings.path,
+            returned.age_s,
+            returned.left_out,
+        )
+
+    async def _sliced(self, steps: Generator[None, None, T], pause_s: float) -> T:
+        return await run_in_slices(steps, slice_s=SLICE_S, clock=self._clock, pause_s=pause_s, sleep=self._sleep)
+
+    def _sizes(self) -> Iterator[tuple[tuple[str, ...], float]]:
+        if self._last is not None:
+            yield (), self._last.size_bytes
+
+    def _ages(self) -> Iterator[tuple[tuple[str, ...], float]]:
+        if self._last is not None:
+            yield (), self._clock() - self._last.taken_at
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def warm_restart(
+    settings: SnapshotSettings,
+    state: CacheState,
+    *,
+    clusters: Mapping[str, Cluster],
+    metrics: Metrics,
+    clock: Clock,
+    wall_clock: Clock,
+) -> WarmRestart | None:
+    """What the settings ask for; None without a path."""
+    if not settings.path:
+        return None
+    store = SnapshotFile(Path(settings.path), max_bytes=settings.max_bytes, wall_clock=wall_clock)
+    contents = Contents(state, clusters=clusters, clock=clock, wall_clock=wall_clock)
+    return WarmRestart(settings, contents, store, fresh=state.fresh, metrics=metrics, clock=clock)

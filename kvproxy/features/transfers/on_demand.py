@@ -1,0 +1,237 @@
+"""Transfers on demand: KV is copied to where a request goes.
+
+The plan is that of features/transfers/planner.py, which replays play. By itself a copy begins while the router queue
+holds the request, which keeps its place and waits for nothing. With `max_wait` it is part of the decision: the request
+has its place, and goes when the copy is there, or is not worth waiting for any more. Where a copy failed or is late the
+engine computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from kvproxy.base.types import EndpointId, Tier
+from kvproxy.cache.actions.hotness import KnownPrefix
+from kvproxy.cache.overlap.facts import RequestFacts
+from kvproxy.cache.overlap.sources import OverlapSources
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.routing.costs import own_s
+from kvproxy.cluster.routing.policy import Overlap, PickRequest
+from kvproxy.cluster.routing.selector import Decision
+from kvproxy.cluster.routing.speeds import SpeedModel
+from kvproxy.cluster.routing.work import prefill_s
+from kvproxy.cluster.screening import Refusal
+from kvproxy.features.transfers.planner import (
+    NOT_HELD,
+    STORE,
+    LinkTerms,
+    Transfer,
+    TransferPlanner,
+    landed,
+    near_tokens,
+)
+from kvproxy.features.transfers.transfers import STEP_TOKENS, Transfers
+from kvproxy.proxy.request.exchange import UNDER_WAY, TransferResult
+
+#: A copy takes at least so long: a call to the service, and asking whether it is over.
+LATENCY_S = 0.02
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """One that is under way, and the requests it is made for that wait still."""
+
+    tokens: int
+    source: str  # as of TransferResult
+    requests: list[RequestFacts] = field(default_factory=list)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A request's, for its copy, until then at most."""
+
+    copy: Copy
+    until: float
+
+
+class OnDemand:
+    """Made by `transfers`, within its limits and under its rules. Requests that go the same way share a copy."""
+
+    def __init__(self, transfers: Transfers, overlap: OverlapSources) -> None:
+        self._transfers = transfers
+        self._overlap = overlap
+        self._max_wait_s, self._clock = transfers.settings.max_wait, transfers.clock
+        #: Whether requests wait for their copies.
+        self.waits = self._max_wait_s > 0.0
+        self._planner = TransferPlanner(self._terms(), rng=transfers.rng)
+        #: Requests that wait, by the copies they wait for: instance and digest of what is copied there.
+        self._waiting: dict[tuple[str, int], Copy] = {}
+
+    def plan(self, facts: RequestFacts, decision: Decision[Endpoint], now: float) -> None:
+        """The router queue holds the request, which would go where this says. A copy begins if it is then cheaper."""
+        speeds = facts.cluster.speeds
+        if speeds is None or not self._is_long(facts):
+            return
+        planner, asked, endpoints = self._planner, decision.request, decision.candidates
+        if (offered := self._offer(facts, asked, endpoints, speeds, now)) is asked:
+            return
+        planned = facts.cluster.decide(offered, now)
+        transfer = None if isinstance(planned, Refusal) else planner.find_transfer(planned)
+        if transfer is not None:
+            self._begin(facts, transfer, speeds)
+
+    def offer(self, facts: RequestFacts, asked: PickRequest, now: float) -> tuple[PickRequest, str]:
+        """What is to be decided with what could be copied, and the limit that refuses that (a metric label) or ""."""
+        cluster = facts.cluster
+        speeds = cluster.speeds
+        if facts.transfer is not None or speeds is None or cluster.queue is None or not self._is_long(facts):
+            return asked, ""
+        offered = self._offer(facts, asked, cluster.candidates(asked.model, now), speeds, now)
+        lacking = [
+            offered.facts.matched_tokens(one) - near_tokens(facts.overlaps.by_endpoint.get(one, NOT_HELD))
+            for one in offered.transfer_s or ()
+        ]
+        if refused := self._transfers.link.why_refused(max(lacking), math.inf) if lacking else "":
+            return asked, refused
+        return offered, ""
+
+    def count_refused(self, reason: str) -> None:
+        """A request's copies were not begun."""
+        self._transfers.metrics.refused.labels(reason).inc()
+
+    def begin(self, facts: RequestFacts, decision: Decision[Endpoint], now: float) -> Wait | None:
+        """The request has its place: its copy, if the decision was made with one, begins."""
+        transfer, speeds, here = self._planner.find_transfer(decision), facts.cluster.speeds, decision.endpoint
+        if speeds is None or facts.tokens is None:
+            return None
+        if transfer is None:
+            copy = self._join(facts, here)
+            saved_s = 0.0 if copy is None else prefill_s(copy.tokens, 0, 0.0, speeds.seconds)
+        else:
+            copy = self._begin(facts, transfer, speeds)
+            saved_s = own_s(facts.overlaps, here.id, speeds) - own_s(decision.request.facts, here.id, speeds)
+        if copy is None:
+            return None
+        return Wait(copy, now + min(self._max_wait_s, saved_s * speeds.slowness(here.id, now)))
+
+    async def wait(self, facts: RequestFacts, wait: Wait) -> None:
+        """Until the copy is over, within the bound. What it brought counts among the facts then."""
+        began = self._clock()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait.until - began):
+                await wait.copy.over.wait()
+        result, waited_s = facts.transfer, self._clock() - began
+        self._transfers.metrics.waits.observe(waited_s)
+        if result is not None:
+            result.waited_s = round(waited_s, 6)
+            self._count_moved(facts, result)
+
+    def _count_moved(self, facts: RequestFacts, result: TransferResult) -> None:
+        provider, held = self._overlap.lookups.provider, facts.overlaps.by_endpoint.get(result.endpoint, NOT_HELD)
+        overlap = landed(held, min(result.moved, result.tokens), Tier.HOST)
+        if overlap is held:
+            return
+        if provider is not None:
+            overlap = msgspec.structs.replace(overlap, source=provider.source)
+        by_endpoint = {**facts.overlaps.by_endpoint, result.endpoint: overlap}
+        facts.overlaps = msgspec.structs.replace(facts.overlaps, by_endpoint=by_endpoint)
+
+    def settle(self, facts: RequestFacts, unfinished: str) -> TransferResult | None:
+        """The request waits no longer: what became of its copy by then."""
+        result = facts.transfer
+        if result is not None:
+            if result.result == UNDER_WAY:
+                result.result = unfinished
+                for copy in self._waiting.values():
+                    copy.requests = [one for one in copy.requests if one is not facts]
+            self._transfers.metrics.on_demand.labels(result.result).inc()
+        return result
+
+    def _is_long(self, facts: RequestFacts) -> bool:
+        """Whether enough of its prompt is known to be copied."""
+        return facts.tokens is not None and len(facts.tokens) >= self._planner.terms.min_tokens
+
+    def _offer(
+        self, facts: RequestFacts, asked: PickRequest, endpoints: Sequence[Endpoint], speeds: SpeedModel, now: float
+    ) -> PickRequest:
+        self._planner.terms = self._terms()
+        published, stored = self._sources(facts)
+        return self._planner.offer(
+            asked, endpoints, speeds, now, sources=facts.endpoints, published=published, stored=stored
+        )
+
+    def _terms(self) -> LinkTerms:
+        """As the link is at present."""
+        speed, least = self._transfers.link.tokens_per_s or math.inf, self._transfers.settings.min_tokens
+        return LinkTerms(speed, LATENCY_S, least, STEP_TOKENS, lands=Tier.HOST, waits=self.waits)
+
+    def _sources(self, facts: RequestFacts) -> tuple[Mapping[EndpointId, int], Mapping[EndpointId, int]]:
+        """What a lookup service said that endpoints have in memory, and that their instances read from farther."""
+        provider, published, stored = self._overlap.lookups.provider, dict[EndpointId, int](), dict[EndpointId, int]()
+        for told in facts.lookup_overlaps:
+            near = near_tokens(Overlap(0, told.lower)) if told.lower else told.tokens
+            if provider is not None and provider.copies:
+                published[told.endpoint] = max(near, published.get(told.endpoint, 0))
+            if told.tokens > near:
+                stored[told.endpoint] = max(told.tokens, stored.get(told.endpoint, 0))
+        return published, stored
+
+    def _begin(self, facts: RequestFacts, transfer: Transfer, speeds: SpeedModel) -> Copy | None:
+        """The copy for this request, which may be under way already; None where a limit refuses it."""
+        target, tokens = facts.cluster.find_endpoint(transfer.target), facts.tokens
+        if target is None or tokens is None:
+            return None
+        copied = tokens[: transfer.tokens]
+        digest = xxh3_64_intdigest(copied.tobytes())
+        key = (target.instance_id, digest)
+        copy = self._waiting.get(key)
+        if copy is None:
+            prefix = KnownPrefix(digest, facts.model, facts.request.cache_salt or "", deque(), digest, copied)
+            source = "" if transfer.source == STORE else self._instance_of(facts, transfer.source)
+            over, why = partial(self._over, key, transfer), "placed" if self.waits else "queued"
+            if not self._transfers.begin(target, prefix, transfer.missing, source, why, speeds, over):
+                return None
+            copy = self._waiting[key] = Copy(transfer.tokens, transfer.source or "shared")
+            self._planner.links.reserve(transfer, transfer.over_at)
+        self._enrol(facts, copy, transfer.target)
+        return copy
+
+    def _join(self, facts: RequestFacts, target: Endpoint) -> Copy | None:
+        """A copy of what the request begins with, too, that is under way to where it goes."""
+        tokens = facts.tokens
+        for (instance, digest), copy in self._waiting.items():
+            if tokens is None or instance != target.instance_id or len(tokens) < copy.tokens:
+                continue
+            if xxh3_64_intdigest(tokens[: copy.tokens].tobytes()) == digest:
+                self._enrol(facts, copy, target.id)
+                return copy
+        return None
+
+    def _enrol(self, facts: RequestFacts, copy: Copy, target: EndpointId) -> None:
+        copy.requests.append(facts)
+        facts.transfer = TransferResult(target, copy.source, copy.tokens)
+
+    def _instance_of(self, facts: RequestFacts, endpoint: EndpointId) -> str:
+        source = facts.cluster.find_endpoint(endpoint)
+        return "" if source is None else source.instance_id
+
+    def _over(self, key: tuple[str, int], transfer: Transfer, result: str, tokens: int) -> None:
+        """Its links are free; requests that wait still will be placed by what is there now."""
+        self._planner.links.release(transfer)
+        copy = self._waiting.pop(key)
+        copy.over.set()
+        for facts in copy.requests:
+            if facts.transfer is not None:
+                facts.transfer.result, facts.transfer.moved = result, tokens
+            if tokens:
+                self._overlap.add_transferred(facts)

@@ -1,0 +1,51 @@
+"""What transfers may take of the link between instances, and how fast it was seen to be."""
+
+from __future__ import annotations
+
+import math
+
+from kvproxy.base.types import Clock
+from kvproxy.cache.action_settings import TransferSettings
+
+#: How much the speed of a new transfer counts against earlier ones, and how long speeds say something of a link.
+_NEW, SPEED_AGE_S = 0.3, 60.0
+
+
+class Link:
+    """What transfers may take together, and the speed they were seen to have."""
+
+    def __init__(self, settings: TransferSettings, *, clock: Clock) -> None:
+        self._settings = settings
+        self._clock = clock
+        self.running = 0
+        self._speed, self._seen_at = 0.0, -math.inf
+        self._budget = float(settings.tokens_per_second)
+        self._refilled_at = clock()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one transfer; 0: none was seen lately."""
+        return self._speed if self._clock() - self._seen_at <= SPEED_AGE_S else 0.0
+
+    def why_refused(self, tokens: int, compute_s: float) -> str:
+        """Why so many tokens, which take so long to compute, are not transferred now (a metric label); "": they may."""
+        now, most = self._clock(), float(self._settings.tokens_per_second)
+        self._budget = min(most, self._budget + most * (now - self._refilled_at))
+        self._refilled_at = now
+        if self.running >= self._settings.at_once:
+            return "busy"
+        if min(tokens, most) > self._budget:
+            return "budget"
+        return "slow" if tokens / (self.tokens_per_s or math.inf) > compute_s else ""
+
+    def begin(self, tokens: int) -> None:
+        """A transfer of so many begins."""
+        self.running += 1
+        self._budget -= tokens
+
+    def end(self, tokens: int, seconds: float) -> None:
+        """It is over, and brought so many."""
+        self.running -= 1
+        if tokens and seconds > 0.0:
+            seen, speed = tokens / seconds, self.tokens_per_s
+            self._speed, self._seen_at = speed + _NEW * (seen - speed) if speed else seen, self._clock()

@@ -1,0 +1,92 @@
+"""Warming: an engine that has nothing to do computes a prompt before clients ask for it there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvproxy.base.errors import ClientError
+from kvproxy.base.types import Clock
+from kvproxy.cache.actions.hotness import KnownPrefix
+from kvproxy.cache.clients.vllm import Prefill
+from kvproxy.cache.engines import Engines
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cluster.endpoint import Condition, Endpoint
+from kvproxy.operate.metrics.catalog import Metrics
+
+#: Tokens sent at once of a prefix whose tokens are known: what a request that comes meanwhile has to wait for.
+PIECE_TOKENS = 2048
+#: One send; a long prompt on a slow engine.
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """How it went: `done`, `no_effect`, `unverified` (the engine does not say what it reuses), `busy`, `dry_run`, or
+    why a call failed. Tokens are the engine's count of the last prompt, and of it those that a second send found."""
+
+    result: str
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Warmer:
+    """Sends to one endpoint at a time what its caller chose, within idle capacity."""
+
+    def __init__(self, settings: KvCacheSettings, *, engines: Engines, metrics: Metrics, clock: Clock) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._engines = engines
+        self._tokens = metrics.holdings.warmed_tokens
+
+    async def warm_body(self, endpoint: Endpoint, path: str, body: bytes) -> Warmed:
+        """A request that generates one token, and again to see what is reused of it."""
+        return await self._warm(endpoint, path, [body])
+
+    async def warm_prefix(self, endpoint: Endpoint, prefix: KnownPrefix) -> Warmed:
+        """By its tokens, in pieces that are each sent only while the engine is idle."""
+        if self._settings.cache_strategy.dry_run:
+            return Warmed("dry_run")
+        return await self._warm(endpoint, "/v1/completions", _pieces(prefix))
+
+    async def is_idle(self, endpoint: Endpoint) -> bool:
+        """By its own word, and by what this proxy has under way there. ClientError where it cannot be asked."""
+        limit = self._settings.warming.max_requests
+        if endpoint.condition(self._clock()) is not Condition.UP or endpoint.load.in_flight > limit:
+            return False
+        engine = await self._engines.client(endpoint.engine).fetch_metrics()
+        if endpoint.load.in_flight > limit or engine.running is None:
+            return False
+        return engine.running + (engine.waiting or 0) <= limit
+
+    async def _warm(self, endpoint: Endpoint, path: str, bodies: Sequence[bytes] | Iterator[bytes]) -> Warmed:
+        if endpoint.rank is not None:
+            return Warmed("not_supported")  # the engine itself would choose the rank
+        last, body = Prefill(0, 0), b""
+        try:
+            for body in bodies:
+                if not await self.is_idle(endpoint):
+                    return Warmed("busy", last.prompt_tokens)
+                last = await self._send(endpoint, path, body)
+            again = await self._send(endpoint, path, body)
+        except ClientError as error:
+            return Warmed(error.reason, last.prompt_tokens)
+        if again.cached_tokens is None:
+            return Warmed("unverified", again.prompt_tokens)
+        return Warmed("done" if again.cached_tokens else "no_effect", again.prompt_tokens, again.cached_tokens)
+
+    async def _send(self, endpoint: Endpoint, path: str, body: bytes) -> Prefill:
+        answer = await self._engines.client(endpoint.engine).prefill(path, body, timeout_s=TIMEOUT_S)
+        found = answer.cached_tokens or 0
+        self._tokens.labels("found").inc(found)
+        self._tokens.labels("computed").inc(max(0, answer.prompt_tokens - found))
+        return answer
+
+
+def _pieces(prefix: KnownPrefix) -> Iterator[bytes]:
+    salt = {"cache_salt": prefix.cache_salt} if prefix.cache_salt else {}
+    rest = {"model": prefix.model, "max_tokens": 1, "temperature": 0, **salt}
+    for end in range(PIECE_TOKENS, len(prefix.tokens) + PIECE_TOKENS, PIECE_TOKENS):
+        yield msgspec.json.encode({**rest, "prompt": prefix.tokens[:end].tolist()})

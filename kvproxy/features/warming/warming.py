@@ -1,0 +1,194 @@
+"""Which prefixes are warmed where: hot ones whose tokens are known, after a loss, at a new endpoint, and where fewer
+endpoints hold one than its traffic is worth."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from kvproxy.base.log_lines import log_fields
+from kvproxy.base.types import Clock, EndpointId
+from kvproxy.cache.actions.executor import ActionExecutor
+from kvproxy.cache.actions.hotness import Hotness, KnownPrefix, common_tokens
+from kvproxy.cache.actions.job_queue import Job, JobQueue
+from kvproxy.cache.feedback.trust import CacheLosses, LossReason
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Condition, Endpoint
+from kvproxy.features.warming.warmer import Warmer
+from kvproxy.operate.metrics.catalog import Metrics
+
+audit = logging.getLogger("kvproxy.audit")
+
+#: Longer prefixes are not warmed by themselves.
+MAX_TOKENS = 32_768
+#: After an attempt that failed an endpoint is left alone for so long.
+RETRY_S = 15.0
+#: Prefixes looked at in a round, the last used ones.
+LOOKED_AT = 1024
+
+
+class WarmingPlan(NamedTuple):
+    """A prefix that an endpoint lacks."""
+
+    endpoint: Endpoint
+    prefix: KnownPrefix
+    reason: str
+
+
+def _begun_by(prefix: KnownPrefix, known: Iterable[KnownPrefix]) -> Iterator[KnownPrefix]:
+    """Those whose tokens it begins with, itself included."""
+    return (one for one in known if one.tokens and common_tokens(one.tokens, prefix.tokens) == len(one.tokens))
+
+
+class Warming:
+    """Its turn comes between requests (`tick`). What it sends is within a budget, one prefix at a time an endpoint."""
+
+    def __init__(
+        self,
+        settings: KvCacheSettings,
+        *,
+        clusters: Mapping[str, Cluster],
+        hotness: Hotness,
+        losses: CacheLosses,
+        executor: ActionExecutor,
+        jobs: JobQueue,
+        warmer: Warmer,
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        self._settings, self._claim_s = settings.warming, settings.background.job_timeout
+        self._hot_uses = settings.cache_strategy.hot_content_threshold
+        self._clusters = clusters
+        self._hotness = hotness
+        self._losses = losses
+        self._executor, self._jobs = executor, jobs
+        self._warmer = warmer
+        self._results = metrics.holdings.actions
+        self._clock = clock
+        self._budget = float(self._settings.tokens_per_minute)
+        self._refilled_at = clock()
+        self._known: dict[tuple[str, EndpointId], tuple[LossReason, float] | None] = {}  # the last loss of each
+        self._empty: dict[str, str] = {}  # instances that lack whatever is hot, and why
+        self._tried: dict[str, float] = {}  # when an instance was tried last; but for one that was warmed or busy
+        self._first = True
+
+    def tick(self) -> None:
+        """Notes what was lost, and queues what is worth sending."""
+        now = self._clock()
+        self._refill(now)
+        self._note_losses()
+        for cluster in self._clusters.values():
+            for planned in self.plan(cluster.endpoints, now):
+                self._submit(planned)
+
+    def plan(self, endpoints: Sequence[Endpoint], now: float) -> list[WarmingPlan]:
+        """At most one prefix an endpoint, the one that saves most: first at those that lost theirs, then at the least
+        busy ones."""
+        hot = self.find_hot(now)
+        able = [one for one in endpoints if one.condition(now) is Condition.UP and one.rank is None]
+        holders = {prefix.key: prefix.instances & {one.instance_id for one in able} for _, prefix in hot}
+        planned = []
+        for endpoint in sorted(able, key=lambda one: (one.instance_id not in self._empty, one.load.in_flight)):
+            if now - self._tried.get(endpoint.instance_id, -math.inf) < RETRY_S:
+                continue
+            lacks = False
+            for uses, prefix in hot:
+                held_by = holders[prefix.key]
+                reason = self._why(endpoint, uses, prefix, held_by, len(able))
+                lacks |= bool(reason)
+                if reason and len(prefix.tokens) <= self._budget:
+                    self._budget -= len(prefix.tokens)
+                    self._tried[endpoint.instance_id] = now
+                    for covered in _begun_by(prefix, (one for _, one in hot)):
+                        holders[covered.key].add(endpoint.instance_id)
+                    planned.append(WarmingPlan(endpoint, prefix, reason))
+                    break
+            if not lacks:
+                self._empty.pop(endpoint.instance_id, None)  # it has back what was hot
+        return planned
+
+    def _why(self, endpoint: Endpoint, uses: int, prefix: KnownPrefix, held_by: set[str], most: int) -> str:
+        """The reason to warm it there; "" where there is none."""
+        if endpoint.instance_id in held_by or not endpoint.serves(prefix.model):
+            return ""
+        if reason := self._empty.get(endpoint.instance_id):
+            return reason
+        wanted = min(math.ceil(uses / self._settings.uses_per_replica), most)
+        return f"{uses} uses, {len(held_by)} of {wanted} holders" if len(held_by) < wanted else ""
+
+    def find_hot(self, now: float) -> list[tuple[int, KnownPrefix]]:
+        """Those that several sessions use, by the tokens that they save together."""
+        counted = (
+            (self._hotness.count_recent_uses(one, now), one)
+            for one in self._hotness.walk_latest(LOOKED_AT)
+            if one.actionable and not one.session and len(one.tokens) <= MAX_TOKENS
+        )
+        hot = [(uses, one) for uses, one in counted if uses >= self._hot_uses]
+        return sorted(hot, key=lambda pair: -pair[0] * len(pair[1].tokens))
+
+    def _note_losses(self) -> None:
+        """What is new since the last round lacks everything; at the first round nothing is known to be new."""
+        seen = {}
+        for name, cluster in self._clusters.items():
+            for endpoint in cluster.endpoints:
+                where = (name, endpoint.id)
+                seen[where] = loss = self._losses.known.get(where)
+                if where not in self._known and not self._first:
+                    self._note_empty(endpoint, "new endpoint")
+                elif loss is not None and loss != self._known.get(where):
+                    self._note_empty(endpoint, loss[0].value)
+        self._known, self._first = seen, False
+        present = {one.instance_id for cluster in self._clusters.values() for one in cluster.endpoints}
+        self._empty = {instance: why for instance, why in self._empty.items() if instance in present}
+        self._tried = {instance: at for instance, at in self._tried.items() if instance in present}
+
+    def _note_empty(self, endpoint: Endpoint, reason: str) -> None:
+        self._hotness.note_emptied(endpoint.instance_id)
+        self._empty[endpoint.instance_id] = reason
+        self._tried.pop(endpoint.instance_id, None)
+
+    def _note_held(self, prefix: KnownPrefix, instance: str) -> None:
+        """The prefix, and those that it begins with."""
+        for one in _begun_by(prefix, self._hotness.walk_latest(LOOKED_AT)):
+            one.instances.add(instance)
+
+    def _refill(self, now: float) -> None:
+        most = float(self._settings.tokens_per_minute)
+        self._budget = min(most, self._budget + most * (now - self._refilled_at) / 60.0)
+        self._refilled_at = now
+
+    def _submit(self, planned: WarmingPlan) -> None:
+        instance, prefix = planned.endpoint.instance_id, planned.prefix
+        job = Job(
+            ("warm", instance, prefix.key), lambda: self._run(planned), lane=instance, about=f"warm {prefix.name}"
+        )
+        self._jobs.submit(job)
+
+    async def _run(self, planned: WarmingPlan) -> bool:
+        prefix, instance, began = planned.prefix, planned.endpoint.instance_id, self._clock()
+        claims = self._executor.claims
+        if claims is not None and not await claims.claim(f"warm {instance} {prefix.name}", self._claim_s):
+            self._results.labels("warm", "elsewhere").inc()
+            return False
+        warmed = await self._warmer.warm_prefix(planned.endpoint, prefix)
+        good = warmed.result in ("done", "unverified", "dry_run")
+        if good:
+            self._note_held(prefix, instance)
+        if good or warmed.result == "busy":
+            self._tried.pop(instance, None)
+        self._results.labels("warm", warmed.result).inc()
+        fields = {
+            "action": "warm",
+            "instance": instance,
+            "prefix": prefix.name,
+            "tokens": len(prefix.tokens),
+            "reason": planned.reason,
+            "result": warmed.result,
+            "amount": warmed.cached_tokens,
+            "took_ms": round((self._clock() - began) * 1000, 1),
+        }
+        log_fields(audit, "cache", fields)
+        return good

@@ -1,0 +1,258 @@
+"""The operator's listener of several workers: one page, one set of metrics, and changes that are made in all of them.
+
+Every path of a worker's own admin app is there. What is read is asked of all and merged; what is changed is changed in
+all; a place that `/pick` reserves is in one, whose number its id begins with, and a prompt is warmed by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, count, zip_longest
+from typing import Any
+
+import httpx
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from kvproxy.base.errors import Problem
+from kvproxy.base.metrics.across_workers import Page, add_pages, keep_counts, parse_page, write_page
+from kvproxy.base.metrics.exposition import render_exposition
+from kvproxy.base.types import Clock
+from kvproxy.features.workers.answers import merge_answers
+from kvproxy.features.workers.assignment import Change
+from kvproxy.features.workers.control import FROM
+from kvproxy.features.workers.workers import Workers
+from kvproxy.operate.admin.app import AccessControl, guard_routes, set_root_level
+from kvproxy.operate.admin.config_file import describe_file, find_refused_file
+from kvproxy.operate.admin.event_log import describe_events
+from kvproxy.operate.admin.live import EVENTS, PageFiles
+from kvproxy.operate.admin.operated import ConfigFinding, OperatorFinding
+from kvproxy.operate.admin.process import AdviceRoutes, SettingsRoutes
+from kvproxy.operate.admin.replies import MAX_BODY_BYTES, Audit, RequestRefused, receive_body, reply_json
+from kvproxy.operate.merge import merge_events, merge_findings
+
+_CHANGING = ("POST", "PUT", "PATCH", "DELETE")
+_PASSED_ON = ("content-type", "cache-control", "allow")
+#: As many as a worker answers with where the question does not say.
+_LIMITS = {"/decisions": 100, "/cache/hot": 20, "/warm": 100}
+#: A long prompt on a slow engine, twice.
+_WARM_S = 300.0
+
+
+class MetricsOfAll:
+    """The sums. What a worker had counted when it was asked last still counts after its end."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._last: dict[int, Page] = {}
+        self._gone: Page = {}
+
+    def note_ended(self, index: int) -> None:
+        """This worker's process is gone."""
+        self._gone = add_pages([self._gone, keep_counts(self._last.pop(index, {}))])
+
+    async def render(self) -> bytes:
+        """The page."""
+        asked = {slot.index: slot.process for slot in self._workers.serving}
+        answers = await self._workers.ask_all(Change("GET", "/metrics"), self._workers.serving)
+        for slot in self._workers.serving:
+            if (answer := answers.get(slot.index)) is not None and slot.process is asked.get(slot.index):
+                self._last[slot.index] = parse_page(answer.text)
+        own = parse_page((await render_exposition(self._workers.metrics.registry)).decode())
+        return write_page(add_pages([own, self._gone, *self._last.values()]))
+
+
+class WorkersAdmin:
+    """Reads, changes and picks; `app` is all of it behind access control."""
+
+    def __init__(self, workers: Workers, *, clock: Clock) -> None:
+        self.metrics = MetricsOfAll(workers)
+        self._workers = workers
+        self._clock = clock
+        self._found_at = clock()
+        self._turn = count()
+
+    def app(self) -> AccessControl:
+        """The ASGI app."""
+        workers, audit = self._workers, Audit()
+        routes = [
+            *PageFiles().list_routes(),
+            Route("/healthz", self._healthz, methods=["GET"]),
+            Route("/readyz", self._readyz, methods=["GET"]),
+            Route("/metrics", self._metrics, methods=["GET"]),
+            Route("/live", self._live, methods=["GET"]),
+            Route("/decisions/{number:int}", self._decision, methods=["GET"]),
+            Route("/pick", self._pick, methods=["POST"]),
+            Route("/pick/{index:int}-{rest:path}", self._picked, methods=["POST"]),
+            Route("/warm", self._warm, methods=["POST"]),
+            Route("/log", self._log, methods=["PATCH"]),
+            *AdviceRoutes(workers, audit).list_routes(),
+            *(
+                one
+                for one in SettingsRoutes(workers, audit, set_level=set_root_level).list_routes()
+                if one.path != "/log"
+            ),
+            Route("/{path:path}", self._read, methods=["GET"]),
+            Route("/{path:path}", self._change, methods=list(_CHANGING)),
+        ]
+        return guard_routes(routes, token=lambda: workers.config.admin.token)
+
+    async def _healthz(self, request: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def _readyz(self, request: Request) -> Response:
+        """Where one worker is ready, clients are served."""
+        if self._workers.supervisor.ending.is_set():
+            return PlainTextResponse("draining\n", 503)
+        answers = await self._ask_all("/readyz")
+        best = next((one for one in answers if one.is_success), answers[0])
+        return PlainTextResponse(best.text, best.status_code)
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(await self.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    async def _live(self, request: Request) -> Response:
+        answers = await self._ask_all(_target(request))
+        if not all(one.is_success for one in answers):
+            return _passed_on(answers)
+        live = merge_answers("/live", self._decoded(answers))
+        now, reloader = self._clock(), self._workers.reloader
+        live["findings"] = merge_findings([self._own_findings(), live["findings"]])
+        live["config_file"] = describe_file(reloader, now)
+        own_events = () if reloader is None else describe_events(reloader.events, now)
+        live["events"] = merge_events([live["events"], own_events])[:EVENTS]
+        live["workers"] = [
+            {"number": slot.index, "serves": slot.ready, "pid": slot.process.pid if slot.process else None}
+            for slot in self._workers.supervisor.slots
+        ]
+        return reply_json(live)
+
+    def _own_findings(self) -> list[dict[str, Any]]:
+        """Of the configuration, and workers that are gone."""
+        age_s = self._clock() - self._found_at
+        found: list[tuple[OperatorFinding, float]] = [(one, age_s) for one in self._workers.findings]
+        for slot in self._workers.supervisor.slots:
+            if not slot.ready:
+                what = f"worker {slot.index} does not serve"
+                found.append((ConfigFinding("problem", "workers", what, "the log says why"), 0.0))
+        now = self._clock()
+        found += [(one, now - since) for one, since in find_refused_file(self._workers.reloader, now)]
+        return [
+            {"severity": one.severity, "where": one.where, "what": one.what, "fix": one.fix, "age_s": age}
+            for one, age in found
+        ]
+
+    async def _decision(self, request: Request) -> Response:
+        number, workers = request.path_params["number"], len(self._workers.supervisor.slots)
+        answer = await self._ask(number % workers, Change("GET", f"/decisions/{number // workers}"))
+        if not answer.is_success:
+            return _passed_on([answer])
+        return reply_json({**answer.json(), "number": number})
+
+    async def _pick(self, request: Request) -> Response:
+        index, answer = await self._ask_one(request)
+        if answer.status_code != 201:
+            return _passed_on([answer])
+        shown = answer.json()
+        shown["reservation"]["id"] = f"{index}-{shown['reservation']['id']}"
+        return reply_json(shown, 201)
+
+    async def _picked(self, request: Request) -> Response:
+        index, rest = request.path_params["index"], request.path_params["rest"]
+        change = Change("POST", f"/pick/{rest}", await receive_body(request))
+        return _passed_on([await self._ask(index, change)])
+
+    async def _warm(self, request: Request) -> Response:
+        """Each prompt is sent by one: what endpoints hold afterwards all workers hear of."""
+        return _passed_on([(await self._ask_one(request, timeout_s=_WARM_S))[1]])
+
+    async def _read(self, request: Request) -> Response:
+        path = request.url.path
+        answers = await self._ask_all(_target(request))
+        if not all(one.is_success for one in answers):
+            return _passed_on(answers)
+        most = int(request.query_params.get("limit", _LIMITS[path])) if path in _LIMITS else None
+        if path == "/warm":  # lines, each worker's hottest first; what several know is there once
+            ranks = zip_longest(*(one.content.splitlines(keepends=True) for one in answers), fillvalue=b"")
+            lines = [line for line in dict.fromkeys(chain.from_iterable(ranks)) if line]
+            return Response(b"".join(lines[:most]), media_type=answers[0].headers["content-type"])
+        return reply_json(merge_answers(path, self._decoded(answers), limit=most))
+
+    async def _change(self, request: Request) -> Response:
+        body = await receive_body(request)
+        change = Change(request.method, _target(request), body)
+        answer = await self._workers.change_all(change, origin=_origin_of(request))
+        if answer is None:
+            raise _nothing_serves()
+        return _passed_on([answer])
+
+    async def _log(self, request: Request) -> Response:
+        """The supervisor's own log is part of it."""
+        answer = await self._change(request)
+        if answer.status_code == 200:
+            set_root_level(str(msgspec.json.decode(answer.body)["level"]).upper())
+        return answer
+
+    async def _ask(self, index: int, change: Change, **options: Any) -> httpx.Response:
+        slot = next((one for one in self._workers.serving if one.index == index), None)
+        answer = None if slot is None else await self._workers.ask(slot, change, **options)
+        if answer is None:
+            raise _nothing_serves()
+        return answer
+
+    async def _ask_one(self, request: Request, **options: Any) -> tuple[int, httpx.Response]:
+        """The next worker in turn, and its answer to this request."""
+        body = await receive_body(request, most=self._workers.config.limits.body + MAX_BODY_BYTES)
+        serving = self._workers.serving
+        if not serving:
+            raise _nothing_serves()
+        index, said = serving[next(self._turn) % len(serving)].index, {FROM.decode(): _origin_of(request)}
+        return index, await self._ask(index, Change("POST", _target(request), body), headers=said, **options)
+
+    async def _ask_all(self, target: str) -> list[httpx.Response]:
+        """Answers in the order of the workers; RequestRefused when there is none."""
+        found = await self._workers.ask_all(Change("GET", target), self._workers.serving)
+        answers = []
+        for index, one in found.items():
+            if one is not None:
+                one.extensions["worker"] = index
+                answers.append(one)
+        if not answers:
+            raise _nothing_serves()
+        return answers
+
+    def _decoded(self, answers: Sequence[httpx.Response]) -> list[Any]:
+        """As data. A decision's number says which worker decided."""
+        found = []
+        for one in answers:
+            data = one.json()
+            for decision in (*data.get("decisions", ()), *data.get("failed_decisions", ())):
+                decision["number"] = self._number(decision["number"], one.extensions["worker"])
+            found.append(data)
+        return found
+
+    def _number(self, number: int, worker: int) -> int:
+        return number * len(self._workers.supervisor.slots) + worker
+
+
+def _origin_of(request: Request) -> str:
+    return request.client.host if request.client else "unknown"
+
+
+def _target(request: Request) -> str:
+    path, query = request.scope["raw_path"].decode("latin-1"), request.url.query
+    return f"{path}?{query}" if query else path
+
+
+def _passed_on(answers: Sequence[httpx.Response]) -> Response:
+    """A refusal, or else the first."""
+    one = next((each for each in answers if not each.is_success), answers[0])
+    headers = {name: one.headers[name] for name in _PASSED_ON if name in one.headers}
+    return Response(one.content, one.status_code, headers)
+
+
+def _nothing_serves() -> RequestRefused:
+    return RequestRefused(503, Problem("", "no worker answers", "try again in a moment; the log says why"))

@@ -1,0 +1,177 @@
+"""Which rule makes one answer of the admin listener out of those of all workers: a table for each path. What a table
+does not name is the first one's: it is the same in all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvproxy.base.metrics.across_workers import Across, combine_values
+from kvproxy.operate.merge import (
+    Rule,
+    at_most,
+    each,
+    fields,
+    first,
+    joined,
+    keyed,
+    known_of,
+    largest,
+    mean,
+    merge_events,
+    merge_findings,
+    merge_histories,
+    newest,
+    pick,
+    smallest,
+    total,
+    worst,
+)
+
+#: From the best to the worst.
+_CONDITIONS = ("up", "saturated", "draining", "asleep", "ejected", "breaker_open", "unhealthy")
+_STATES = ("good", "warn", "down")
+_SYNC_STATES = ("synced", "alone", "joining", "degraded")
+_LOADS = ("in_flight", "pending_tokens", "resident_tokens", "held_s")  # each worker knows all of it
+_BREAKERS = ("closed", "half-open", "open")
+
+
+def merge_caches(values: list[Any]) -> Any:
+    """Of an endpoint's cache the account of the worker that knows most of it. What others send is what no worker
+    sends."""
+    found = known_of(values)
+    if not found:
+        return None
+    fullest = max(found, key=lambda one: one["approximate_blocks"] + one["precise_blocks"])
+    foreign = known_of(one["hit_ratio"]["foreign"] for one in found)
+    rest = combine_values(Across.REST, foreign) if foreign else None
+    return {**fullest, "hit_ratio": {**fullest["hit_ratio"], "foreign": rest}}
+
+
+_ENDPOINT = fields(
+    {
+        "condition": worst(_CONDITIONS),
+        **dict.fromkeys(("requests_last_minute", "errors_last_minute"), total),
+        "ttft_p95_s": largest,
+        **dict.fromkeys(_LOADS, largest),
+        **dict.fromkeys(("failures_in_a_row", "probes_in_doubt", "ejected_for_s"), largest),
+        "breaker": worst(_BREAKERS),
+        "engine": pick(lambda one: -one["age_s"]),
+        "cache": merge_caches,
+    }
+)
+_QUEUE = fields(
+    {
+        **dict.fromkeys(("depth", "limit", "refused"), total),
+        "oldest_wait_s": largest,
+        "released": each(total),
+    }
+)
+_ROUTING = each(fields({"learned": pick(lambda one: one.get("samples", 0)), "queue": _QUEUE, "adapters": first}))
+_COUNTS = fields({"requests": total, "failed": total, "saved_prefill_s": total})
+_CAUSES = keyed(
+    ("cause", "client", "tenant"),
+    fields({"breaks": total, "tokens": total, "seconds": total, "ago_s": smallest}),
+    order=lambda one: -one["tokens"],
+)
+_HOT = keyed(
+    ("cluster", "prefix"), fields({"touches": largest, "replicas": each(largest)}), order=lambda one: -one["touches"]
+)
+_LEASES = keyed(("instance", "prefix"), first)
+_PAUSE = fields({"seen": largest, **dict.fromkeys(("returned", "median_s", "p95_s"), mean)})
+_PROMISES = fields(
+    {
+        "held": keyed(("cluster", "endpoint", "prefix", "tenant"), first),
+        "waiting": largest,
+        "kept_ratio": mean,
+        "results": each(total),
+        "tenants": keyed(("tenant",), fields({"tokens": largest})),
+        "pauses": keyed(("client", "tool"), _PAUSE, order=lambda one: -one["seen"]),
+    }
+)
+_BREAKS = fields({"returned": total, "sessions": largest, "causes": _CAUSES, "latest": at_most(newest, 100)})
+
+_SYNC = fields(
+    {
+        "status": worst(_SYNC_STATES),
+        "consistency_ratio": smallest,
+        **dict.fromkeys(("waiting", "dropped"), total),
+        "held_bytes": each(total),
+        "namesake": any,
+        "index_blocks": largest,
+        "peers": keyed(
+            ("origin",),
+            fields(
+                {
+                    **dict.fromkeys(("gaps", "lost", "told_last_minute", "lost_last_minute", "waiting"), total),
+                    **dict.fromkeys(("heard_s_ago", "lag_p50_s", "lag_p99_s", "round_trip_s"), largest),
+                    "alive": all,
+                }
+            ),
+        ),
+    }
+)
+
+_LIVE = fields(
+    {
+        "uptime_s": largest,
+        "ready": any,
+        "state": pick(lambda one: _STATES.index(one["kind"])),
+        "endpoints": keyed(("cluster", "id"), _ENDPOINT),
+        "last_minute": _COUNTS,
+        "ttft": each(mean),
+        "events": at_most(merge_events, 20),
+        "clusters": each(_COUNTS),
+        "history": merge_histories,
+        "routing": _ROUTING,
+        "cache": fields(
+            {
+                "running": joined,
+                "waiting": total,
+                "leases": largest,
+                "promises": fields({"prompts": largest, "tokens": largest, "kept": total, "broken": total}),
+                "breakers": each(worst(_BREAKERS)),
+                "hot": at_most(_HOT, 8),
+                "breaks": _BREAKS,
+            }
+        ),
+        "sync": _SYNC,
+        "decisions": at_most(newest, 15),
+        "failed_decisions": at_most(newest, 15),
+        "findings": merge_findings,
+    }
+)
+
+#: What is asked for, and the rule of its answer. Other paths have one answer for all: the first worker's.
+RULES: Mapping[str, Rule] = {
+    "/live": _LIVE,
+    "/endpoints": fields({"clusters": each(keyed(("id", "leaving"), _ENDPOINT))}),
+    "/sync": _SYNC,
+    "/routing": fields({"clusters": _ROUTING}),
+    "/decisions": fields({"decisions": newest}),
+    "/cache/hot": fields({"prefixes": _HOT}),
+    "/cache/leases": fields({"leases": _LEASES, "promises": _PROMISES}),
+    "/cache/breaks": _BREAKS,
+    "/cache/status": fields(
+        {
+            "indexes": each(fields({"endpoints": each(first)}, others=each(largest))),
+            "token_memory": fields({"recalls": each(total)}, others=total),
+            "snapshot": pick(lambda one: one["age_s"] is not None),
+            "background": fields({"running": joined}, others=total),
+            "breakers": each(worst(_BREAKERS)),
+            "troubles": keyed(("kind", "cluster", "endpoint", "what"), fields({"for_s": largest})),
+            "switched_off": joined,
+            "bytes_per_token": mean,
+            "predictions": fields({"alarms": joined}, others=each(total)),
+            **dict.fromkeys(("lookups", "tokenizes", "actions"), each(total)),
+        }
+    ),
+}
+
+
+def merge_answers(path: str, answers: list[Any], *, limit: int | None = None) -> Any:
+    """The one answer for `path`; of the lists in it at most `limit`."""
+    merged = RULES.get(path, first)(answers)
+    if limit is None or not isinstance(merged, dict):
+        return merged
+    return {name: value[:limit] if isinstance(value, list) else value for name, value in merged.items()}

@@ -1,0 +1,95 @@
+"""What of a configuration one of several workers gets: bounds of the machine are divided, receipts have a file each,
+and one worker alone keeps the snapshot."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvproxy.cache.settings import KvCacheSettings, SnapshotSettings
+from kvproxy.cluster.settings import ClusterSettings
+from kvproxy.operate.config.schema import Config, FilterSpec
+from kvproxy.operate.receipts.files import worker_path
+
+#: `auto` takes no more: every worker also hears what all the others decide.
+AUTO_MOST = 8
+_CGROUP = Path("/sys/fs/cgroup/cpu.max")
+
+
+def take_share(config: Config, index: int, count: int) -> Config:
+    """Its bounds add up to those configured, and none is less than one."""
+
+    def part(whole: int) -> int:
+        return -(-whole // count)
+
+    limits, pool, receipts = config.limits, config.pool, config.receipts
+    return config.model_copy(
+        update={
+            "limits": limits.model_copy(
+                update={"connections": part(limits.connections), "bodies": max(limits.body, part(limits.bodies))}
+            ),
+            "pool": pool.model_copy(
+                update={
+                    "max_connections": part(pool.max_connections),
+                    "max_idle": part(pool.max_idle),
+                    "max_waiting": part(pool.max_waiting),
+                }
+            ),
+            "receipts": receipts.model_copy(
+                update={
+                    "path": str(worker_path(Path(receipts.path), index)) if receipts.path else "",
+                    "max_file": part(receipts.max_file),
+                    "max_queue": part(receipts.max_queue),
+                }
+            ),
+            "ledger": config.ledger.model_copy(
+                update={
+                    "path": str(worker_path(Path(config.ledger.path), index)) if config.ledger.path else "",
+                    "max_file": max(4096, part(config.ledger.max_file)),
+                    "max_queue": part(config.ledger.max_queue),
+                }
+            ),
+            "clusters": _with_part_of_queues(config.clusters, count),
+            "filters": tuple(one if index == 0 else _without_snapshot(one) for one in config.filters),
+        }
+    )
+
+
+def _with_part_of_queues(clusters: Mapping[str, ClusterSettings], count: int) -> dict[str, ClusterSettings]:
+    """A share of each router queue."""
+    return {
+        name: one.model_copy(update={"queue": one.queue.model_copy(update={"limit": -(-one.queue.limit // count)})})
+        for name, one in clusters.items()
+    }
+
+
+def keeps_snapshot(config: Config) -> bool:
+    """Whether the first worker restores what the others then ask it for."""
+    return any(_without_snapshot(spec) is not spec for spec in config.filters)
+
+
+def _without_snapshot(spec: FilterSpec) -> FilterSpec:
+    settings = spec.settings
+    if not isinstance(settings, KvCacheSettings) or not settings.snapshot.path:
+        return spec
+    off = settings.model_copy(update={"snapshot": SnapshotSettings()})
+    return spec.model_copy(update={"settings": off})
+
+
+def count_workers(wanted: int | str, *, cores: float | None = None) -> int:
+    """`auto` leaves one core to everything else."""
+    if isinstance(wanted, int):
+        return wanted
+    free = int(usable_cores() if cores is None else cores) - 1
+    return max(1, min(AUTO_MOST, free))
+
+
+def usable_cores(*, cgroup: Path = _CGROUP) -> float:
+    """Those the process may run on, or a container's share of their time where that is less."""
+    allowed = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    try:
+        quota, period = cgroup.read_text().split()[:2]
+        return min(allowed, int(quota) / int(period))
+    except (OSError, ValueError):  # no such file, or `max`
+        return allowed

@@ -1,0 +1,142 @@
+"""Settings worth a simulation: each is today's fleet with one thing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from kvproxy.cache.clients.engine_metrics import EngineKind
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cluster.routing.registry import POLICIES
+from kvproxy.cluster.settings import PolicyName
+from kvproxy.lab.advise.advice import Setting
+from kvproxy.lab.advise.engines import EngineSettingsSeen
+from kvproxy.lab.advise.known import more_memory, more_sequences, order_config, spell_advice
+from kvproxy.lab.advise.today import BLOCK_TOKENS, Today
+from kvproxy.lab.advise.traffic import Occupancy
+from kvproxy.lab.replay.compare import PolicySpec
+from kvproxy.lab.replay.settings import IndexMode
+
+#: Of the slots there are, so many were in use at a time: more might help.
+_NEARLY_ALL = 0.8
+_MORE_MEMORY, _HOST_MEMORY = 1.1, 4.0
+#: Prompts of at most so many tokens a step leave room for others.
+_THRESHOLD = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A setting, what it is changed to, and how that is written. `at_most`: a cost that the simulation leaves out."""
+
+    setting: Setting
+    what: str
+    today: Today
+    flags: tuple[tuple[str, str], ...] = ()
+    config: str = ""
+    at_most: str = ""
+
+
+def list_candidates(
+    today: Today,
+    engines: Sequence[EngineSettingsSeen],
+    occupancy: Occupancy,
+    *,
+    kvcache: KvCacheSettings | None,
+) -> list[Candidate]:
+    """The likeliest to help first: time may run out."""
+    found = [
+        *_routing(today),
+        *_scheduling(today, engines),
+        *_events(today, engines, kvcache),
+        *_sequences(today, engines, occupancy),
+        *_steps(today, engines),
+        *_blocks(today, engines),
+        *_memory(today, engines),
+    ]
+    return [one for one in found if one.flags or one.config]
+
+
+def _with(today: Today, **changes: object) -> Today:
+    return replace(today, fleet=replace(today.fleet, **changes))  # type: ignore[arg-type]
+
+
+def _routing(today: Today) -> Iterator[Candidate]:
+    spec = today.spec
+    if spec.name is not PolicyName.KV_AWARE:
+        other = replace(today, spec=PolicySpec(PolicyName.KV_AWARE))
+        yield Candidate(Setting.POLICY, f"kv_aware instead of {spec.name}", other, config="policy: kv_aware")
+    if POLICIES[spec.name].learns_speeds:
+        other = replace(today, spec=replace(spec, queue=not spec.queue))
+        what, key = ("without the router queue", "enabled: false") if spec.queue else ("with the router queue", "")
+        yield Candidate(Setting.QUEUE, what, other, config=f"queue: {{{key}}}    (the cluster)")
+
+
+def _scheduling(today: Today, engines: Sequence[EngineSettingsSeen]) -> Iterator[Candidate]:
+    if POLICIES[today.spec.name].learns_speeds and not today.spec.priority:
+        other = replace(today, spec=replace(today.spec, priority=True))
+        what = "engines order what waits by priority instead of arrival"
+        wanting = [one for one in engines if not one.by_priority]
+        yield Candidate(
+            Setting.SCHEDULING, what, other, spell_advice(Setting.SCHEDULING, wanting), order_config(wanting)
+        )
+
+
+def _events(
+    today: Today, engines: Sequence[EngineSettingsSeen], kvcache: KvCacheSettings | None
+) -> Iterator[Candidate]:
+    if kvcache is None or today.fleet.index is IndexMode.EVENTS or today.fleet.instances < 2:
+        return
+    if not POLICIES[today.spec.name].uses_overlap:
+        return
+    silent = [one for one in engines if not one.publishes]
+    config = "" if kvcache.kv_events else "kv_events: true    (filter kvcache)"
+    what = "what engines hold is known from their KV events"
+    yield Candidate(
+        Setting.KV_EVENTS, what, _with(today, index=IndexMode.EVENTS), spell_advice(Setting.KV_EVENTS, silent), config
+    )
+
+
+def _sequences(today: Today, engines: Sequence[EngineSettingsSeen], occupancy: Occupancy) -> Iterator[Candidate]:
+    slots = today.fleet.max_sequences
+    if occupancy.answering < _NEARLY_ALL * slots:
+        return
+    more = more_sequences(slots)
+    other = _with(today, max_sequences=more, max_batched_tokens=max(today.fleet.max_batched_tokens, more + 1))
+    yield Candidate(
+        Setting.SEQUENCES, f"{more:,} sequences at a time instead of {slots:,}", other,
+        spell_advice(Setting.SEQUENCES, engines, more),
+    )  # fmt: skip
+
+
+def _steps(today: Today, engines: Sequence[EngineSettingsSeen]) -> Iterator[Candidate]:
+    tokens = today.fleet.max_batched_tokens
+    for other in (4 * tokens, tokens // 4):
+        if max(512, today.fleet.max_sequences + 1) <= other <= 65_536:
+            what = f"{other:,} tokens a step instead of {tokens:,}"
+            changed = _with(today, max_batched_tokens=other)
+            yield Candidate(Setting.STEP_TOKENS, what, changed, spell_advice(Setting.STEP_TOKENS, engines, other))
+    if not today.fleet.long_prefill_token_threshold and tokens > _THRESHOLD:
+        what = f"of one prompt at most {_THRESHOLD:,} tokens a step"
+        changed = _with(today, long_prefill_token_threshold=_THRESHOLD)
+        yield Candidate(Setting.LONG_PREFILL, what, changed, spell_advice(Setting.LONG_PREFILL, engines, _THRESHOLD))
+
+
+def _blocks(today: Today, engines: Sequence[EngineSettingsSeen]) -> Iterator[Candidate]:
+    if today.block_tokens > BLOCK_TOKENS:
+        what = f"blocks of 16 tokens instead of {today.block_tokens}"
+        large = [one for one in engines if (one.block_tokens or 0) > BLOCK_TOKENS]
+        other = replace(today, block_tokens=16)
+        yield Candidate(Setting.BLOCK_TOKENS, what, other, spell_advice(Setting.BLOCK_TOKENS, large, 16))
+
+
+def _memory(today: Today, engines: Sequence[EngineSettingsSeen]) -> Iterator[Candidate]:
+    capacity = today.fleet.capacity_tokens
+    flags = spell_advice(Setting.MEMORY, engines, lambda engine: more_memory(engine.memory_share))
+    what = "a tenth more KV memory"
+    yield Candidate(Setting.MEMORY, what, _with(today, capacity_tokens=round(capacity * _MORE_MEMORY)), flags)
+    without = [one for one in engines if one.kind is not EngineKind.UNKNOWN and not one.offloads]
+    what = f"host memory of {_HOST_MEMORY - 1:.0f} times the KV memory behind it"
+    yield Candidate(
+        Setting.OFFLOAD, what, _with(today, capacity_tokens=round(capacity * _HOST_MEMORY)),
+        spell_advice(Setting.OFFLOAD, without), at_most="bringing blocks back is not simulated",
+    )  # fmt: skip

@@ -1,0 +1,226 @@
+"""`kvproxy demo`: simulated engines and the proxy on free ports, conversations through them, and what happened."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import signal
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import TextIO
+
+import httpx
+
+from kvproxy.lab.demo.demo_places import (
+    AWARE,
+    MODEL,
+    PLAIN,
+    DemoOptions,
+    ProxyAddress,
+    price_prompt,
+    start_fleet,
+    start_proxy,
+)
+from kvproxy.lab.demo.demo_traffic import DemoReply, Mix, keep_trickling, run_mix
+from kvproxy.operate.commands.serving import run_loop
+
+_BAR = 32
+#: What the engines are called, and how the proxy knows what they hold.
+_KINDS = {
+    "vllm": ("vLLM", "asks LMCache for the holders of a prompt"),
+    "sglang": ("SGLang", "follows the events of what their caches store and drop"),
+}
+#: What is compared, without `--tiers` and with.
+_CONTENDERS = {False: (PLAIN, AWARE), True: ("tier-blind", "tier-aware")}
+_CONVERSATION = 3000  # tokens, about
+_TIERS = """\
+Each engine's own memory holds the KV of two and a half conversations; host memory behind it keeps all of them. To bring
+one up from there takes {read}, to compute it again {computed}, and only the engine that computed it has it there.
+Both runs are routed by kv_aware, which follows the engines' KV events: tier-blind hears what is in engine memory alone,
+tier-aware what is in host memory too."""
+#: Of progress, where the output is no terminal; the last one is the end.
+_LINES = 4
+
+
+def main(args: argparse.Namespace) -> int:
+    """`kvproxy demo`."""
+    if args.ranks > 1 and args.kind != "sglang":
+        sys.stderr.write("kvproxy demo: --ranks needs --engine sglang\n")
+        return 2
+    if args.tiers and args.kind != "vllm":
+        sys.stderr.write("kvproxy demo: --tiers needs --engine vllm\n")
+        return 2
+    sessions = args.sessions or (12 if args.tiers else 15)
+    options = DemoOptions(args.engines, sessions, args.turns, args.stay, args.kind, args.ranks, args.tiers)
+    return run(options, out=sys.stdout)
+
+
+def run(demo: DemoOptions, *, out: TextIO) -> int:
+    """Show it; 0 when every request was answered."""
+    return run_loop(lambda: run_demo(demo, out))
+
+
+async def run_demo(demo: DemoOptions, out: TextIO) -> int:
+    """The whole demo. Everything it starts lives in this task and ends with it, Ctrl-C included."""
+    mix = Mix(MODEL, demo.sessions, demo.turns)
+    if demo.tiers:
+        mix = replace(mix, pause_s=demo.pause_s, completions=False)
+    results: dict[str, list[DemoReply]] = {}
+    before, after = _CONTENDERS[demo.tiers]
+    async with AsyncExitStack() as lasting:
+        fleet = await start_fleet(lasting, demo)
+        place = await start_proxy(lasting, fleet, AWARE, stays=demo.stay)
+        if demo.stay:
+            print(f"live page: {place.admin}    (it fills when {after} has its turn)\n", file=out)
+        print_beginning(demo, mix, out)
+        async with AsyncExitStack() as passing:  # a fleet of its own: nothing is cached from before
+            plain = await start_fleet(passing, demo, told=False)
+            passed = await start_proxy(passing, plain, AWARE if demo.tiers else PLAIN, stays=False)
+            results[before] = await _play(mix, passed.public, before, out)
+        results[after] = await _play(mix, place.public, after, out)
+        print_table(results, out)
+        if demo.tiers:
+            print_later_turns(results, out)
+        if demo.stay:
+            await _stay(mix, place, out)
+    return 0
+
+
+async def _play(mix: Mix, url: str, policy: str, out: TextIO) -> list[DemoReply]:
+    """The same conversations through a proxy with this policy."""
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        print(f"\n{policy}", file=out)
+        with TrafficProgress(mix.requests, out) as progress:
+            return await run_mix(mix, client, on_reply=progress.count_reply)
+
+
+async def _stay(mix: Mix, place: ProxyAddress, out: TextIO) -> None:
+    """Keep the proxy up, with a trickle of conversations through it, until Ctrl-C."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    print_try_it(place.public, place.admin, MODEL, out)
+    async with httpx.AsyncClient(base_url=place.public, timeout=60) as client, keep_trickling(mix, client):
+        await stop.wait()
+    print("\nended", file=out)
+
+
+class TrafficProgress:
+    """A bar that is redrawn on a terminal, and a few plain lines elsewhere."""
+
+    def __init__(self, total: int, out: TextIO) -> None:
+        self._total = total
+        self._out = out
+        self._done = self._cached = self._prompt = 0
+        self._live = out.isatty()
+
+    def __enter__(self) -> TrafficProgress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._live:
+            print(file=self._out)
+
+    def count_reply(self, reply: DemoReply) -> None:
+        """One more request was answered."""
+        self._done += 1
+        self._cached += reply.cached_tokens
+        self._prompt += reply.prompt_tokens
+        filled = _BAR * self._done // self._total
+        share = self._cached / max(1, self._prompt)
+        bar = "#" * filled + "." * (_BAR - filled)
+        line = f"  [{bar}] {self._done}/{self._total}  {share:4.0%} of prompt tokens cached"
+        if self._live:
+            print(f"\r{line}", end="", flush=True, file=self._out)
+        elif self._done * _LINES // self._total > (self._done - 1) * _LINES // self._total:
+            print(line, flush=True, file=self._out)
+
+
+def print_beginning(demo: DemoOptions, mix: Mix, out: TextIO) -> None:
+    """What is about to happen."""
+    what = f"{mix.sessions} conversations of {mix.turns} turns"
+    if demo.tiers:
+        print(f"{what} through kvproxy, in front of {demo.engines} simulated vLLM engines with host memory.", file=out)
+        read_s, computed_s = price_prompt(_CONVERSATION)
+        print(_TIERS.format(read=_ms(read_s), computed=_ms(computed_s)), file=out)
+        return
+    name, how = _KINDS[demo.kind]
+    ranks = f" with {demo.ranks} data-parallel ranks each" if demo.ranks > 1 else ""
+    print(f"{what} through kvproxy, in front of {demo.engines} simulated {name} engines{ranks}:", file=out)
+    print(f"once routed by round_robin, once by kv_aware, which {how}.", file=out)
+
+
+def print_table(results: Mapping[str, Sequence[DemoReply]], out: TextIO) -> None:
+    """Per policy: requests by endpoint, what was cached, and how long the first token took (streamed requests)."""
+    header = f"{'policy':<14}{'requests per endpoint':<32}{'cached':>8}{'TTFT mean':>12}{'p50':>9}{'p99':>9}"
+    print(f"\n{header}\n{'-' * len(header)}", file=out)
+    for policy, replies in results.items():
+        served = sorted(Counter(reply.endpoint for reply in replies).items())
+        shares = " ".join(f"{name}:{count}" for name, count in served)
+        cached = sum(r.cached_tokens for r in replies) / max(1, sum(r.prompt_tokens for r in replies))
+        times = sorted(r.ttft_s for r in replies if r.streamed)
+        mean, p50, p99 = map(_ms, (_mean_ttft_s(replies), _quantile(times, 0.5), _quantile(times, 0.99)))
+        print(f"{policy:<14}{shares:<32}{cached:>8.0%}{mean:>12}{p50:>9}{p99:>9}", file=out)
+    first, *others = results
+    for policy in others:
+        ratio = _mean_ttft_s(results[policy]) / _mean_ttft_s(results[first])
+        if not math.isnan(ratio):
+            print(f"\n{policy}: mean time to first token {ratio:.2f} x {first}'s, on the same conversations.", file=out)
+    streamed = sum(r.streamed for replies in results.values() for r in replies)
+    total = sum(len(replies) for replies in results.values())
+    print(f"{streamed} of {total} requests were streamed; TTFT is theirs, as the client saw it.", file=out)
+
+
+def print_try_it(url: str, admin_url: str, model: str, out: TextIO) -> None:
+    """Lines that work as they are while the demo stays."""
+    print(
+        f"""
+Live page: {admin_url}    (open it in a browser)
+
+The proxy stays on {url} with a trickle of conversations running. Ctrl-C ends everything.
+
+curl -N {url}/v1/chat/completions -H 'content-type: application/json' -H 'x-kvproxy-debug: 1' -i \\
+  -d '{{"model": "{model}", "stream": true, "max_tokens": 16, "messages": [{{"role": "user", "content": "Hello"}}]}}'
+
+pip install openai
+python -c '
+from openai import OpenAI
+client = OpenAI(base_url="{url}/v1", api_key="none")
+for part in client.chat.completions.create(model="{model}", stream=True, max_tokens=16,
+                                           messages=[{{"role": "user", "content": "Hello"}}]):
+    print(part.choices[0].delta.content or "", end="", flush=True)
+'""",
+        file=out,
+    )
+
+
+def print_later_turns(results: Mapping[str, Sequence[DemoReply]], out: TextIO) -> None:
+    """What knowing of host memory is worth to those that have something there: every turn but the first."""
+    print("\nOf the later turns, on average:", file=out)
+    for name, replies in results.items():
+        later = [reply for reply in replies if reply.turn > 1]
+        tokens = sum(reply.prompt_tokens for reply in later) / max(1, len(later))
+        again = sum(reply.prompt_tokens - reply.cached_tokens for reply in later) / max(1, len(later))
+        print(f"  {name}: {again:.0f} of {tokens:.0f} prompt tokens computed, first token after "
+              f"{_ms(_mean_ttft_s(later))}", file=out)  # fmt: skip
+
+
+def _mean_ttft_s(replies: Sequence[DemoReply]) -> float:
+    """NaN when none was streamed."""
+    times = [reply.ttft_s for reply in replies if reply.streamed]
+    return statistics.fmean(times) if times else math.nan
+
+
+def _quantile(values: Sequence[float], q: float) -> float:
+    return values[min(len(values) - 1, int(q * len(values)))] if values else math.nan
+
+
+def _ms(seconds: float) -> str:
+    return "-" if math.isnan(seconds) else f"{seconds * 1000:.0f} ms"

@@ -1,0 +1,243 @@
+"""Policies on a paced trace: one run of one, as the proxy would build it, and several side by side over seeds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from random import Random
+from typing import TextIO
+
+from kvproxy.base.errors import KvproxyError
+from kvproxy.base.settings.paths import spelling_hint
+from kvproxy.cluster.routing.fair_queue import QueueSettings
+from kvproxy.cluster.routing.policy import Policy
+from kvproxy.cluster.routing.registry import POLICIES, make_policy
+from kvproxy.cluster.routing.speeds import SpeedModel, SpeedPriors
+from kvproxy.cluster.settings import POLICY_ALIASES, ClusterSettings, PolicyName
+from kvproxy.lab.replay.pooled import Bound, measure_bound
+from kvproxy.lab.replay.replicas import RoutersPlan, connect_routers
+from kvproxy.lab.replay.report import ProgressBar, ReplayReport, announce_part
+from kvproxy.lab.replay.results import GoodputLimits, ReplayOutcome, Summary, summarize_outcomes
+from kvproxy.lab.replay.router import SimEndpoint, VirtualRouter
+from kvproxy.lab.replay.settings import Pace, ReplayFleet
+from kvproxy.lab.replay.trace import Trace
+from kvproxy.lab.replay.transfers import SimTransfers
+from kvproxy.lab.replay.view import IndexView, endpoint_id
+from kvproxy.lab.replay.virtual_time import Change, VirtualTime
+from kvproxy.lab.simulator.engine import Engine
+from kvproxy.lab.simulator.engine_io import Scheduling
+from kvproxy.lab.simulator.timing import TokenGaps
+
+#: Behind a policy's name: with the router queue in front of it, and with a priority for the engine in each request.
+QUEUE_SUFFIX, PRIORITY_SUFFIX = "+queue", "+priority"
+#: ...and without what events say of tiers below the engines' memory.
+BLIND_SUFFIX = "+tier_blind"
+#: ...and with KV copied between engines on demand.
+MOVE_SUFFIX = "+move"
+_SUFFIXES = (QUEUE_SUFFIX, PRIORITY_SUFFIX, BLIND_SUFFIX, MOVE_SUFFIX)
+
+
+class UnknownPolicy(KvproxyError):
+    """No policy of this name, or none that can go with the queue or with priorities."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """What to run: a policy of the configuration, with or without the router queue, with or without engine priority."""
+
+    name: PolicyName
+    queue: bool = False
+    priority: bool = False
+    tier_blind: bool = False
+    move: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> PolicySpec:
+        """From `kv_aware`, `kv_aware+queue`, `kv_aware+priority` or with both, in any order."""
+        name, *extras = text.strip().split("+")
+        suffixes = [f"+{extra}" for extra in extras]
+        if name not in PolicyName.__members__.values():
+            alias = POLICY_ALIASES.get(re.sub(r"[^a-z0-9]", "", name.casefold()))
+            hint = f"did you mean {str(alias)!r}?" if alias else spelling_hint(name, map(str, PolicyName))
+            raise UnknownPolicy(f"no policy {name!r} ({hint})")
+        if unknown := [suffix for suffix in suffixes if suffix not in _SUFFIXES]:
+            hint = spelling_hint(unknown[0], _SUFFIXES)
+            raise UnknownPolicy(f"nothing {unknown[0]!r} goes behind a policy ({hint})")
+        if MOVE_SUFFIX in suffixes and name != PolicyName.KV_AWARE:
+            raise UnknownPolicy(f"{MOVE_SUFFIX} needs kv_aware, which prices what is copied")
+        timed = [suffix for suffix in suffixes if suffix != BLIND_SUFFIX]
+        if timed and not POLICIES[PolicyName(name)].learns_speeds:
+            raise UnknownPolicy(
+                f"{name} does not know how long a prefill takes; {timed[0]} needs kv_aware or least_ttft"
+            )
+        return cls(PolicyName(name), *(suffix in suffixes for suffix in _SUFFIXES))
+
+    def __str__(self) -> str:
+        chosen = zip(_SUFFIXES, (self.queue, self.priority, self.tier_blind, self.move), strict=True)
+        return self.name.value + "".join(suffix for suffix, has in chosen if has)
+
+    def make(self, *, rng: Random, prior_factor: float = 1.0, settings: ClusterSettings | None = None) -> Policy:
+        """A fresh policy; learned speeds start from priors wrong by `prior_factor`."""
+        priors = SpeedPriors()
+        priors = SpeedPriors(
+            priors.request_s / prior_factor, priors.tokens_per_s * prior_factor, priors.quadratic_tokens
+        )
+        policy = make_policy(self.name, settings or ClusterSettings(policy=self.name), rng=rng)
+        if policy.learns_speeds:
+            policy.speeds = SpeedModel(priors)
+        return policy
+
+
+def play_policy(
+    trace: Trace,
+    pace: Pace,
+    fleet: ReplayFleet,
+    policy: Policy,
+    *,
+    queue: bool = False,
+    priority: bool = False,
+    tier_blind: bool = False,
+    move: bool = False,
+    seed: int = 0,
+    streamed: float = 1.0,
+    token_gaps: TokenGaps | None = None,
+    progress: Callable[[int], None] = lambda finished: None,
+    router_type: type[VirtualRouter] = VirtualRouter,
+    beside: Sequence[Policy] = (),
+    delay_s: float | None = None,
+) -> Sequence[ReplayOutcome]:
+    """Every request of the trace, as its client saw it. The policy is a fresh one: it learns as it goes; `streamed` is
+    the share of requests whose first token it sees; with `priority` the engines schedule by what it sends; any `seed`
+    but 0 moves the arrivals a little; `token_gaps` is given the times between tokens. `beside`: policies of further
+    routers, each of which hears of the others after `delay_s`."""
+    fleet = replace(fleet, scheduling=Scheduling.PRIORITY) if priority else fleet
+    blocks, duration_s = fleet.blocks_of(trace), pace.duration_s(trace)
+    settings = [fleet.engine_settings(blocks.size, index, duration_s) for index in range(fleet.instances)]
+    future, there = fleet.future_of(blocks), sorted(fleet.there_at_first())
+    make_engine = partial(Engine, store=fleet.shared_store(blocks.size, future=future), future=future)
+    endpoints = [SimEndpoint(endpoint_id(index), index, make_engine(each)) for index, each in enumerate(settings)]
+    changes = [
+        Change(share * duration_s, endpoints[index], make_engine(settings[index]) if joins else None)
+        for share, index, joins in fleet.changes()
+    ]
+    held = QueueSettings(limit=100_000) if queue else None
+    transfers = None
+    if move and fleet.link is not None:
+        transfers = SimTransfers(fleet.link, block_size=blocks.size, rng=Random(seed + 4))
+    make_router = partial(
+        router_type, queue=held, priority=priority, reports_cached=fleet.reports_cached, transfers=transfers
+    )
+    make_view = partial(IndexView, fleet, blocks.size, tier_blind=tier_blind)
+    parts = [(each, make_view(rng=Random(seed + 1))) for each in (policy, *beside)]
+    router, view = connect_routers(parts, endpoints, there, make_router, delay_s, chance=Random(seed + 5))
+    engines = [endpoint.engine for endpoint in endpoints] + [each.engine for each in changes if each.engine is not None]
+    chance = Random(seed + 2)
+    outcomes = VirtualTime(
+        blocks,
+        pace,
+        router,
+        view,
+        index_delay_s=fleet.index_delay_s,
+        changes=changes,
+        transfers=transfers,
+        jitter=Random(seed + 3) if seed else None,
+        streams=lambda: chance.random() < streamed,
+        progress=progress,
+    ).run()
+    if token_gaps is not None:
+        for engine in engines:
+            token_gaps.update(engine.counters.token_gaps)
+    return outcomes
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The report, and every request's time to first token by policy (first seed), sorted."""
+
+    report: ReplayReport
+    ttft_s: dict[str, list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonPlan:
+    """What to compare. The load is a share of the pooled cache's saturated throughput on an undisturbed fleet."""
+
+    fleet: ReplayFleet
+    policies: Sequence[PolicySpec]
+    load: float = 0.7
+    baseline: str = ""  # the first policy unless given
+    seeds: int = 1
+    closed_loop: bool = True
+    prior_factor: float = 1.0
+    streamed: float = 1.0  # share of the answers
+    goodput: GoodputLimits = field(default_factory=GoodputLimits)
+    routers: RoutersPlan = field(default_factory=RoutersPlan)
+
+
+def compare(trace: Trace, plan: ComparisonPlan, *, err: TextIO, bound: Bound | None = None) -> Comparison:
+    """Plays every policy; with `bound` the pace is not calibrated again."""
+    if bound is None:
+        announce_part("calibrating the load on one pooled cache", err)
+        bound = measure_bound(
+            trace, plan.fleet.undisturbed(), plan.load, closed_loop=plan.closed_loop, limits=plan.goodput
+        )
+    requests = bound.trace.requests
+    bar = ProgressBar(requests * plan.seeds * len(plan.policies), out=err)
+    runs: dict[str, list[Summary]] = {}
+    ttft_s: dict[str, list[float]] = {}
+    for spec in plan.policies:
+        bar.begin(str(spec))
+        for seed in range(1, plan.seeds + 1):
+            token_gaps = TokenGaps()
+            seeds = (seed + 1000 * number for number in range(plan.routers.count))
+            policy, *beside = (spec.make(rng=Random(one), prior_factor=plan.prior_factor) for one in seeds)
+            outcomes = play_policy(
+                bound.trace,
+                bound.pace,
+                plan.fleet,
+                policy,
+                queue=spec.queue,
+                priority=spec.priority,
+                tier_blind=spec.tier_blind,
+                move=spec.move,
+                seed=seed,
+                streamed=plan.streamed,
+                token_gaps=token_gaps,
+                progress=bar.advance,
+                beside=beside,
+                delay_s=plan.routers.delay_s,
+            )
+            bar.end(requests)
+            summary = summarize_outcomes(outcomes, plan.fleet.instances, token_gaps=token_gaps, limits=plan.goodput)
+            runs.setdefault(str(spec), []).append(summary)
+            ttft_s.setdefault(str(spec), sorted(each.ttft_s for each in outcomes if each.ttft_s is not None))
+    bar.close()
+    return Comparison(_report(trace, plan, bound, runs), ttft_s)
+
+
+def _report(trace: Trace, plan: ComparisonPlan, bound: Bound, runs: dict[str, list[Summary]]) -> ReplayReport:
+    return ReplayReport(
+        trace=trace.name,
+        half=trace.half,
+        instances=plan.fleet.instances,
+        load=plan.load,
+        requests=bound.trace.requests,
+        hit_ceiling=bound.trace.hit_ceiling(),
+        reference=bound.summary,
+        baseline=plan.baseline or next(iter(runs)),
+        runs=runs,
+        settings={
+            "fleet": asdict(plan.fleet),
+            "pace": asdict(bound.pace),
+            "seeds": plan.seeds,
+            "prior_factor": plan.prior_factor,
+            "streamed": plan.streamed,
+            "goodput": asdict(plan.goodput),
+            "routers": asdict(plan.routers),
+            "requests_per_s_at_load_1": bound.capacity_per_s,
+        },
+        routers=str(plan.routers) if plan.routers.count > 1 else "",
+        of_trace=trace.requests if trace.requests != bound.trace.requests else 0,
+    )

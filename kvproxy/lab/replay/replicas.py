@@ -1,0 +1,244 @@
+"""Several routers in virtual time, each of which hears late what the others did, by the proxy's own exchange."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.overlap.local_indexes import LocalIndexes
+from kvproxy.cluster.prober import ProbeOutcome, TellProbe
+from kvproxy.cluster.routing.engine_samples import NOTHING_READ
+from kvproxy.cluster.routing.load import EndpointLoad
+from kvproxy.cluster.routing.policy import Policy
+from kvproxy.cluster.routing.work import Features
+from kvproxy.features.exchange import wire
+from kvproxy.features.exchange.journal import Journal
+from kvproxy.features.exchange.peers import Peers
+from kvproxy.features.exchange.wire import Origin
+from kvproxy.features.exchange.world import World
+from kvproxy.lab.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
+from kvproxy.lab.replay.view import IndexView
+from kvproxy.lab.simulator.engine_io import KvEvent
+
+#: How often a router says that it is there, as `sync.heartbeat` has it.
+BEAT_S = 0.5
+MAX_ROUTERS, MAX_DELAY_S = 64, 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class RoutersPlan:
+    """How many routers decide, and how late each hears of the others; `delay_s` None: never."""
+
+    count: int = 1
+    delay_s: float | None = 0.01
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= MAX_ROUTERS:
+            raise ValueError(f"--routers is from 1 to {MAX_ROUTERS}, not {self.count}")
+        if self.delay_s is not None and not 0.0 <= self.delay_s <= MAX_DELAY_S:
+            raise ValueError(f"--delay is from 0 to {1000 * MAX_DELAY_S:g} ms, not {1000 * self.delay_s:g}")
+
+    def __str__(self) -> str:
+        late = "no exchange" if self.delay_s is None else f"{1000 * self.delay_s:g} ms late"
+        return f"routers: {self.count}, {late}"
+
+
+class RoutersCluster:
+    """One router's part in the exchange (a ClusterPart)."""
+
+    def __init__(self, indexes: LocalIndexes, policy: Policy, endpoints: Sequence[SimEndpoint]) -> None:
+        self.indexes: LocalIndexes | None = indexes
+        self.policy = policy
+        self._loads = {one.id: one.load for one in endpoints}
+
+    def loads(self) -> Iterable[tuple[EndpointId, EndpointLoad]]:
+        return self._loads.items()
+
+    def load(self, endpoint: EndpointId) -> EndpointLoad | None:
+        return self._loads.get(endpoint)
+
+    def load_told(self, endpoint: EndpointId, in_flight_before: int) -> None:
+        """Nothing waits for it here."""
+
+    def observe_sample(self, endpoint: EndpointId, work: Features, busy_s: float, now: float, *, scraped: bool) -> None:
+        self.policy.observe_sample(endpoint, work, busy_s, now, scraped=scraped)
+
+    def placed_elsewhere(self, endpoint: EndpointId, routed_s: float, requests: int, bound: int, now: float) -> None:
+        self.policy.placed_elsewhere(endpoint, routed_s, requests, bound, len(self._loads), now)
+
+    def drained(self) -> Mapping[EndpointId, bool]:
+        return {}
+
+    def drain(self, endpoint: EndpointId, *, draining: bool) -> None:
+        """No operator here."""
+
+    def watch_probes(self, tell: TellProbe) -> None:
+        """No probes here."""
+
+    def hear_probe(self, engine: EndpointId, outcome: ProbeOutcome) -> None:
+        """Nor there."""
+
+
+#: A router over these endpoints.
+MakeRouter = Callable[[Sequence[SimEndpoint], Policy, IndexView], VirtualRouter]
+
+
+class Replica:
+    """One router with its ledgers, index, policy, and its side of the exchange. `engines` are those there may be,
+    `there` the numbers of those that are at first."""
+
+    def __init__(
+        self,
+        number: int,
+        engines: Sequence[SimEndpoint],
+        there: Iterable[int],
+        policy: Policy,
+        view: IndexView,
+        make_router: MakeRouter = VirtualRouter,
+    ) -> None:
+        self.number, self.view = number, view
+        self.endpoints = [SimEndpoint(one.id, one.index, one.engine) for one in engines]
+        self.router = make_router([self.endpoints[index] for index in there], policy, view)
+        self.sent: list[bytes] = []
+        journal = Journal(Origin("r", number, 1), on_news=lambda: None)
+        world = World({"c": RoutersCluster(view.local, policy, self.endpoints)})
+        self.peers = Peers(journal, lambda: world, send=lambda payload, to: self.sent.append(payload), beat_s=BEAT_S)
+        journal.follow(world)
+
+
+class ManyRouters:
+    """As VirtualRouter and its view, each request by one of the routers, of `chance`. What one says is with the others
+    after `delay_s`; None: they tell each other nothing. `engines` are the run's, of which each router has its own
+    ledger; `there` the numbers of those that are at first."""
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        engines: Sequence[SimEndpoint],
+        there: Iterable[int],
+        delay_s: float | None,
+        *,
+        chance: Random,
+    ) -> None:
+        self._replicas, self._engines, self._delay_s = replicas, engines, delay_s
+        for engine in engines:
+            engine.seen_as = [one.endpoints[engine.index] for one in replicas]
+        self.endpoints = [engines[index] for index in there]
+        self._chance = chance
+        self._placed: dict[str, tuple[Replica, Placement]] = {}
+        self._under_way: list[tuple[float, int, int, bytes]] = []
+        self._count, self._next_beat = 0, BEAT_S
+        self.messages = self.bytes = 0
+
+    def arrive(self, request: LiveRequest, now: float) -> Placement | None:
+        """Placed, or in the queue of its router (None)."""
+        self._deliver(now)
+        replica = self._chance.choice(self._replicas)
+        return self._place(replica, replica.router.arrive(request, now), now)
+
+    def release(self, now: float) -> Placement | None:
+        """The next queued request of any router; call until None."""
+        self._deliver(now)
+        for replica in self._replicas:
+            placement = self._place(replica, replica.router.release(now), now)
+            if placement is not None:
+                return placement
+        return None
+
+    def next_release_at(self, now: float) -> float | None:
+        """When a router may have something although no load changes."""
+        times = [replica.router.next_release_at(now) for replica in self._replicas]
+        return min((at for at in times if at is not None), default=None)
+
+    def first_token(self, placement: Placement, now: float) -> None:
+        """The router that placed the request sees it, and tells."""
+        self._deliver(now)
+        replica, own = self._placed[placement.request.name]
+        replica.router.first_token(own, now)
+        self._tell(replica, now)
+
+    def finished(self, placement: Placement, now: float) -> None:
+        """The router that placed the request sees it, and tells."""
+        self._deliver(now)
+        replica, own = self._placed.pop(placement.request.name)
+        replica.router.finished(own, now)
+        self._tell(replica, now)
+
+    def observe(self, endpoint: int, events: Sequence[KvEvent]) -> None:
+        """Each router follows the engines itself."""
+        for replica in self._replicas:
+            replica.view.observe(endpoint, events)
+
+    def join(self, endpoint: SimEndpoint) -> None:
+        """Each router is given the new engine."""
+        endpoint.prefills = NOTHING_READ
+        for replica in self._replicas:
+            own = replica.endpoints[endpoint.index]
+            own.engine = endpoint.engine
+            replica.router.join(own)
+        self.endpoints.append(endpoint)
+
+    def leave(self, endpoint: SimEndpoint, lost: Iterable[Placement], now: float) -> None:
+        """Each router loses what it placed there."""
+        self._deliver(now)
+        self.endpoints.remove(endpoint)
+        placed = [self._placed.pop(placement.request.name) for placement in lost]
+        for replica in self._replicas:
+            own = [placement for router, placement in placed if router is replica]
+            replica.router.leave(replica.endpoints[endpoint.index], own, now)
+            self._tell(replica, now)
+
+    def _place(self, replica: Replica, own: Placement | None, now: float) -> Placement | None:
+        """The router's placement, on the run's endpoint."""
+        if own is None:
+            return None
+        self._placed[own.request.name] = replica, own
+        self._tell(replica, now)
+        return Placement(own.request, self._engines[own.endpoint.index], own.reservation, own.settle, own.priority)
+
+    def _tell(self, replica: Replica, now: float) -> None:
+        if self._delay_s is None:
+            return
+        replica.peers.publish(now)
+        for payload in replica.sent:
+            self._count += 1
+            self.messages, self.bytes = self.messages + 1, self.bytes + len(payload)
+            heapq.heappush(self._under_way, (now + self._delay_s, self._count, replica.number, payload))
+        replica.sent.clear()
+
+    def _deliver(self, now: float) -> None:
+        if self._delay_s is None:
+            return
+        while min(self._next_beat, self._under_way[0][0] if self._under_way else self._next_beat) <= now:
+            if self._under_way and self._under_way[0][0] <= self._next_beat:
+                at, _, sender, payload = heapq.heappop(self._under_way)
+                message = wire.decode(payload)
+                for replica in self._replicas:
+                    if replica.number != sender:
+                        replica.peers.receive(message, len(payload), at)
+            else:
+                at, self._next_beat = self._next_beat, self._next_beat + BEAT_S
+                for replica in self._replicas:
+                    replica.peers.beat(at)
+                    self._tell(replica, at)
+
+
+def connect_routers(
+    parts: Sequence[tuple[Policy, IndexView]],
+    engines: Sequence[SimEndpoint],
+    there: Sequence[int],
+    make_router: MakeRouter,
+    delay_s: float | None,
+    *,
+    chance: Random,
+) -> tuple[VirtualRouter | ManyRouters, IndexView | ManyRouters]:
+    """What routes a run, and what hears its events: one router and its view, or as many as there are parts."""
+    if len(parts) == 1:
+        policy, view = parts[0]
+        return make_router([engines[index] for index in there], policy, view), view
+    replicas = [Replica(number, engines, there, *part, make_router) for number, part in enumerate(parts)]
+    routers = ManyRouters(replicas, engines, there, delay_s, chance=chance)
+    return routers, routers

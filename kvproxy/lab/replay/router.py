@@ -1,0 +1,264 @@
+"""The router of a replay: a policy over load ledgers and a view of the caches, with or without the router queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvproxy.base.types import EndpointId, Tier
+from kvproxy.cluster.pick import reserve, split_prompt
+from kvproxy.cluster.routing import selector
+from kvproxy.cluster.routing.costs import Best, best_of, engine_wait_s, least_own_s
+from kvproxy.cluster.routing.engine_samples import NOTHING_READ, EndedWork, Reading
+from kvproxy.cluster.routing.engine_state import EngineState
+from kvproxy.cluster.routing.fair_queue import FairQueue, QueueSettings
+from kvproxy.cluster.routing.load import EndpointLoad, Reservation
+from kvproxy.cluster.routing.policy import OverlapFacts, PickRequest, Policy
+from kvproxy.cluster.routing.selector import Decision
+from kvproxy.cluster.routing.waiting_lines import AGEING, EPOCH_S, engine_priority
+from kvproxy.features.priority.engine_priority import ClusterPriority
+from kvproxy.features.transfers.planner import Transfer, landed
+from kvproxy.lab.replay.results import ReplayOutcome
+from kvproxy.lab.replay.trace import Turn
+from kvproxy.lab.replay.transfers import SimTransfers
+from kvproxy.lab.replay.view import CacheView, Settle
+from kvproxy.lab.simulator.engine import Engine
+
+
+@dataclass(slots=True, eq=False)
+class SimEndpoint:
+    """A simulated engine as the router's candidate."""
+
+    id: EndpointId
+    index: int
+    engine: Engine
+    load: EndpointLoad = field(default_factory=EndpointLoad)
+    ended: EndedWork = field(init=False)
+    weight: float = 1.0
+    due: float | None = None  # when the engine is to be advanced
+    prefills: Reading = NOTHING_READ  # of requests that ended, as the engine counts them
+    seen_as: Sequence[SimEndpoint] = ()  # by each of several routers
+
+    def __post_init__(self) -> None:
+        self.ended = EndedWork(self.load)
+
+    def count(self, prefill_s: float, computed_tokens: int) -> None:
+        """A request ended."""
+        so_far = self.prefills
+        tokens = (so_far.computed_tokens or 0) + computed_tokens
+        self.prefills = Reading(so_far.prefills + 1, so_far.seconds + prefill_s, tokens)
+
+    def scrape_engine(self, now: float) -> None:
+        """The engine's metrics are read, as the proxy reads them."""
+        self.ended.read_counters(self.prefills, now)
+        settings, load = self.engine.settings, self.engine.load
+        capacity_tokens = settings.capacity_blocks * settings.block_size
+        self.load.engine = EngineState(now, capacity_tokens, load.kv_usage, load.running, load.waiting)
+        for one in self.seen_as:
+            one.prefills = self.prefills
+            one.scrape_engine(now)
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One request on its way."""
+
+    session: int
+    number: int  # of its turn
+    turn: Turn
+    outcome: ReplayOutcome
+    name: str = ""
+    streams: bool = True  # its first token is seen when it comes
+
+
+@dataclass(slots=True, eq=False)
+class Placement:
+    """Where a request went, and what was expected there."""
+
+    request: LiveRequest
+    endpoint: SimEndpoint
+    reservation: Reservation
+    settle: Settle
+    priority: int = 0  # for an engine that schedules by it
+    transfer: Transfer | None = None  # of KV that comes with it
+    prefill_s: float = 0.0  # as the engine counts it
+
+
+class VirtualRouter:
+    """Decides and counts as the proxy does, and learns from the same signals."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[SimEndpoint],
+        policy: Policy,
+        view: CacheView,
+        *,
+        queue: QueueSettings | None = None,
+        priority: bool = False,
+        reports_cached: bool = True,
+        transfers: SimTransfers | None = None,
+    ) -> None:
+        self.endpoints = list(endpoints)  # those that are there
+        self._policy = policy
+        self._view = view
+        self._queue: FairQueue[LiveRequest] = FairQueue(QueueSettings(limit=0) if queue is None else queue)
+        self._speeds = policy.speeds if queue is not None else None
+        self._decided: Decision[SimEndpoint] | None = None  # for the request that the queue asked last
+        self._now = 0.0
+        self._priority = (
+            ClusterPriority(
+                ageing=AGEING,
+                speeds=lambda: policy.speeds,
+                clock=lambda: self._now,
+                wall_clock=lambda: EPOCH_S + self._now,
+            )
+            if priority
+            else None
+        )
+        self._reports_cached = reports_cached
+        self._transfers = transfers
+        for endpoint in endpoints:
+            self._connect(endpoint)
+
+    def arrive(self, request: LiveRequest, now: float) -> Placement | None:
+        """Places a request, or queues it (None). With the queue full it is placed at once, unlike in the proxy, which
+        refuses it: figures of policies that refuse different requests could not be compared."""
+        decision, speeds = self._decide(request, now), self._speeds
+        if speeds is not None:
+            endpoint = decision.endpoint
+            if not self._queue.admits(endpoint.id, engine_wait_s(endpoint, speeds, now)):
+                own_s = least_own_s(decision.request.facts, self.endpoints, speeds)
+                if self._queue.offer(request, own_s, now, tenant=request.outcome.tenant) is not None:
+                    if self._transfers is not None:
+                        self._transfers.copy_meanwhile(decision, self.endpoints, request.turn.blocks, now)
+                    return None
+        return self._place(request, decision, now)
+
+    def release(self, now: float) -> Placement | None:
+        """Places the next queued request whose time has come; call until None."""
+        if not len(self._queue):
+            return None
+        ticket = self._queue.poll(self._waits(now), now, self._find_best)
+        if ticket is None:
+            return None
+        assert self._decided is not None
+        return self._place(ticket.item, self._decided, now)
+
+    def next_release_at(self, now: float) -> float | None:
+        """When `release` may have something although no load changes."""
+        return self._queue.next_poll_at(self._waits(now), now) if len(self._queue) else None
+
+    def copied(self, placement: Placement, blocks: int, now: float) -> None:
+        """The copy that the request waited for is over, and brought so many leading blocks."""
+        transfer, request, endpoint, transfers = (
+            placement.transfer,
+            placement.request,
+            placement.endpoint,
+            self._transfers,
+        )
+        assert transfer is not None
+        assert transfers is not None
+        prompt, overlap = request.turn.prompt_tokens, landed(transfer.held, blocks * transfers.block_size, Tier.DEVICE)
+        request.outcome.predicted_tokens = min(overlap.tokens, prompt)
+        split = split_prompt(prompt, overlap, endpoint.id, self._policy.speeds)
+        endpoint.load.begin(placement.reservation, split, now)
+
+    def first_token(self, placement: Placement, now: float) -> None:
+        """The response began."""
+        if placement.request.streams:
+            placement.endpoint.load.first_token(placement.reservation, now)
+
+    def finished(self, placement: Placement, now: float) -> None:
+        """The response ended, with its usage."""
+        endpoint, outcome = placement.endpoint, placement.request.outcome
+        if not placement.request.streams:
+            endpoint.load.first_token(placement.reservation, now)
+        endpoint.load.release(placement.reservation, now)
+        if outcome.first_token_at is not None:
+            endpoint.ended.add_request(placement.reservation)
+        predicted = outcome.predicted_tokens
+        cached = outcome.cached_tokens if self._reports_cached else 0
+        placement.settle(predicted, cached)
+        self._policy.observe_reuse(endpoint.id, predicted, cached, now)
+        reservation = placement.reservation
+        if reservation.first_token_at is not None and outcome.finished_at is not None:
+            decode_s = now - reservation.first_token_at
+            tokens, sequences = placement.request.turn.output_tokens, reservation.sequences
+            self._policy.observe_answer(endpoint.id, tokens, decode_s, sequences, now)
+
+    def join(self, endpoint: SimEndpoint) -> None:
+        """A new engine in the endpoint's place."""
+        endpoint.prefills = NOTHING_READ
+        self._connect(endpoint)
+        self.endpoints.append(endpoint)
+
+    def leave(self, endpoint: SimEndpoint, lost: Iterable[Placement], now: float) -> None:
+        """The endpoint is gone, and what was placed there with it."""
+        self.endpoints.remove(endpoint)
+        for placement in lost:
+            endpoint.load.release(placement.reservation, now)
+        endpoint.load.engine = None
+        self._view.forget(endpoint.index)
+        self._policy.forget(endpoint.id)
+
+    def _connect(self, endpoint: SimEndpoint) -> None:
+        endpoint.load.on_sample = partial(self._policy.observe_sample, endpoint.id)
+        endpoint.load.count_live_blocks(self._policy.counts_live_blocks)
+
+    def _find_best(self, request: LiveRequest, now: float) -> Best:
+        assert self._speeds is not None
+        self._decided = decision = self._decide(request, now)
+        return best_of(decision.request.facts, decision.endpoint, self._speeds, now)
+
+    def _decide(self, request: LiveRequest, now: float) -> Decision[SimEndpoint]:
+        turn = request.turn
+        pick = PickRequest(
+            session_key=str(request.session),
+            facts=self.facts_of(request, now),
+            streams=request.streams,
+            prompt_head=turn.blocks[0].to_bytes(8, "little") if turn.blocks else b"",
+        )
+        if self._transfers is not None and self._policy.speeds is not None:
+            pick = self._transfers.offer(pick, self.endpoints, self._policy.speeds, now)
+        decision = selector.decide(pick, self.endpoints, self._policy, now)
+        assert decision is not None
+        return decision
+
+    def facts_of(self, request: LiveRequest, now: float) -> OverlapFacts:
+        """What is known of its prompt."""
+        return self._view.facts(request.turn)
+
+    def _place(self, request: LiveRequest, decision: Decision[SimEndpoint], now: float) -> Placement:
+        turn, pick, endpoint = request.turn, decision.request, decision.endpoint
+        facts = pick.facts
+        if self._policy.speeds is not None:
+            selector.advance(self.endpoints, self._policy.speeds, now)
+        self._policy.placed(pick, self.endpoints, decision.index, now, choice=decision.choice)
+        matched = facts.matched_tokens(endpoint.id)
+        request.outcome.endpoint, request.outcome.placed_at = endpoint.index, now
+        request.outcome.predicted_tokens = matched
+        reservation = reserve(endpoint, pick, self._policy.speeds, now)
+        settle = self._view.routed(endpoint.index, turn)
+        transfer = None if self._transfers is None else self._transfers.find_transfer(decision)
+        priority = self._priority_of(request, facts, endpoint.id, now)
+        return Placement(request, endpoint, reservation, settle, priority, transfer)
+
+    def _priority_of(self, request: LiveRequest, facts: OverlapFacts, endpoint: EndpointId, now: float) -> int:
+        """What the proxy forwards, by its own reckoning; 0 without."""
+        if self._priority is None:
+            return 0
+        self._now, outcome = now, request.outcome
+        urgency = self._priority.urgency_s(
+            facts,
+            endpoint,
+            received_at=outcome.arrived_at,
+            now=now,
+            tenant=outcome.tenant,
+            endpoints=len(self.endpoints),
+        )
+        return engine_priority(urgency)
+
+    def _waits(self, now: float) -> Mapping[EndpointId, float]:
+        speeds = self._speeds
+        return {} if speeds is None else {one.id: engine_wait_s(one, speeds, now) for one in self.endpoints}

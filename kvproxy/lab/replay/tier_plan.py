@@ -1,0 +1,98 @@
+"""Tiers below the memory of a replay's engines: how large, how fast, and what comes into them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvproxy.lab.simulator.retention import Eviction, TierSettings
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlan:
+    """Host memory and disk below the engines', and a store that they share: sizes in multiples of an engine's memory as
+    it is cut to `device`, speeds in bytes a second. A token's KV is that of a model of 32 layers with 8 KV heads of 128
+    values in two bytes: 128 KiB. `compress` is how much smaller it is below engine memory; to read it takes that much
+    less, and the time to decompress it; an engine's CPU compresses what comes, as fast, one after the other."""
+
+    device: float = 1.0  # share that is left of an engine's memory
+    host: float = 4.0
+    gb_per_s: float = 20.0
+    disk: float = 0.0
+    disk_gb_per_s: float = 5.0
+    shared: float = 0.0  # of all engines together
+    shared_gb_per_s: float = 2.5
+    latency_s: float = 0.001  # of a read
+    failing_reads: int = 0  # each one of so many host reads fails
+    failing_writes: int = 0  # the same of writes
+    kv_bytes_per_token: int = 131_072
+    on_eviction: bool = False  # else written through
+    min_uses: int = 0  # the disk keeps what was offered to it so often
+    bypass: bool = False  # the disk is offered what engines give, else what host memory gives up
+    compress: float = 1.0
+    compress_gb_per_s: float = 4.0  # of what is compressed or decompressed, before and after that
+
+    #: In the text of an option.
+    NAMES: ClassVar[Mapping[str, str]] = {
+        "device": "device", "host": "host", "gbps": "gb_per_s", "disk": "disk", "disk_gbps": "disk_gb_per_s",
+        "shared": "shared", "shared_gbps": "shared_gb_per_s", "latency": "latency_s", "on_eviction": "on_eviction",
+        "min_uses": "min_uses", "bypass": "bypass", "compress": "compress", "compress_gbps": "compress_gb_per_s",
+        "failing_reads": "failing_reads", "failing_writes": "failing_writes",
+    }  # fmt: skip
+
+    @classmethod
+    def parse(cls, text: str) -> TierPlan:
+        """Of `device=0.25,host=4,gbps=20` and the like. Raises ValueError with what is possible."""
+        found: dict[str, float] = {}
+        for each in text.split(","):
+            name, _, value = each.strip().partition("=")
+            try:
+                found[cls.NAMES[name]] = int(value) if value.isdecimal() else float(value)
+            except (KeyError, ValueError):
+                raise ValueError(f"--tiers takes numbers for {', '.join(cls.NAMES)}, as in "
+                                 f"device=0.25,host=4,gbps=20; not {each!r}") from None  # fmt: skip
+        plan = cls(**found)  # type: ignore[arg-type]
+        plan._check()
+        return plan
+
+    def own_tiers(self, capacity_blocks: int, block_size: int, eviction: Eviction) -> tuple[TierSettings, ...]:
+        """Of an engine with so many blocks, the nearest first."""
+        tiers = []
+        if self.host:
+            room, read_s = self._room(self.host, capacity_blocks), self._read_s(self.gb_per_s, block_size)
+            tiers.append(TierSettings("CPU", room, read_s, self.latency_s, self.failing_reads, self.failing_writes,
+                                      eviction=eviction, write_block_s=self._write_s(block_size)))  # fmt: skip
+        if self.disk:
+            room, read_s = self._room(self.disk, capacity_blocks), self._read_s(self.disk_gb_per_s, block_size)
+            tiers.append(TierSettings("DISK", room, read_s, self.latency_s, min_uses=self.min_uses,
+                                      below=not self.bypass, eviction=eviction,
+                                      write_block_s=self._write_s(block_size)))  # fmt: skip
+        return tuple(tiers)
+
+    def shared_tier(self, capacity_blocks: int, block_size: int, eviction: Eviction) -> TierSettings:
+        """Of engines with so many blocks each."""
+        room, read_s = self._room(self.shared, capacity_blocks), self._read_s(self.shared_gb_per_s, block_size)
+        write_s = self._write_s(block_size)
+        return TierSettings("EXTERNAL", room, read_s, self.latency_s, eviction=eviction, write_block_s=write_s)
+
+    def _room(self, multiple: float, capacity_blocks: int) -> int:
+        return max(1, round(multiple * capacity_blocks * self.compress))
+
+    def _read_s(self, gb_per_s: float, block_size: int) -> float:
+        gb = block_size * self.kv_bytes_per_token / 1e9
+        return gb / self.compress / gb_per_s + (gb / self.compress_gb_per_s if self.compress > 1 else 0.0)
+
+    def _write_s(self, block_size: int) -> float:
+        """A tier that stands below another gets what is compressed already: its price is not asked for."""
+        return block_size * self.kv_bytes_per_token / 1e9 / self.compress_gb_per_s if self.compress > 1 else 0.0
+
+    def _check(self) -> None:
+        sizes = (self.host, self.disk, self.shared, self.latency_s)
+        counts = (self.failing_reads, self.failing_writes, self.min_uses)
+        speeds = (self.gb_per_s, self.disk_gb_per_s, self.shared_gb_per_s, self.compress_gb_per_s)
+        if not 0 < self.device <= 1 or min(*sizes, *counts) < 0 or min(speeds) <= 0 or self.compress < 1:
+            raise ValueError("--tiers: device is a share above 0, sizes are not negative, speeds are above 0, "
+                             "and compress is 1 at least")  # fmt: skip
+        if any(not isinstance(count, int) for count in counts):
+            raise ValueError("--tiers: failing_reads, failing_writes and min_uses are whole numbers")

@@ -1,0 +1,121 @@
+"""Transfers on demand, in a replay: links between the simulated engines, and the copies over them.
+
+A decision is made with what could be copied (features/transfers/planner.py). Is an engine chosen with a copy, both
+links are reserved, the copy is made, and the request joins the engine with it; of what the source does not have after
+all nothing is copied, and the engine computes it. (A request that joins at once, beside a copy that should be over when
+its turn comes, does worse than one that waits, and than none that copies: an engine admits a request, and with that
+settles what it reuses, long before it computes.)
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing.policy import Ledgered, OverlapFacts, PickRequest
+from kvproxy.cluster.routing.selector import Decision, decide
+from kvproxy.cluster.routing.speeds import SpeedModel
+from kvproxy.features.transfers.planner import LinkTerms, Transfer, TransferPlanner
+from kvproxy.lab.simulator.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class LinkPlan:
+    """A link each way between each engine and the others. A token's KV is that of 128 KiB unless said
+    otherwise."""
+
+    gb_per_s: float
+    latency_s: float = 0.002
+    min_tokens: int = 64  # fewer are not copied
+    kv_bytes_per_token: int = 131_072
+    waits: bool = True  # a request may wait for its copy; else the router queue holds it meanwhile, or there is none
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one copy."""
+        return self.gb_per_s * 1e9 / self.kv_bytes_per_token
+
+
+@dataclass(slots=True)
+class TransferCounts:
+    """What became of them."""
+
+    made: int = 0
+    tokens: int = 0
+    empty: int = 0  # the source had nothing (any more)
+
+
+class SimTransfers:
+    """Copies between the simulated engines, as decisions ask for them."""
+
+    def __init__(self, plan: LinkPlan, *, block_size: int, rng: Random) -> None:
+        self._plan = plan
+        self.block_size = block_size
+        terms = LinkTerms(plan.tokens_per_s, plan.latency_s, plan.min_tokens, block_size, waits=plan.waits)
+        self._planner = TransferPlanner(terms, rng=rng)
+        self._under_way: list[tuple[float, int, Engine, Sequence[int]]] = []  # that no request waits for
+        self.counts = TransferCounts()
+
+    def offer(self, asked: PickRequest, endpoints: Sequence[Ledgered], speeds: SpeedModel, now: float) -> PickRequest:
+        """The request with what could be copied to each engine, and the seconds that costs; as it is where it would not
+        wait for that. What is over by now is in its engine's memory first."""
+        self._deliver(now)
+        return self._plan_copies(asked, endpoints, speeds, now) if self._plan.waits else asked
+
+    def copy_meanwhile(
+        self, decision: Decision[Any], endpoints: Sequence[Any], blocks: Sequence[int], now: float
+    ) -> None:
+        """The router queue holds a request, which does not wait for more than its turn."""
+        asked, speeds = decision.request, decision.decided_by.speeds
+        if self._plan.waits or speeds is None:
+            return
+        planned = decide(self._plan_copies(asked, endpoints, speeds, now), endpoints, decision.decided_by, now)
+        transfer = None if planned is None else self._planner.find_transfer(planned)
+        if transfer is not None:
+            engines = {one.id: one.engine for one in endpoints}
+            target = engines[transfer.target]
+            over_at, copied = self.begin(transfer, engines[transfer.source], target, blocks, now)
+            heapq.heappush(self._under_way, (over_at, self.counts.made, target, copied))
+
+    def _deliver(self, now: float) -> None:
+        while self._under_way and self._under_way[0][0] <= now:
+            _, _, engine, blocks = heapq.heappop(self._under_way)
+            engine.receive(blocks, now)
+
+    def _plan_copies(
+        self, asked: PickRequest, endpoints: Sequence[Ledgered], speeds: SpeedModel, now: float
+    ) -> PickRequest:
+        published = {one.id: _published_tokens(asked.facts, one.id) for one in endpoints}
+        return self._planner.offer(asked, endpoints, speeds, now, sources=endpoints, published=published)
+
+    def find_transfer(self, decision: Decision[Any]) -> Transfer | None:
+        """The one that this decision is made with."""
+        return self._planner.find_transfer(decision)
+
+    def begin(
+        self, transfer: Transfer, source: Engine, target: Engine, blocks: Sequence[int], now: float
+    ) -> tuple[float, Sequence[int]]:
+        """Reserves both links; when it is over, and the blocks that are there then: what the source truly has."""
+        wanted = blocks[: transfer.tokens // self.block_size]
+        held = source.match_prefix(wanted)
+        missing = max(0, held - target.match_prefix(wanted))
+        self.counts.made += 1
+        self.counts.tokens += missing * self.block_size
+        self.counts.empty += not missing
+        if not missing:
+            return now + self._plan.latency_s, ()
+        links = self._planner.links
+        began = links.free_at(transfer.source, transfer.target, now)
+        over_at = began + self._plan.latency_s + missing * self.block_size / self._plan.tokens_per_s
+        links.reserve(transfer, over_at)
+        return over_at, wanted[:held]
+
+
+def _published_tokens(facts: OverlapFacts, endpoint: EndpointId) -> int:
+    """In the engine's memory, by its own events: what is only promised there cannot be copied."""
+    overlap = facts.by_endpoint.get(endpoint)
+    return 0 if overlap is None else min(overlap.device_tokens, overlap.claimed_tokens)

@@ -1,0 +1,166 @@
+"""`kvproxy simulate`: simulated engines, LMCache and KV events on ports of their own, without a proxy."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import TextIO
+
+import httpx
+
+from kvproxy.base.errors import ConfigError, Problem
+from kvproxy.lab.simulate_plan import PlannedEngine, SimulationPlan, plan_from_config, plan_from_options
+from kvproxy.lab.simulator.engine_io import EngineSettings
+from kvproxy.lab.simulator.fleet import EngineKindSettings, Fleet, FleetSettings
+from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.lab.simulator.lmcache_controller import ControllerSettings
+from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
+from kvproxy.lab.simulator.sglang_settings import EventSettings, SglangSettings
+from kvproxy.lab.simulator.timing import EngineTiming
+from kvproxy.lab.simulator.vllm_settings import VllmSettings
+from kvproxy.operate.commands.configuration import ConfigSource
+from kvproxy.operate.commands.serving import run_loop
+from kvproxy.proxy.listener.server import Server
+
+_BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """Where everything listens: engines by name, and LMCache ("": there is none)."""
+
+    engines: Mapping[str, str]
+    lmcache: str = ""
+
+
+def main(args: argparse.Namespace) -> int:
+    """`kvproxy simulate`."""
+    if args.config is None:
+        return run_loop(lambda: run(plan_from_options(args), out=sys.stdout))
+    source = ConfigSource(path=args.config, lenient=args.lenient)
+    plan, output = plan_from_config(source.load()[0], args), args.output
+    moved = [one for one in plan.engines if not one.port]
+    if output is None and (moved or plan.lmcache_port == 0):
+        where = moved[0].replaces if moved else plan.lmcache_replaces
+        what = f"{where} is not of this machine, so its stand-in has another address"
+        raise ConfigError([Problem("", what, "-o FILE writes a copy of the configuration with the new addresses")])
+    return run_loop(lambda: run(plan, out=sys.stdout, config=Path(args.config), output=output))
+
+
+async def run(plan: SimulationPlan, *, out: TextIO, config: Path | None = None, output: Path | None = None) -> int:
+    """Serve until Ctrl-C or SIGTERM, with all addresses printed first."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    async with start(plan) as simulation:
+        if config is not None and output is not None:
+            write_moved(config, output, plan, simulation)
+            print(f"wrote {output}: {config} with the addresses below", file=out)
+        print_addresses(plan, simulation, out, config=output or config)
+        out.flush()
+        await stop.wait()
+    return 0
+
+
+@contextlib.asynccontextmanager
+async def start(plan: SimulationPlan) -> AsyncIterator[Simulation]:
+    """Everything in the plan, faults included. OSError for a port that is taken."""
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(Fleet(_settings_of(plan), rng=Random()))
+        urls = {}
+        for one in plan.engines:
+            server = Server(fleet.engines[one.name], port=one.port, drain_s=1.0)
+            urls[one.name] = (await stack.enter_async_context(server)).url
+        lmcache = fleet.coordinator if plan.coordinator else fleet.controller
+        url = ""
+        if lmcache is not None:
+            url = (await stack.enter_async_context(Server(lmcache, port=plan.lmcache_port or 0, drain_s=1.0))).url
+        await _switch_faults_on(plan, urls)
+        yield Simulation(urls, url)
+
+
+def _settings_of(plan: SimulationPlan) -> FleetSettings:
+    engines = {one.name: _engine_of(plan, one) for one in plan.engines}
+    with_lmcache = plan.lmcache_port is not None
+    return FleetSettings(
+        engines,
+        ControllerSettings() if with_lmcache and not plan.coordinator else None,
+        CoordinatorSettings() if with_lmcache and plan.coordinator else None,
+    )
+
+
+def _engine_of(plan: SimulationPlan, one: PlannedEngine) -> EngineKindSettings:
+    timing = EngineTiming(prefill_tokens_per_s=float(plan.prefill_tokens_per_s))
+    blocks = max(1, plan.kv_tokens // _BLOCK_TOKENS)
+    engine = EngineSettings(blocks, _BLOCK_TOKENS, token_outputs=True, timing=timing)
+    model, *others = one.models
+    if plan.kind == "sglang":
+        events = EventSettings(port=one.events_port, replay_port=one.replay_port) if plan.kv_events else None
+        return SglangSettings(model=model, engine=engine, kv_events=events)
+    publisher = PublisherSettings(port=one.events_port, replay_port=one.replay_port) if plan.kv_events else None
+    return VllmSettings(model=model, loras=tuple(others), engine=engine, kv_events=publisher)
+
+
+async def _switch_faults_on(plan: SimulationPlan, urls: Mapping[str, str]) -> None:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        for name, changes in plan.faults:
+            if name and name not in urls:
+                raise ConfigError([Problem("--fault", f"there is no engine {name!r}", f"engines: {', '.join(urls)}")])
+            for url in [urls[name]] if name else urls.values():
+                answer = await client.post(f"{url}/sim/faults", json=changes)
+                if answer.status_code != 200:
+                    raise ConfigError([Problem("--fault", answer.text.strip()[:400])])
+
+
+def write_moved(config: Path, output: Path, plan: SimulationPlan, simulation: Simulation) -> None:
+    """A copy of the configuration with the addresses of the stand-ins."""
+    output.write_text(move_addresses(config.read_text("utf-8"), plan, simulation), "utf-8")
+
+
+def move_addresses(text: str, plan: SimulationPlan, simulation: Simulation) -> str:
+    """The configuration's text with the addresses of the stand-ins; comments and everything else stay."""
+    moves = {one.replaces: simulation.engines[one.name] for one in plan.engines if one.replaces}
+    if plan.lmcache_replaces:
+        moves[plan.lmcache_replaces] = simulation.lmcache
+    for before in sorted(moves, key=len, reverse=True):
+        if before not in text:
+            raise ConfigError([Problem("", f"{before} does not stand in the file as it is", "write the URL out")])
+        text = text.replace(before, moves[before])
+    return text
+
+
+def print_addresses(plan: SimulationPlan, simulation: Simulation, out: TextIO, *, config: Path | None) -> None:
+    """What listens where, and the next command."""
+    name = {"vllm": "vLLM", "sglang": "SGLang"}[plan.kind]
+    for one in plan.engines:
+        print(f"{name} {one.name} ({', '.join(one.models)}) on {simulation.engines[one.name]}", file=out)
+    if simulation.lmcache:
+        kind = "coordinator" if plan.coordinator else "controller"
+        print(f"LMCache {kind} on {simulation.lmcache}", file=out)
+    if config is not None:
+        print(f"\nkvproxy serve -c {config}", file=out)
+    else:
+        print(f"\n# config.yaml\n{_sample_config(plan, simulation)}", file=out)
+    first = next(iter(simulation.engines.values()))
+    print("\n# a fault while it runs: the next 5 requests fail", file=out)
+    print(f"curl -s {first}/sim/faults -H 'content-type: application/json' -d '{{\"fail_next\": 5}}'", file=out)
+    print("\nCtrl-C ends everything.", file=out)
+
+
+def _sample_config(plan: SimulationPlan, simulation: Simulation) -> str:
+    lines = ["endpoints:", *(f"  {name}: {url}" for name, url in simulation.engines.items())]
+    settings = ["kv_events: true"] if plan.kv_events else []
+    settings += [f"lmcache_endpoint: {simulation.lmcache}"] if simulation.lmcache else []
+    if settings:
+        chain = ["request_id", "access_log", "inference_request", f"kvcache: {{{', '.join(settings)}}}", "router"]
+        lines += ["filters:", *(f"  - {one}" for one in chain)]
+    return "\n".join(lines)

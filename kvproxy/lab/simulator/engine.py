@@ -1,0 +1,242 @@
+"""A continuous-batching inference engine. Time is an argument: no clock, no I/O, no randomness inside.
+
+Prefill chunks and decodes share each step, as in vLLM. A stretch in which nothing but decoding happens is one
+calculation up to the next arrival, finish or change of speed, so that virtual time costs microseconds a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Hashes
+
+from kvproxy.lab.simulator.block_cache import BlockCache, PrefixCache
+from kvproxy.lab.simulator.engine_io import (
+    CacheChanged,
+    EngineCounters,
+    EngineLoad,
+    EngineOutput,
+    EngineSettings,
+    Finished,
+    FirstToken,
+    Preempted,
+    Rejected,
+    RejectReason,
+    SimRequest,
+    Tokens,
+)
+from kvproxy.lab.simulator.lower_tiers import LowerTier, LowerTiers
+from kvproxy.lab.simulator.retention import Eviction, Future, Ranking
+from kvproxy.lab.simulator.scheduler import Batch, Scheduler
+from kvproxy.lab.simulator.sequence import LoraSlots, Sequence
+from kvproxy.lab.simulator.timing import Stretch
+
+
+class Engine:
+    """Call `advance(now)` when `next_event_at()` has come (or earlier, or later), and read the outputs in order.
+
+    `now` is seconds and never goes back. `submit` and `cancel` act at `now`; a request that arrives during a step
+    joins at the step's end. Several engines may be given one `cache`: a pool no real fleet has, but a bound for it.
+    They may also share a `store`, below their own tiers, and the `future`, where eviction goes by that.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        *,
+        cache: PrefixCache | None = None,
+        store: LowerTier | None = None,
+        future: Future | None = None,
+    ) -> None:
+        self._settings = settings
+        self._future = future
+        own_tiers = [LowerTier(each, future=future) for each in settings.tiers]
+        tiers = [*own_tiers, *(() if store is None else (store,))]
+        lower = LowerTiers(tiers, on_eviction=settings.offload_on_eviction) if tiers else None
+        ranked = settings.eviction is not Eviction.LRU
+        ranking = Ranking(settings.eviction, settings.capacity_blocks, future=future) if ranked else None
+        own = BlockCache(settings.capacity_blocks, record_events=settings.kv_events, lower=lower, ranking=ranking)
+        self._own = own
+        self._scheduler = Scheduler(settings, own if cache is None else cache, lower=lower)
+        self._sequences: dict[str, Sequence] = {}
+        self._batch: Batch | None = None
+        self._stretch = Stretch(0.0, 0.0)
+        self._outputs: list[EngineOutput] = []
+        self._paused: dict[str, float] = {}  # preempted in the middle of an answer: when
+
+    @property
+    def settings(self) -> EngineSettings:
+        """What it was built with."""
+        return self._settings
+
+    @property
+    def counters(self) -> EngineCounters:
+        """Running totals (live, not a copy)."""
+        return self._scheduler.counters
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy it is right now."""
+        scheduler = self._scheduler
+        return EngineLoad(len(scheduler.running), len(scheduler.waiting), scheduler.cache.usage)
+
+    @property
+    def loras(self) -> LoraSlots:
+        """Its slots for adapters."""
+        return self._scheduler.loras
+
+    def submit(self, request: SimRequest, now: float) -> None:
+        """Queues a request; an id in use is a ValueError."""
+        if request.id in self._sequences:
+            raise ValueError(f"request {request.id!r} is already here")
+        self._run_to(now)
+        if not self._scheduler.fits(request.prompt_tokens + request.output_tokens - 1):
+            self._outputs.append(Rejected(request.id, now, RejectReason.TOO_LONG))
+            return
+        sequence = Sequence(request, now)
+        self._sequences[request.id] = sequence
+        first = self._sequences.get(request.copy_of)
+        if first is not None and not first.generated:
+            self._scheduler.forks.hold(sequence)
+        else:
+            self._scheduler.waiting.add(sequence)
+        self._join(now)
+
+    def cancel(self, request_id: str, now: float) -> bool:
+        """Drops a request and frees its blocks at once; False when it is not here (any more)."""
+        self._run_to(now)
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return False
+        self._paused.pop(request_id, None)
+        self._scheduler.drop(sequence)
+        self._join(now)
+        return True
+
+    def wake(self, now: float) -> bool:
+        """Plans again if requests wait and nothing runs: of a shared cache another engine may have freed blocks.
+        Whether a step begins."""
+        if self._batch is None and self._scheduler.waiting:
+            self._begin(now)
+            return self._batch is not None
+        return False
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets the cached prefixes unless something runs; announced with the next step, as vLLM does."""
+        return self._scheduler.cache.clear()
+
+    def cached_prefix_blocks(self, request: SimRequest) -> int:
+        """Leading blocks of the prompt reusable right now (the truth a router can only estimate)."""
+        return self._scheduler.count_reusable(request)
+
+    def match_prefix(self, block_hashes: Hashes[int]) -> int:
+        """How many of a prompt's leading blocks are in its memory."""
+        return self._own.match_prefix(block_hashes, len(block_hashes))
+
+    def receive(self, block_hashes: Hashes[int], now: float) -> int:
+        """Takes in copies of a prompt's leading blocks, as far as they are not here: how many. Announced with the next
+        step."""
+        self._run_to(now)
+        return self._own.receive(block_hashes)
+
+    def next_event_at(self) -> float | None:
+        """When `advance` has something to do; None when idle."""
+        if self._outputs:
+            return self._outputs[0].at
+        return self._stretch.ends_at if self._batch is not None else None
+
+    def advance(self, now: float) -> list[EngineOutput]:
+        """Everything that happened up to and including `now`, in order."""
+        self._run_to(now)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _run_to(self, now: float) -> None:
+        while self._batch is not None and self._stretch.ends_at <= now:
+            at = self._stretch.ends_at
+            self._complete(self._batch, at)
+            self._begin(at)
+
+    def _join(self, now: float) -> None:
+        if self._batch is None:
+            self._begin(now)
+        else:
+            self._stretch.cut(now)
+
+    def _begin(self, now: float) -> None:
+        batch = self._scheduler.plan(now)
+        for sequence in batch.preempted:
+            self._outputs.append(Preempted(sequence.request.id, now))
+            if sequence.generated:
+                self._paused.setdefault(sequence.request.id, now)
+        self._batch = batch if batch else None
+        if batch:
+            self._stretch = self._time(batch, now)
+
+    def _time(self, batch: Batch, now: float) -> Stretch:
+        timing = self._settings.timing
+        factor = timing.factor_at(now)
+        step_s = 0.0
+        if batch.decodes:
+            step_s = timing.decode_s(batch.decodes, self._scheduler.count_resident_tokens())
+        if batch.chunks:
+            step_s += timing.prefill_step_s + batch.loads * self._settings.lora_load_s + batch.reads_s
+            step_s += sum(timing.prefill_s(tokens, sequence.computed) for sequence, tokens in batch.chunks)
+            step_s = step_s if batch.decodes else max(step_s, timing.prefill_floor_s)
+            return Stretch(now, step_s * factor)
+        if self._settings.token_outputs or batch.preempted:  # admission pauses for one step after a preemption
+            return Stretch(now, step_s * factor)
+        wanted = min(sequence.remaining for sequence in self._scheduler.decoding.values())
+        steps = self._scheduler.limit_decode_steps(wanted)
+        stretch = Stretch(now, step_s * factor, timing.decode_growth_s(batch.decodes) * factor, steps)
+        stretch.cut(timing.next_change_after(now))
+        return stretch
+
+    def _complete(self, batch: Batch, at: float) -> None:
+        scheduler, before = self._scheduler, len(self._outputs)
+        scheduler.counters.steps += self._stretch.steps
+        if batch.decodes:
+            self._complete_decodes(at)
+        for sequence, tokens in batch.chunks:
+            if not sequence.gone and scheduler.finish_chunk(sequence, tokens):
+                for each in (*scheduler.begin_copies(sequence), sequence):
+                    self._emit_token(each, at)
+        events = scheduler.cache.take_events()
+        if events:
+            self._outputs.insert(before, CacheChanged(at, tuple(events)))
+
+    def _complete_decodes(self, at: float) -> None:
+        scheduler, stretch = self._scheduler, self._stretch
+        steps, tokens = stretch.steps, stretch.steps * len(scheduler.decoding)
+        scheduler.counters.generation_tokens += tokens
+        if tokens:
+            scheduler.counters.token_gaps.add((at - stretch.started_at) / steps, tokens)
+        finished = []
+        for sequence in scheduler.decoding.values():
+            scheduler.decode(sequence, steps)
+            if self._settings.token_outputs:
+                self._outputs.append(Tokens(sequence.request.id, at, sequence.generated))
+            if sequence.remaining <= 0:
+                finished.append(sequence)
+        for sequence in finished:
+            self._finish(sequence, at)
+
+    def _emit_token(self, sequence: Sequence, at: float) -> None:
+        request_id = sequence.request.id
+        counters = self._scheduler.counters
+        counters.generation_tokens += 1
+        if sequence.generated == 1:
+            admitted_at = sequence.submitted_at if sequence.admitted_at is None else sequence.admitted_at
+            self._outputs.append(FirstToken(request_id, at, sequence.cached_tokens, sequence.submitted_at, admitted_at))
+        elif (paused_at := self._paused.pop(request_id, None)) is not None:
+            counters.token_gaps.add(at - paused_at)
+        if self._settings.token_outputs:
+            self._outputs.append(Tokens(request_id, at, sequence.generated))
+        if sequence.remaining <= 0:
+            self._finish(sequence, at)
+
+    def _finish(self, sequence: Sequence, at: float) -> None:
+        request = sequence.request
+        del self._sequences[request.id]
+        if self._future is not None:
+            self._future.note_prompt(request.block_hashes)
+        self._scheduler.drop(sequence)
+        self._outputs.append(Finished(request.id, at, sequence.generated, request.finish_reason))

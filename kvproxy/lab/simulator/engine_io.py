@@ -1,0 +1,241 @@
+"""What goes into a simulated engine and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvproxy.lab.simulator.retention import Eviction, TierSettings
+from kvproxy.lab.simulator.timing import EngineTiming, TokenGaps
+
+#: The KV cache group of these layers, as events number and name it; 0 is that of full attention.
+GROUP, KIND = 1, "mamba"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """States stand at multiples of `interval_tokens`: at all of them, or with `ends_only` (vLLM's default) at the last
+    one of each prompt, and where a prompt was seen to part from what is held."""
+
+    interval_tokens: int
+    ends_only: bool = False
+
+    def count_reusable(self, block_hashes: Sequence[int], held: int, block_size: int, states: Container[int]) -> int:
+        """Of `held` leading blocks, those up to the last one at whose end there is a state."""
+        step = self.interval_tokens // block_size
+        for end in range(held - held % step, 0, -step):
+            if block_hashes[end - 1] in states:
+                return end
+        return 0
+
+    def find_ends(self, first: int, last: int, *, prompt_tokens: int, parted: int, block_size: int) -> list[int]:
+        """Numbers of blocks, over `first` and up to `last`, after which a state is kept. `parted` of them were held
+        before, without a state."""
+        step = self.interval_tokens // block_size
+        if self.ends_only:
+            places = {(prompt_tokens - 1) // self.interval_tokens * step, parted - parted % step}
+            return sorted(end for end in places if first < end <= last)
+        return list(range(first - first % step + step, last + 1, step))
+
+
+#: Extra keys of one block, as an event shows them: the cache salt (first block only), the LoRA name (every block).
+ExtraKeys = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """A run of consecutive blocks became reusable; `parent` is the hash before the first one (None at the start).
+
+    Of another `group` than that of full attention, `kind` says which, only those with hashes did: the tokens are those
+    of all blocks of the run."""
+
+    block_hashes: tuple[int, ...]
+    parent: int | None
+    token_ids: tuple[int, ...] = ()
+    lora_id: int | None = None
+    lora_name: str | None = None
+    extra_keys: tuple[ExtraKeys | None, ...] = ()
+    group: int = 0
+    kind: str = "full_attention"
+    medium: str = "GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """One block left the cache."""
+
+    block_hash: int
+    group: int = 0
+    medium: str = "GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """The whole prefix cache was dropped."""
+
+
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class Scheduling(StrEnum):
+    """In which order what waits is admitted, and which runner is given up when memory runs out: vLLM's policies."""
+
+    FCFS = "fcfs"  # the earliest arrival; the newest runner
+    PRIORITY = "priority"  # the lowest priority, then the earliest arrival; the runner that comes last by the same
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """One engine: its cache, its scheduler's bounds, its speed.
+
+    `token_outputs` reports every token (a streaming server needs that); without it stretches of pure decoding are
+    one calculation. `kv_events` turns the reports of stored and removed blocks on. Without `prefix_caching` nothing is
+    kept, looked for, counted or reported. A prompt among others computes at most `long_prefill_token_threshold` tokens
+    a step; 0: as many as the step has left. Reports of stored blocks name `lookahead_tokens` beyond the last of them.
+    With `checkpoints` its model is a hybrid one. Requests of `max_loras` adapters run at a time (0: of all), and to
+    load one takes `lora_load_s`. `tiers` get what is stored, or with `offload_on_eviction` what leaves its memory, in
+    the order of `eviction`. With `copy_on_write` the choices of a prompt share all of its blocks; without, as in vLLM,
+    each computes the last one."""
+
+    capacity_blocks: int = 1600
+    block_size: int = 512
+    max_batched_tokens: int = 2048
+    max_sequences: int = 256
+    scheduling: Scheduling = Scheduling.FCFS
+    long_prefill_token_threshold: int = 0
+    timing: EngineTiming = field(default_factory=EngineTiming)
+    token_outputs: bool = False
+    kv_events: bool = True
+    prefix_caching: bool = True
+    lookahead_tokens: int = 0
+    checkpoints: Checkpoints | None = None
+    max_loras: int = 0
+    lora_load_s: float = 0.0
+    tiers: tuple[TierSettings, ...] = ()
+    offload_on_eviction: bool = False
+    eviction: Eviction = Eviction.LRU
+    copy_on_write: bool = False
+
+    def __post_init__(self) -> None:
+        if self.capacity_blocks < 1 or self.block_size < 1:
+            raise ValueError("capacity and block size must be at least 1")
+        if self.max_sequences < 1 or self.max_batched_tokens <= self.max_sequences:
+            raise ValueError("max_batched_tokens must exceed max_sequences, which must be at least 1")
+        if self.long_prefill_token_threshold < 0:
+            raise ValueError("long_prefill_token_threshold must not be negative")
+        if self.checkpoints is not None and self.checkpoints.interval_tokens % self.block_size:
+            raise ValueError("states are kept at the ends of blocks")
+        if self.checkpoints is not None and self.tiers:
+            raise ValueError("of a hybrid model nothing is kept below engine memory")
+
+
+@dataclass(frozen=True, slots=True)
+class SimRequest:
+    """One generation. `block_hashes` names the full blocks of the prompt, in order, each hash standing for the whole
+    prefix up to its block; hashes beyond the prompt name blocks that decoding will fill. `token_ids`, where given,
+    are the prompt's and the output's ids and only travel into events."""
+
+    id: str
+    block_hashes: Sequence[int]
+    prompt_tokens: int
+    output_tokens: int
+    token_ids: Sequence[int] = ()
+    lora_id: int | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    finish_reason: str = "length"
+    priority: int = 0  # lower first, where the engine schedules by it
+    copy_of: str = ""  # the request whose prompt it shares, block by block; "": it computes its own
+    report_full: bool = False  # publish hit blocks too: vLLM's kv_cache_report_mode "full"
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 1 or self.output_tokens < 1:
+            raise ValueError("a request needs at least one prompt token and one output token")
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The prefill is done and the first token is out."""
+
+    request_id: str
+    at: float
+    cached_tokens: int
+    submitted_at: float
+    admitted_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """`generated` tokens of the output exist now, the first included (with `token_outputs` only)."""
+
+    request_id: str
+    at: float
+    generated: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last token is out and the sequence's blocks are free."""
+
+    request_id: str
+    at: float
+    output_tokens: int
+    reason: str
+
+
+class RejectReason(StrEnum):
+    """Why an engine will never run a request."""
+
+    TOO_LONG = "too_long"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The request cannot fit this engine's cache even when it is alone."""
+
+    request_id: str
+    at: float
+    reason: RejectReason
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """The sequence lost its blocks to older ones and waits to be computed again."""
+
+    request_id: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChanged:
+    """Cache events of one step, in order."""
+
+    at: float
+    events: tuple[KvEvent, ...]
+
+
+EngineOutput = FirstToken | Tokens | Finished | Rejected | Preempted | CacheChanged
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Running totals, in the meaning of vLLM's counters of the same names."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    external_prefix_cache_hits: int = 0  # tokens read from lower tiers
+    preemptions: int = 0
+    steps: int = 0
+    token_gaps: TokenGaps = field(default_factory=TokenGaps)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy an engine is: `kv_usage` (0 to 1) counts blocks of running sequences only."""
+
+    running: int
+    waiting: int
+    kv_usage: float

@@ -1,0 +1,187 @@
+"""What the coordinator of LMCache's multi-process mode knows: every holder of every chunk, per model and salt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvproxy.base.types import Clock
+from kvproxy.lab.simulator.lmcache_chunks import CHUNK_TOKENS, ChunkStore
+from kvproxy.lab.simulator.tokenizer import hash_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkKey:
+    """One chunk of one rank under one model and salt."""
+
+    chunk: int
+    model_name: str
+    rank: int
+    cache_salt: str
+
+    @property
+    def identity(self) -> int:
+        """A number that stands for the whole key."""
+        return hash((self.chunk, self.model_name, self.rank, self.cache_salt))
+
+    def encode(self) -> dict[str, object]:
+        """As it travels in JSON."""
+        return {
+            "chunk_hash_hex": f"{self.chunk:064x}",
+            "model_name": self.model_name,
+            "kv_rank": self.rank,
+            "object_group_id": 0,
+            "cache_salt": self.cache_salt,
+        }
+
+
+def make_keys(
+    tokens: Sequence[int],
+    *,
+    model_name: str,
+    world_size: int = 1,
+    cache_salt: str = "",
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> list[ChunkKey]:
+    """The keys of the full chunks, chunk by chunk and rank by rank."""
+    return [
+        ChunkKey(chunk, model_name, rank, cache_salt)
+        for chunk in hash_blocks(tokens, chunk_tokens)
+        for rank in range(world_size)
+    ]
+
+
+class MpServer:
+    """One LMCache server (`lmcache server`): its memory tier and how the coordinator reaches it."""
+
+    def __init__(
+        self, instance_id: str, *, capacity_chunks: int, chunk_bytes: int, clock: Clock, ip: str, http_port: int
+    ) -> None:
+        self.instance_id = instance_id
+        self.ip = ip
+        self.http_port = http_port
+        self.chunk_bytes = chunk_bytes
+        self.incarnation = 1
+        self.store = ChunkStore(capacity_chunks, clock=clock)
+        self.known: dict[int, ChunkKey] = {}
+        self.last_seen = clock()
+        self.down = False
+
+    def admit(self, keys: Sequence[ChunkKey]) -> None:
+        """Stores the keys; what had to go is forgotten with them."""
+        for key in keys:
+            self.known[key.identity] = key
+        self.store.admit([key.identity for key in keys])
+        if len(self.known) > len(self.store):
+            self.known = {identity: key for identity, key in self.known.items() if identity in self.store}
+
+    def remove(self, keys: Sequence[ChunkKey]) -> int:
+        """Drops the keys that are here; how many were."""
+        removed = self.store.remove([key.identity for key in keys])
+        for key in keys:
+            self.known.pop(key.identity, None)
+        return removed
+
+    def holds(self, key: ChunkKey) -> bool:
+        """Whether the key's bytes are here."""
+        return key.identity in self.store
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of what is held."""
+        return len(self.store) * self.chunk_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes it may hold."""
+        return self.store.capacity_chunks * self.chunk_bytes
+
+    def describe_placement(self) -> dict[str, object]:
+        """This server as a holder."""
+        return {
+            "instance_id": self.instance_id,
+            "incarnation": self.incarnation,
+            "tier": "l1",
+            "backend": "dram",
+            "size_bytes": self.chunk_bytes,
+            "shared": False,
+        }
+
+
+class Directory:
+    """The registered servers; one that was silent for `timeout_s` is dropped with its placements. What is stored is in
+    the `pool` as well, a disk that all of them read, if there is one."""
+
+    def __init__(self, *, clock: Clock, timeout_s: float | None = None, pool: MpServer | None = None) -> None:
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._servers: dict[str, MpServer] = {}
+        self.pool = pool
+        self._reporters: dict[int, str] = {}  # of what is in the pool
+
+    def store(self, server: MpServer, keys: Sequence[ChunkKey]) -> None:
+        """The engine of `server` computed these."""
+        server.admit(keys)
+        if self.pool is not None:
+            for key in keys:
+                self._reporters.setdefault(key.identity, server.instance_id)
+            self.pool.admit(keys)
+            self._reporters = {identity: self._reporters[identity] for identity in self.pool.known}
+
+    def readable(self, server: MpServer, key: ChunkKey) -> bool:
+        """Whether the server can load it: from its own memory, from the pool, and without a pool from any other."""
+        if server.holds(key) or self.pool is None:
+            return bool(self.find_holders(key))
+        return self.pool.holds(key)
+
+    def describe_placements(self, key: ChunkKey, *, only: str = "") -> list[dict[str, object]]:
+        """Every place of a key; a shared one under the id that reported it."""
+        found = [one.describe_placement() for one in self.find_holders(key) if only in ("", one.instance_id)]
+        reporter = self._reporters.get(key.identity, "")
+        if self.pool is not None and self.pool.holds(key) and only in ("", reporter):
+            shared = {"instance_id": reporter, "tier": "l2", "backend": "fs_native", "shared": True}
+            found.append({**self.pool.describe_placement(), **shared})
+        return found
+
+    def add(self, server: MpServer) -> bool:
+        """Registers a server; True when it replaced one of the same id (the placements of that one are gone)."""
+        known = server.instance_id in self._servers
+        if known:
+            server.incarnation = self._servers[server.instance_id].incarnation + 1
+        self._servers[server.instance_id] = server
+        return known
+
+    def remove(self, instance_id: str) -> None:
+        """Deregisters; unknown ids are ignored."""
+        self._servers.pop(instance_id, None)
+
+    def record_heartbeat(self, instance_id: str) -> bool:
+        """A heartbeat; False from a server that has to register again."""
+        server = self.get(instance_id)
+        if server is not None:
+            server.last_seen = self._clock()
+        return server is not None
+
+    def get(self, instance_id: str) -> MpServer | None:
+        """A live server by id."""
+        return {server.instance_id: server for server in self.servers()}.get(instance_id)
+
+    def servers(self) -> list[MpServer]:
+        """The live servers, in order of registration."""
+        if self._timeout_s is not None:
+            oldest = self._clock() - self._timeout_s
+            self._servers = {name: one for name, one in self._servers.items() if one.last_seen >= oldest}
+        return list(self._servers.values())
+
+    def find_holders(self, key: ChunkKey) -> list[MpServer]:
+        """The live servers that hold the key."""
+        return [server for server in self.servers() if server.holds(key)]
+
+    def all_keys(self) -> Iterator[ChunkKey]:
+        """Every key with a holder, once."""
+        seen: set[int] = set()
+        for server in (*self.servers(), *(() if self.pool is None else (self.pool,))):
+            for identity, key in server.known.items():
+                if identity not in seen and server.holds(key):
+                    seen.add(identity)
+                    yield key

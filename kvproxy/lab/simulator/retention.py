@@ -1,0 +1,210 @@
+"""What a simulated cache gives up first: as vLLM, what was used longest ago, or by a ranking of how blocks were used.
+
+A ranking counts time in prompts, remembers blocks for a while after they are gone, as a proxy does that counts what it
+routes, and ranks a batch at a time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf
+
+from kvproxy.cache.prefix.eviction import Use, Weights, score_use
+
+
+class Eviction(StrEnum):
+    """Which block goes first."""
+
+    LRU = "lru"
+    LFU = "lfu"  # among equals the longest unused
+    WEIGHTED = "weighted"  # by the score that the proxy evicts by
+    NEXT_USE = "next_use"  # whose next use is expected last, by the time between those it had
+    OPTIMUM = "optimum"  # whose next use is last: needs to know the future
+
+
+#: What a ranking by one score goes by.
+_WEIGHTS = {Eviction.WEIGHTED: Weights(), Eviction.NEXT_USE: Weights(0.0, 0.0, 0.0, 1.0)}
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """A tier below an engine's memory, by its name in events. Every `failing_reads`-th read fails, and every
+    `failing_writes`-th write; 0: none. With `min_uses` only what is offered to it often enough is kept. One that is
+    `below` gets what the tier above gives up, any other what the engine gives. The engine's CPU takes
+    `write_block_s` to compress a block for it."""
+
+    medium: str
+    capacity_blocks: int
+    read_block_s: float
+    latency_s: float = 0.0
+    failing_reads: int = 0
+    failing_writes: int = 0
+    min_uses: int = 0
+    below: bool = False
+    eviction: Eviction = Eviction.LRU
+    write_block_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        amounts = (
+            self.read_block_s,
+            self.write_block_s,
+            self.latency_s,
+            self.failing_reads,
+            self.failing_writes,
+            self.min_uses,
+        )
+        if self.capacity_blocks < 1 or min(amounts) < 0:
+            raise ValueError("a tier has room for a block at least, and no negative times")
+
+
+class Future:
+    """When blocks are needed, for a ranking that knows it. Of several engines it knows when, and not where."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]]) -> None:
+        self._needed: dict[int, list[int]] = {}  # numbers of prompts, the next one last
+        for number in reversed(range(len(prompts))):
+            for block in prompts[number]:
+                self._needed.setdefault(block, []).append(number)
+
+    def note_prompt(self, block_hashes: Iterable[int]) -> None:
+        """One of them was served."""
+        for block in block_hashes:
+            if needed := self._needed.get(block):
+                needed.pop()
+
+    def next_use(self, block: int) -> float:
+        """The number of the prompt that needs it next; infinite for none."""
+        needed = self._needed.get(block)
+        return needed[-1] if needed else inf
+
+
+class _Record:
+    """How a block was used. `uses` fade: to half in the time that a block stays."""
+
+    __slots__ = ("count", "depth", "gap", "last", "uses")
+
+    def __init__(self, depth: int, now: int) -> None:
+        self.depth, self.last = depth, now
+        self.count, self.uses = 1, 1.0
+        self.gap: float | None = None
+
+    def use_again(self, now: int, span: float) -> None:
+        gap = now - self.last
+        self.gap = gap if self.gap is None else self.gap + _NEW_GAP * (gap - self.gap)
+        self.uses = 1.0 + self.uses * 0.5 ** (gap / span)
+        self.count, self.last = self.count + 1, now
+
+
+#: Share of the latest time between two uses in what is usual; and what was used once is taken to be used again after so
+#: many times the usual time of all, since most of it is not.
+_NEW_GAP, _UNSEEN_GAP = 0.3, 4.0
+#: Blocks remembered for each that there is room for, and the share of them that is ranked at a time.
+_REMEMBERED, _BATCH = 4, 1 / 32
+
+
+class Ranking:
+    """Of the blocks of one cache."""
+
+    def __init__(
+        self,
+        eviction: Eviction,
+        capacity_blocks: int,
+        *,
+        future: Future | None = None,
+        weights: Weights | None = None,
+    ) -> None:
+        if eviction is Eviction.OPTIMUM and future is None:
+            raise ValueError("the optimum needs to know the future: only kvproxy replay plays it")
+        self._eviction = eviction
+        self._capacity = capacity_blocks
+        self._future = future
+        self._weights = weights or _WEIGHTS.get(eviction, Weights())
+        self._records: OrderedDict[int, _Record] = OrderedDict()
+        self._now = self._new = 0
+        self._blocks = 0  # of all prompts
+        self._gaps, self._gap_count = 0, 0
+        self._next: list[tuple[int, int]] = []  # block and its last use when it was ranked, the first to go last
+
+    def note_prompt(self, block_hashes: Sequence[int]) -> None:
+        """These blocks, a prompt's from its beginning on, were used together."""
+        self._now += 1
+        self._blocks += len(block_hashes)
+        records, now, span = self._records, self._now, self._span()
+        for depth, block in enumerate(block_hashes, 1):
+            record = records.get(block)
+            if record is None:
+                records[block] = _Record(depth, now)
+                self._new += 1
+            else:
+                self._gaps, self._gap_count = self._gaps + now - record.last, self._gap_count + 1
+                record.use_again(now, span)
+                records.move_to_end(block)
+        while len(records) > _REMEMBERED * self._capacity:
+            records.popitem(last=False)
+
+    def pick(self, unused: Callable[[], Iterable[int]], is_unused: Callable[[int], bool]) -> int | None:
+        """The one of the `unused` blocks that goes first; None where there is none."""
+        while True:
+            while self._next:
+                block, last = self._next.pop()
+                if is_unused(block) and self._last_use(block) == last:
+                    return block
+            candidates = list(unused())
+            if not candidates:
+                return None
+            first = heapq.nlargest(max(1, round(_BATCH * len(candidates))), candidates, key=self._key())
+            self._next = [(block, self._last_use(block)) for block in reversed(first)]
+
+    def _last_use(self, block: int) -> int:
+        record = self._records.get(block)
+        return 0 if record is None else record.last
+
+    def _span(self) -> float:
+        """Prompts in which as many new blocks come as there is room for."""
+        return max(1.0, self._capacity * self._now / max(1, self._new))
+
+    def _key(self) -> Callable[[int], tuple[float, ...]]:
+        """The largest goes first; of a prompt's blocks the last one."""
+        records, now, unknown = self._records, self._now, _Record(1, 0)
+        if self._eviction is Eviction.LRU:
+            return lambda block: (-self._last_use(block), records.get(block, unknown).depth)
+        if self._eviction is Eviction.LFU:
+            return lambda block: (-(each := records.get(block, unknown)).count, -each.last, each.depth)
+        if self._future is not None and self._eviction is Eviction.OPTIMUM:
+            next_use = self._future.next_use
+            return lambda block: (next_use(block), records.get(block, unknown).depth)
+        span, weights, size = self._span(), self._weights, self._blocks / max(1, now)
+        unseen = _UNSEEN_GAP * self._gaps / self._gap_count if self._gap_count else span
+
+        def key(block: int) -> tuple[float, ...]:
+            record = records.get(block, unknown)
+            idle = now - record.last
+            gap = unseen if record.gap is None else record.gap
+            use = Use(record.uses * 0.5 ** (idle / span), record.depth, idle, gap)
+            return score_use(use, weights, span=span, size=size), record.depth
+
+        return key
+
+
+class FrequencyFilter:
+    """Keeps from a store what was offered to it too seldom. What is offered again counts twice as often as before, and
+    all count one less after so many offers as the store has room for."""
+
+    def __init__(self, least: int, capacity_blocks: int) -> None:
+        self._least = least
+        self._capacity = capacity_blocks
+        self._counts: dict[int, int] = {}
+        self._offers = 0
+
+    def admits(self, block: int) -> bool:
+        """Whether the block, which is offered now, is to be kept."""
+        self._offers += 1
+        if self._offers >= self._capacity:
+            self._offers = 0
+            self._counts = {each: count - 1 for each, count in self._counts.items() if count > 1}
+        count = self._counts[block] = min(2 * self._counts.get(block, 0) or 1, 1 << 20)
+        return count >= self._least

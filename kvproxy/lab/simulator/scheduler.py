@@ -1,0 +1,267 @@
+"""Continuous batching as vLLM schedules it: which sequence computes how many tokens in the next engine step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Hashes
+from dataclasses import dataclass, field
+
+from kvproxy.lab.simulator.block_cache import PrefixCache
+from kvproxy.lab.simulator.engine_io import EngineCounters, EngineSettings, Scheduling, SimRequest
+from kvproxy.lab.simulator.forks import Forks
+from kvproxy.lab.simulator.lower_tiers import LowerTiers
+from kvproxy.lab.simulator.sequence import LoraSlots, Sequence, WaitingLine
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step: prompt chunks in tokens, and how many decoding sequences (all of them) take part."""
+
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    chunk_tokens: int = 0  # of all chunks
+    reserved_blocks: int = 0  # that the decoding sequences need in this step
+    decodes: int = 0
+    loads: int = 0  # adapters that have to be loaded first
+    reads_s: float = 0.0  # until what lower tiers hold is there
+    preempted: list[Sequence] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.chunks) or self.decodes > 0
+
+
+class Scheduler:
+    """Holds the sequences and their blocks. Running ones come first and decodes before chunks; the first of those that
+    wait is admitted when a slot, tokens of the step and memory for its whole prompt are left. When memory runs out, a
+    runner starts over: the newest, or under priority scheduling the least urgent."""
+
+    def __init__(self, settings: EngineSettings, cache: PrefixCache, *, lower: LowerTiers | None = None) -> None:
+        self._settings = settings
+        self.cache = cache
+        self._lower = lower
+        self.loras = LoraSlots(settings.max_loras)
+        self.counters = EngineCounters()
+        self.waiting = WaitingLine(settings.scheduling)
+        self.forks = Forks(cache)
+        self.running: dict[str, Sequence] = {}
+        self.decoding: dict[str, Sequence] = {}
+        self.prefilling: dict[str, Sequence] = {}
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a sequence of this length can ever run."""
+        return self._blocks_for(tokens) <= self._settings.capacity_blocks
+
+    def plan(self, now: float) -> Batch:
+        """Reserves the memory of the next step and says what it computes; an empty batch when there is nothing."""
+        batch = Batch()
+        if self._lower is not None:
+            for event in self._lower.advance(now):
+                self.cache.announce(event)
+        self._make_room_to_decode(batch)
+        for sequence in list(self.prefilling.values()):
+            self._continue_prefill(sequence, batch)
+        if not batch.preempted:
+            self._admit(now, batch)
+        batch.decodes = len(self.decoding)
+        self.loras.note_step(self._adapters(), (one.request.lora_name for one in self.waiting), now)
+        return batch
+
+    def limit_decode_steps(self, wanted: int) -> int:
+        """The most steps, up to `wanted`, that every decoding sequence can take in the free blocks."""
+        steps, block_size, copies = wanted, self._settings.block_size, self.forks.blocks_to_copy
+        while steps > 1 and len(self.decoding) * (steps // block_size + 1) + copies > self.cache.free_blocks:
+            if self._blocks_to_decode(steps) <= self.cache.free_blocks:
+                break
+            steps //= 2
+        return steps
+
+    def count_reusable(self, request: SimRequest) -> int:
+        """Leading blocks of a prompt that would be reused if it were admitted now."""
+        limit = (request.prompt_tokens - 1) // self._settings.block_size
+        return self._reusable(request.block_hashes, self.cache.match_prefix(request.block_hashes, limit))
+
+    def count_resident_tokens(self) -> int:
+        """Tokens of which the decoding sequences hold the KV."""
+        return sum(sequence.computed for sequence in self.decoding.values())
+
+    def decode(self, sequence: Sequence, steps: int) -> None:
+        """Takes `steps` decode steps of one sequence; the caller made sure of the blocks."""
+        sequence.generated += steps
+        self.forks.copy_on_write(sequence)
+        self._grow(sequence, sequence.computed + steps)
+        sequence.computed += steps
+
+    def finish_chunk(self, sequence: Sequence, tokens: int) -> bool:
+        """Books a computed prompt chunk; True when the prompt is complete, so that a token is out."""
+        sequence.computed += tokens
+        if sequence.computed < sequence.target:
+            return False
+        sequence.generated += 1
+        del self.prefilling[sequence.request.id]
+        self.decoding[sequence.request.id] = sequence
+        return True
+
+    def drop(self, sequence: Sequence) -> None:
+        """Takes a sequence out wherever it is; its blocks are free at once."""
+        sequence.gone = True
+        self._give_up_copies(sequence)
+        self.waiting.remove(sequence)
+        for place in (self.running, self.decoding, self.prefilling):
+            place.pop(sequence.request.id, None)
+        self.cache.release(sequence.blocks)
+        sequence.blocks = []
+
+    def begin_copies(self, first: Sequence) -> list[Sequence]:
+        """Of the prompt that this one computed; where there is no slot, they wait, and compute what is not cached."""
+        begun = []
+        for copy in self.forks.take_held(first.request.id):
+            if len(self.running) >= self._settings.max_sequences:
+                self.waiting.add(copy)
+                continue
+            self.forks.share_prompt(first, copy, self._settings.block_size)
+            self.running[copy.request.id] = self.decoding[copy.request.id] = copy
+            begun.append(copy)
+        return begun
+
+    def _give_up_copies(self, first: Sequence) -> None:
+        self.forks.forget(first)
+        for copy in self.forks.take_held(first.request.id):
+            self.waiting.add(copy)
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._settings.block_size)
+
+    def _blocks_to_decode(self, steps: int) -> int:
+        new = [max(0, self._blocks_for(one.computed + steps) - len(one.blocks)) for one in self.decoding.values()]
+        return sum(new) + self.forks.blocks_to_copy
+
+    def _make_room_to_decode(self, batch: Batch) -> None:
+        batch.reserved_blocks = self._blocks_to_decode(1)
+        while batch.reserved_blocks > self.cache.free_blocks:
+            self._preempt(self._victim(), batch)
+
+    def _victim(self) -> Sequence:
+        """The runner that vLLM gives up for another's memory."""
+        if self._settings.scheduling is Scheduling.PRIORITY:
+            return max(self.running.values(), key=lambda sequence: sequence.urgency)
+        return next(reversed(self.running.values()))
+
+    def _preempt(self, sequence: Sequence, batch: Batch) -> None:
+        self.cache.release(sequence.blocks)
+        for place in (self.running, self.decoding, self.prefilling):
+            place.pop(sequence.request.id, None)
+        self.forks.forget(sequence)
+        sequence.restart()
+        self.waiting.put_back(sequence)
+        self.counters.preemptions += 1
+        batch.preempted.append(sequence)
+        batch.chunks = [chunk for chunk in batch.chunks if chunk[0] is not sequence]
+        batch.chunk_tokens = sum(tokens for _, tokens in batch.chunks)
+        batch.reserved_blocks = self._blocks_to_decode(1)
+
+    def _tokens_left(self, batch: Batch) -> int:
+        return self._settings.max_batched_tokens - len(self.decoding) - batch.chunk_tokens
+
+    def _next_chunk(self, sequence: Sequence, batch: Batch) -> int:
+        """Prompt tokens it computes in this step; where there are others, a threshold bounds long prompts."""
+        chunk = min(self._tokens_left(batch), sequence.target - sequence.computed)
+        threshold = self._settings.long_prefill_token_threshold
+        return min(chunk, threshold) if threshold and len(self.running) + len(self.waiting) > 1 else chunk
+
+    def _continue_prefill(self, sequence: Sequence, batch: Batch) -> None:
+        """Schedules the next chunk; without room for it runners start over, itself among them."""
+        while sequence.request.id in self.prefilling and self._tokens_left(batch) > 0:
+            chunk = self._next_chunk(sequence, batch)
+            missing = self._blocks_for(sequence.computed + chunk) - len(sequence.blocks)
+            if missing <= self.cache.free_blocks - batch.reserved_blocks:
+                self._schedule_chunk(sequence, chunk, batch)
+                return
+            self._preempt(self._victim(), batch)
+
+    def _schedule_chunk(self, sequence: Sequence, chunk: int, batch: Batch) -> None:
+        self._grow(sequence, sequence.computed + chunk)
+        batch.chunks.append((sequence, chunk))
+        batch.chunk_tokens += chunk
+
+    def _admit(self, now: float, batch: Batch) -> None:
+        while self.waiting and len(self.running) < self._settings.max_sequences and self._tokens_left(batch) > 0:
+            sequence = self.waiting.first()
+            if not self.loras.admits(sequence.request.lora_name, self._adapters()):
+                return
+            hashes = sequence.request.block_hashes
+            limit = (sequence.target - 1) // self._settings.block_size if self._settings.prefix_caching else 0
+            held = self.cache.match_prefix(hashes, limit)
+            hits = self._reusable(hashes, held)
+            wanted = self._blocks_for(sequence.target) - hits + self.cache.count_idle(hashes, hits)
+            if wanted > self.cache.free_blocks - batch.reserved_blocks:
+                return
+            sequence.parted = held
+            batch.loads += self.loras.take_slot(sequence.request.lora_name, self._adapters())
+            self._start(sequence, hits, self._read(sequence, hits, limit, batch), now)
+            self._schedule_chunk(sequence, self._next_chunk(sequence, batch), batch)
+
+    def _adapters(self) -> Iterator[str | None]:
+        """Of what runs."""
+        return (one.request.lora_name for one in self.running.values())
+
+    def _read(self, sequence: Sequence, hits: int, limit: int, batch: Batch) -> int:
+        """Blocks that lower tiers give it behind its `hits`."""
+        if self._lower is None:
+            return 0
+        reads = self._lower.read(sequence.request.block_hashes, hits, min(limit, len(sequence.request.block_hashes)))
+        batch.reads_s += reads.seconds
+        return reads.blocks
+
+    def _start(self, sequence: Sequence, hits: int, read: int, now: float) -> None:
+        request, block_size = sequence.request, self._settings.block_size
+        self.waiting.remove(sequence)
+        sequence.blocks = self.cache.acquire(request.block_hashes, hits)
+        sequence.hashed = hits
+        if read:
+            self._grow(sequence, (hits + read) * block_size)
+            self.counters.external_prefix_cache_hits += read * block_size
+        sequence.computed = (hits + read) * block_size
+        if sequence.admitted_at is None:
+            sequence.admitted_at = now
+            sequence.cached_tokens = sequence.computed
+            self.counters.prompt_tokens += request.prompt_tokens
+            self.counters.prefix_cache_queries += request.prompt_tokens if self._settings.prefix_caching else 0
+            self.counters.prefix_cache_hits += hits * block_size
+        if request.report_full and hits:
+            self.cache.announce(sequence.stored_event(0, hits, block_size, parent=None))
+        self.running[request.id] = sequence
+        self.prefilling[request.id] = sequence
+
+    def _grow(self, sequence: Sequence, tokens: int) -> None:
+        """Gives the sequence blocks for `tokens` and makes those that become full reusable."""
+        missing = self._blocks_for(tokens) - len(sequence.blocks)
+        if missing > 0:
+            sequence.blocks += self.cache.allocate(missing)
+        first, hashes = sequence.hashed, sequence.request.block_hashes
+        last = min(tokens // self._settings.block_size, len(hashes))
+        if last > first and self._settings.prefix_caching:
+            parent = hashes[first - 1] if first else None
+            settings = self._settings
+            event = sequence.stored_event(
+                first, last, settings.block_size, parent=parent, lookahead_tokens=settings.lookahead_tokens
+            )
+            self.cache.store(sequence.blocks[first:last], event)
+            self._keep_states(sequence, first, last)
+            sequence.hashed = last
+
+    def _reusable(self, hashes: Hashes[int], held: int) -> int:
+        """Of so many leading blocks that are held."""
+        settings = self._settings
+        if settings.checkpoints is None:
+            return held
+        return settings.checkpoints.count_reusable(hashes, held, settings.block_size, self.cache.states)
+
+    def _keep_states(self, sequence: Sequence, first: int, last: int) -> None:
+        """Of a hybrid model, with the blocks from `first` up to `last`."""
+        checkpoints, size = self._settings.checkpoints, self._settings.block_size
+        if checkpoints is None:
+            return
+        ends = checkpoints.find_ends(
+            first, last, prompt_tokens=sequence.request.prompt_tokens, parted=sequence.parted, block_size=size
+        )
+        if ends:
+            self.cache.keep_states(sequence.states_event(ends, first, last, size))

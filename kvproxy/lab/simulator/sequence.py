@@ -1,0 +1,173 @@
+"""The requests of a simulated engine: how far each is, the line in which they wait, and the slots of their adapters."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import count
+
+from kvproxy.lab.simulator.engine_io import GROUP, KIND, BlockStored, ExtraKeys, Scheduling, SimRequest
+
+#: What runs and what waits, as lists of names, and when an engine step last had it so.
+Combination = tuple[str, str]
+
+
+class LoraSlots:
+    """An adapter stays loaded until another one needs its slot, the one least recently used first. `slots` 0: there is
+    room for all."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._loaded: OrderedDict[str, None] = OrderedDict()
+        self._seen: dict[Combination, float] = {}
+
+    @property
+    def seen(self) -> Mapping[Combination, float]:
+        """Every combination there was; vLLM shows them all for ever."""
+        return self._seen
+
+    def admits(self, adapter: str | None, running: Iterable[str | None]) -> bool:
+        """Whether a request of it may run beside those that do. (vLLM passes over a request that may not; here it holds
+        up those behind it.)"""
+        in_use = {each for each in running if each is not None}
+        return not self._slots or adapter is None or adapter in in_use or len(in_use) < self._slots
+
+    def take_slot(self, adapter: str | None, running: Iterable[str | None]) -> bool:
+        """A request of it begins. Whether it has to be loaded first."""
+        if adapter is None:
+            return False
+        missing = adapter not in self._loaded
+        self._loaded[adapter] = None
+        self._loaded.move_to_end(adapter)
+        in_use = set(running)
+        while self._slots and len(self._loaded) > self._slots:
+            del self._loaded[next(each for each in self._loaded if each not in in_use)]
+        return missing
+
+    def note_step(self, running: Iterable[str | None], waiting: Iterable[str | None], now: float) -> None:
+        """How it stands in an engine step."""
+        names = [",".join(sorted({each for each in some if each is not None})) for some in (running, waiting)]
+        self._seen[names[0], names[1]] = now
+
+
+class Sequence:
+    """Progress of one request. `computed` tokens have their KV in `blocks`; `target` must be reached before the next
+    token comes out of a prefill. While decoding, the newest token's KV is not computed yet."""
+
+    __slots__ = (
+        "admitted_at",
+        "blocks",
+        "cached_tokens",
+        "computed",
+        "generated",
+        "gone",
+        "hashed",
+        "parted",
+        "request",
+        "submitted_at",
+        "target",
+    )
+
+    def __init__(self, request: SimRequest, submitted_at: float) -> None:
+        self.request = request
+        self.submitted_at = submitted_at
+        self.admitted_at: float | None = None
+        self.cached_tokens = 0
+        self.generated = 0
+        self.gone = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Back to the waiting line with nothing computed; what was generated is computed again with the prompt."""
+        self.blocks: list[int] = []
+        self.hashed = 0
+        self.parted = 0  # blocks found held when it was admitted, reusable or not
+        self.computed = 0
+        self.target = self.request.prompt_tokens + self.generated
+
+    @property
+    def urgency(self) -> tuple[int, float]:
+        """What priority scheduling goes by: the lowest first."""
+        return self.request.priority, self.submitted_at
+
+    @property
+    def remaining(self) -> int:
+        """Tokens still to generate."""
+        return self.request.output_tokens - self.generated
+
+    def stored_event(
+        self, first: int, last: int, block_size: int, *, parent: int | None, lookahead_tokens: int = 0
+    ) -> BlockStored:
+        """The event for blocks `first` up to, not including, `last`."""
+        request, end = self.request, last * block_size + lookahead_tokens
+        return BlockStored(
+            block_hashes=tuple(request.block_hashes[first:last]),
+            parent=parent,
+            token_ids=tuple(request.token_ids[first * block_size : end]),
+            lora_id=request.lora_id,
+            lora_name=request.lora_name,
+            extra_keys=tuple(self._extra_keys(block) for block in range(first, last)) if request.token_ids else (),
+        )
+
+    def states_event(self, ends: list[int], first: int, last: int, block_size: int) -> BlockStored:
+        """The event for states after the blocks of these numbers, told with blocks `first` up to `last`."""
+        event = self.stored_event(
+            first, last, block_size, parent=self.request.block_hashes[first - 1] if first else None
+        )
+        hashes = tuple(self.request.block_hashes[end - 1] for end in ends)
+        keys = tuple(self._extra_keys(end - 1) for end in ends) if event.extra_keys else ()
+        return replace(event, block_hashes=hashes, extra_keys=keys, group=GROUP, kind=KIND)
+
+    def _extra_keys(self, block: int) -> ExtraKeys | None:
+        request = self.request
+        lora = (request.lora_name,) if request.lora_name is not None else ()
+        salt = (request.cache_salt,) if request.cache_salt is not None and block == 0 else ()
+        return (*lora, *salt) or None
+
+
+class WaitingLine:
+    """Sequences that wait for admission, in the order of vLLM's two policies: as they came, those that were preempted
+    in front; or the lowest priority first and then the earliest arrival, preempted or not."""
+
+    def __init__(self, scheduling: Scheduling) -> None:
+        self._by_priority = scheduling is Scheduling.PRIORITY
+        self._heap: list[tuple[float, float, int, Sequence]] = []
+        self._waiting: dict[str, Sequence] = {}
+        self._numbers = count()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._waiting.values())
+
+    def add(self, sequence: Sequence) -> None:
+        """A request that came just now."""
+        self._push(sequence, next(self._numbers))
+
+    def put_back(self, sequence: Sequence) -> None:
+        """A sequence that was preempted."""
+        self._push(sequence, -next(self._numbers))
+
+    def first(self) -> Sequence:
+        """The next one to admit; the line is not empty."""
+        while self._waiting.get(self._heap[0][3].request.id) is not self._heap[0][3]:
+            heapq.heappop(self._heap)
+        return self._heap[0][3]
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out, if it is here."""
+        if self._waiting.get(sequence.request.id) is sequence:
+            del self._waiting[sequence.request.id]
+            if self._heap[0][3] is sequence:
+                heapq.heappop(self._heap)
+            elif len(self._heap) > 2 * len(self._waiting) + 16:
+                self._heap = [entry for entry in self._heap if self._waiting.get(entry[3].request.id) is entry[3]]
+                heapq.heapify(self._heap)
+
+    def _push(self, sequence: Sequence, number: int) -> None:
+        urgency = sequence.urgency if self._by_priority else (0, 0.0)
+        self._waiting[sequence.request.id] = sequence
+        heapq.heappush(self._heap, (*urgency, number, sequence))

@@ -1,0 +1,368 @@
+"""A simulated SGLang server as an ASGI app: its routes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from kvproxy.base.types import Clock
+from kvproxy.lab.simulator.engine_io import EngineLoad, SimRequest
+from kvproxy.lab.simulator.engine_runner import GenerationGroup
+from kvproxy.lab.simulator.generation import Answer, GenerationPlan
+from kvproxy.lab.simulator.http_call import EVENT_STREAM, HttpApp, HttpCall, HttpError
+from kvproxy.lab.simulator.kv_event_publisher import KvEventPublisher
+from kvproxy.lab.simulator.prompts import Prompts
+from kvproxy.lab.simulator.sglang_engine import HEALTH_CHECK, SglangEngine, SglangMetrics, with_event_ports
+from kvproxy.lab.simulator.sglang_requests import (
+    RANK_HEADER,
+    SglangError,
+    SglangPlanner,
+    engine_dead,
+    flatten,
+    messages_as_chat,
+    messages_error,
+    queue_full,
+    read_rank,
+)
+from kvproxy.lab.simulator.sglang_settings import SglangSettings, describe_model, describe_server
+from kvproxy.lab.simulator.sglang_shapes import SglangChat, SglangCompletion, SglangGenerate, SglangMessages
+from kvproxy.lab.simulator.tokenizer import Tokenizer
+from kvproxy.lab.simulator.vllm_errors import VllmError
+from kvproxy.lab.simulator.vllm_generate import Shape
+from kvproxy.lab.simulator.vllm_server import utc_seconds
+from kvproxy.lab.simulator.vllm_state import FaultError, Faults
+
+_KEPT_REQUESTS = 256
+_REMEMBERED_SESSIONS = 8192
+_FLUSHED = b"Cache flushed.\nPlease check backend logs for more details.\n"
+
+Handler = Callable[[HttpCall], Awaitable[None]]
+
+
+class SglangApp(HttpApp):
+    """Serve it (it is an ASGI app) while it is entered (it is an async context manager). `ranks` are its engines."""
+
+    def __init__(
+        self, settings: SglangSettings, *, clock: Clock, wall_clock: Callable[[], float], rng: random.Random
+    ) -> None:
+        self.settings = settings = with_event_ports(settings)
+        self._wall_clock = wall_clock
+        self._rng = rng
+        self._started_at = wall_clock()
+        self._tokenizer = Tokenizer(word_pieces=True)
+        self._prompts = Prompts(self._tokenizer, drops_header=False)
+        self._planner = SglangPlanner(settings, self._tokenizer)
+        self.ranks = [
+            SglangEngine(
+                settings,
+                rank,
+                clock=clock,
+                wall_clock=wall_clock,
+                on_output=lambda *seen: self._metrics.observe(*seen),
+            )
+            for rank in range(settings.dp_size)
+        ]
+        self._metrics = SglangMetrics(settings, [one.engine for one in self.ranks])
+        self._turn = 0  # whose it is, where no rank is asked for
+        self._stack = contextlib.AsyncExitStack()
+        self.faults = Faults()
+        self.calls: Counter[str] = Counter()
+        self._closed: dict[str, None] = {}  # sessions, the last closed last
+        self.requests: deque[dict[str, Any]] = deque(maxlen=_KEPT_REQUESTS)
+        self._routes = self._build_routes()
+
+    @property
+    def publisher(self) -> KvEventPublisher | None:
+        """The first rank's."""
+        return self.ranks[0].publisher
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy its engines are, the fullest one's KV usage."""
+        loads = [one.engine.load for one in self.ranks]
+        running, waiting = (sum(getattr(load, name) for load in loads) for name in ("running", "waiting"))
+        return EngineLoad(running, waiting, max(load.kv_usage for load in loads))
+
+    async def __aenter__(self) -> SglangApp:
+        for engine in self.ranks:
+            await self._stack.enter_async_context(engine)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    def _build_routes(self) -> dict[tuple[str, str], Handler]:
+        chat, completion = self._answer_chat, self._answer_completion
+        prefix = "get_" if self.settings.old_names else ""
+        routes: dict[tuple[str, str], Handler] = {
+            ("POST", "/v1/chat/completions"): chat,
+            ("POST", "/v1/completions"): completion,
+            ("POST", "/v1/messages"): self._answer_messages,
+            ("POST", "/v1/messages/count_tokens"): self._answer_count,
+            ("POST", "/generate"): self._answer_generate,
+            ("POST", "/tokenize"): self._answer_tokenize,
+            ("POST", "/v1/tokenize"): self._answer_tokenize,
+            ("GET", "/v1/models"): self._answer_models,
+            ("GET", "/health"): self._answer_health,
+            ("GET", "/health_generate"): self._answer_health_generate,
+            ("GET", "/ping"): self._answer_ping,
+            ("GET", f"/{prefix}server_info"): self._answer_server_info,
+            ("GET", f"/{prefix}model_info"): self._answer_model_info,
+            ("GET", "/flush_cache"): self._answer_flush,
+            ("POST", "/flush_cache"): self._answer_flush,
+            ("POST", "/close_session"): self._answer_close_session,
+            ("POST", "/sim/faults"): self._set_faults,
+            ("GET", "/sim/state"): self._answer_state,
+        }
+        if self.settings.has_ready:
+            routes["GET", "/ready"] = self._answer_ping
+        if self.settings.enable_metrics:
+            routes["GET", "/metrics"] = self._answer_metrics
+        return routes
+
+    async def answer_call(self, call: HttpCall) -> None:
+        """By method and path."""
+        handler = self._routes.get((call.method, call.path))
+        if handler is None:
+            known = any(path == call.path for _, path in self._routes)
+            self.calls["unknown"] += 1
+            detail, status = ("Method Not Allowed", 405) if known else ("Not Found", 404)
+            await call.reply_json({"detail": detail}, status)
+            return
+        self.calls[f"{call.method} {call.path}"] += 1
+        try:
+            await handler(call)
+        except VllmError as error:  # what both engines find wrong with a prompt
+            raise HttpError(error.status, flatten(error.body)) from error
+
+    async def _answer_chat(self, call: HttpCall) -> None:
+        body = await _read_json(call)
+        shape = SglangChat(report=self.settings.enable_cache_report)
+        await self._generate(call, body, [self._prompts.encode_chat(body)], shape)
+
+    async def _answer_completion(self, call: HttpCall) -> None:
+        body = await _read_json(call)
+        shape = SglangCompletion(report=self.settings.enable_cache_report)
+        await self._generate(call, body, self._prompts.encode_completion(body), shape)
+
+    async def _answer_messages(self, call: HttpCall) -> None:
+        """The body names no rank here, and errors are Anthropic's."""
+        body = await _read_json(call)
+        shape = SglangMessages(report=self.settings.enable_cache_report)
+        ranked = {name: value for name, value in body.items() if not name.endswith("_rank")}
+        try:
+            await self._generate(call, ranked, [self._encode_messages(body)], shape)
+        except (SglangError, VllmError) as error:
+            flat = error if isinstance(error, SglangError) else HttpError(error.status, flatten(error.body))
+            raise HttpError(flat.status, messages_error(flat)) from error
+
+    async def _answer_count(self, call: HttpCall) -> None:
+        await call.reply_json({"input_tokens": len(self._encode_messages(await _read_json(call)))})
+
+    def _encode_messages(self, body: Mapping[str, Any]) -> list[int]:
+        try:
+            chat = messages_as_chat(body)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise SglangError(f"1 validation error: {error}") from error
+        return self._prompts.encode_chat(chat)
+
+    async def _answer_generate(self, call: HttpCall) -> None:
+        """The header is not looked at."""
+        body = await _read_json(call)
+        call.headers.pop(RANK_HEADER, None)
+        prompt = body.get("input_ids") if body.get("text") is None else body["text"]
+        wanted = {**body, **(body.get("sampling_params") or {}), "prompt": prompt}
+        await self._generate(call, wanted, self._prompts.encode_completion(wanted)[:1], SglangGenerate())
+
+    async def _generate(self, call: HttpCall, body: Mapping[str, Any], prompts: list[list[int]], shape: Shape) -> None:
+        """One generation from body to last byte; a client that leaves frees the engine at once."""
+        rank = read_rank(call.headers.get(RANK_HEADER), body, len(self.ranks))
+        plan = self._planner.plan(body, prompts, str(body.get("rid") or f"{self._rng.getrandbits(128):032x}"))
+        engine = self._next_rank() if rank is None else self.ranks[rank]
+        self._admit(engine)
+        record = {"path": call.path, "id": plan.id, "priority": body.get("priority"), "outcome": "running"}
+        record["rank"] = engine.rank
+        self.requests.append(record)
+        try:
+            finished = await call.run_while_connected(self._answer(call, engine, plan, shape, record))
+            record["outcome"] = record["outcome"] if finished else "disconnected"
+            self._refer(engine, plan, body.get("session_id"))
+        except SglangError:
+            record["outcome"] = "error"
+            raise
+
+    def _refer(self, engine: SglangEngine, plan: GenerationPlan, session: object) -> None:
+        """A request that is over belongs to its session, unless that was closed meanwhile."""
+        known = self.settings.enable_session_radix_cache and isinstance(session, str)
+        if known and session not in self._closed:
+            for request in plan.requests:
+                engine.pages.refer(str(session), request.block_hashes)
+
+    async def _answer_close_session(self, call: HttpCall) -> None:
+        session = (await _read_json(call)).get("session_id")
+        if not isinstance(session, str):
+            raise SglangError("1 validation error: session_id: Field required", param="session_id")
+        self._closed[session] = None
+        if len(self._closed) > _REMEMBERED_SESSIONS:
+            del self._closed[next(iter(self._closed))]
+        for engine in self.ranks:
+            engine.pages.close_session(session)
+        await call.send_reply(200)
+
+    def _next_rank(self) -> SglangEngine:
+        """In turn, whatever they hold."""
+        engine = self.ranks[self._turn % len(self.ranks)]
+        self._turn += 1
+        return engine
+
+    def _admit(self, engine: SglangEngine) -> None:
+        values = self.faults.values
+        if values.engine_dead:
+            raise engine_dead()
+        if self.faults.use_up("fail_next"):
+            raise SglangError("Internal server error", kind="InternalServerError", code=values.fail_status)
+        limit = self.settings.max_queued_requests
+        if self.faults.use_up("busy_next") or (limit is not None and engine.engine.load.waiting >= limit):
+            raise queue_full()
+
+    async def _answer(
+        self, call: HttpCall, engine: SglangEngine, plan: GenerationPlan, shape: Shape, record: dict[str, Any]
+    ) -> None:
+        await self.faults.stall(self.faults.values.stall_head_s)
+        with engine.runner.run_requests(plan.requests) as group:
+            answer = Answer(
+                plan,
+                group,
+                tokenizer=self._tokenizer,
+                block_size=self.settings.page_size,
+                created=int(self._wall_clock()),
+            )
+            if plan.stream:
+                record["outcome"] = await self._stream(call, answer, group, shape)
+            else:
+                await _until_ended(group)
+                await call.reply_json(shape.build_body(answer))
+                record["outcome"] = "finished"
+            record["cached_tokens"] = answer.count_usage().cached_tokens
+
+    async def _stream(self, call: HttpCall, answer: Answer, group: GenerationGroup, shape: Shape) -> str:
+        cut = self.faults.use_up("cut_next")
+        await call.start_reply(200, EVENT_STREAM)
+        ended = False
+        while not ended:
+            await group.wait_for_change()
+            ended = group.ended
+            if group.failed:
+                for event in shape.build_error_events(engine_dead().body):
+                    await call.write_chunk(event)
+                await call.finish_reply()
+                return "error"
+            for event in shape.build_events(answer, answer.take_deltas(), last=ended):
+                await call.write_chunk(event)
+                if cut:
+                    return "cut"
+        await call.finish_reply()
+        return "finished"
+
+    async def _answer_tokenize(self, call: HttpCall) -> None:
+        body = await _read_json(call)
+        if self.faults.values.no_tokenize:
+            await call.reply_json({"detail": "Not Found"}, 404)
+            return
+        await self.faults.stall(self.faults.values.slow_tokenize_s)
+        if body.get("messages") is not None:
+            if not self.settings.tokenizes_chats:
+                raise SglangError("1 validation error: prompt: Field required", param="prompt")
+            tokens = self._prompts.encode_chat(body)
+        else:
+            tokens = self._prompts.encode_tokenize(body)
+        limit = self.settings.context_length
+        await call.reply_json({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
+
+    async def _answer_models(self, call: HttpCall) -> None:
+        model = self.settings.model
+        row = {"id": model, "object": "model", "created": int(self._started_at), "owned_by": "sglang"}
+        row |= {"root": model, "parent": None, "max_model_len": self.settings.context_length}
+        await call.reply_json({"object": "list", "data": [row]})
+
+    async def _answer_health(self, call: HttpCall) -> None:
+        """A token is generated and waited for, in whole steps, unless the environment says not to."""
+        if self.settings.health_generates:
+            await self._answer_health_generate(call)
+        else:
+            await self._answer_ping(call)
+
+    async def _answer_health_generate(self, call: HttpCall) -> None:
+        request = SimRequest(id=f"{HEALTH_CHECK}{self._rng.getrandbits(64)}", block_hashes=(), prompt_tokens=1,
+                             output_tokens=1, token_ids=(0, 0))  # fmt: skip
+        with self._next_rank().runner.run_requests([request]) as group:
+            await asyncio.sleep(self.settings.health_step_s)
+            well = group.ended and not group.failed and not self.faults.values.engine_dead
+        await call.send_reply(200 if well else 503)
+
+    async def _answer_ping(self, call: HttpCall) -> None:
+        await call.send_reply(503 if self.faults.values.engine_dead else 200)
+
+    async def _answer_server_info(self, call: HttpCall) -> None:
+        await call.reply_json(describe_server(self.settings, self.publisher))
+
+    async def _answer_model_info(self, call: HttpCall) -> None:
+        await call.reply_json(describe_model(self.settings))
+
+    async def _answer_metrics(self, call: HttpCall) -> None:
+        headers = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
+        await call.send_reply(200, self._metrics.render_exposition(), headers)
+
+    async def _answer_flush(self, call: HttpCall) -> None:
+        """400 while anything runs, at any rank. What they say of it goes out with the next events."""
+        done = [engine.reset_prefix_cache() for engine in self.ranks]
+        await call.send_reply(200 if all(done) else 400, _FLUSHED)
+
+    async def _set_faults(self, call: HttpCall) -> None:
+        try:
+            changes = await _read_json(call)
+            for engine in self.ranks:
+                values = self.faults.apply_changes(changes, engine.runner, engine.publisher)
+        except FaultError as error:
+            raise SglangError(str(error)) from error
+        await call.reply_json(values)
+
+    async def _answer_state(self, call: HttpCall) -> None:
+        figures = self.load
+        state = {"running": figures.running, "waiting": figures.waiting, "kv_usage": figures.kv_usage}
+        await call.reply_json({**state, "calls": dict(self.calls), "requests": list(self.requests)})
+
+
+async def _read_json(call: HttpCall) -> dict[str, Any]:
+    raw = await call.read_body()
+    try:
+        body = json.loads(raw)
+    except ValueError as error:
+        raise SglangError("1 validation error: JSON decode error", kind="Bad Request") from error
+    if not isinstance(body, dict):
+        raise SglangError("1 validation error: Input should be a valid dictionary", kind="Bad Request")
+    return body
+
+
+async def _until_ended(group: GenerationGroup) -> None:
+    while not group.ended:
+        await group.wait_for_change()
+    if group.failed:
+        raise engine_dead()
+
+
+def create_sglang_app(
+    settings: SglangSettings,
+    *,
+    clock: Clock = time.monotonic,
+    wall_clock: Callable[[], float] = utc_seconds,
+    rng: random.Random | None = None,
+) -> SglangApp:
+    """A server that is ready to be entered and served."""
+    return SglangApp(settings, clock=clock, wall_clock=wall_clock, rng=rng or random.Random())

@@ -1,0 +1,161 @@
+"""A simulated vLLM with `--data-parallel-size`: one address, and an engine with a cache of its own for every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from kvproxy.base.types import Clock
+from kvproxy.lab.simulator.http_call import HttpApp, HttpCall
+from kvproxy.lab.simulator.vllm_errors import VllmError
+from kvproxy.lab.simulator.vllm_info import describe_event_source
+from kvproxy.lab.simulator.vllm_server import VllmApp, create_engine_app, utc_seconds
+from kvproxy.lab.simulator.vllm_settings import VllmSettings
+from kvproxy.lab.simulator.vllm_state import OnPrefilled
+
+RANK_HEADER = "x-data-parallel-rank"
+#: The version stood in for reads the header here; it balances requests for `/v1/responses` itself.
+_STEERED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages"})
+_BALANCED = _STEERED | {"/v1/responses", "/v1/embeddings"}
+_EVERYWHERE = frozenset({"/reset_prefix_cache", "/sim/faults"})
+
+
+class FrontEnd(Enum):
+    """Which server takes the requests: they read a rank differently where a server's ranks do not begin at 0."""
+
+    PYTHON = "python"  # its place among the server's own
+    RUST = "rust"  # its number in the whole deployment
+
+
+@dataclass(frozen=True, slots=True)
+class RankedSettings:
+    """`engine` is that of each rank. A server of hybrid balancing has `size` ranks of its deployment, from `first`."""
+
+    engine: VllmSettings
+    size: int = 2
+    first: int = 0
+    front_end: FrontEnd = FrontEnd.PYTHON
+
+
+class RankedVllm(HttpApp):
+    """Serve it (it is an ASGI app) while it is entered. `ranks` are the engines, each a whole server of its own."""
+
+    def __init__(
+        self,
+        settings: RankedSettings,
+        *,
+        clock: Clock = time.monotonic,
+        wall_clock: Callable[[], float] = utc_seconds,
+        rng: random.Random | None = None,
+        on_prefilled: OnPrefilled | None = None,
+    ) -> None:
+        self.settings = settings
+        source = rng or random.Random()
+        self.ranks: dict[int, VllmApp] = {
+            rank: create_engine_app(
+                _of_rank(settings.engine, rank),
+                clock=clock,
+                wall_clock=wall_clock,
+                rng=source,
+                on_prefilled=on_prefilled,
+            )
+            for rank in range(settings.first, settings.first + settings.size)
+        }
+        self._next = 0  # which rank is looked at first
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> RankedVllm:
+        for app in self.ranks.values():
+            await self._stack.enter_async_context(app)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def answer_call(self, call: HttpCall) -> None:
+        """By one rank, by all, or for all of them."""
+        if call.path in _BALANCED:
+            app = self._asked(call.headers.get(RANK_HEADER, "") if call.path in _STEERED else "")
+            await app.answer_call(call)
+        elif call.path == "/metrics":
+            text = merge_expositions([app.state.metrics.render_exposition() for app in self.ranks.values()])
+            await call.send_reply(200, text, {"content-type": "text/plain; version=1.0.0; charset=utf-8"})
+        elif call.path == "/kv_event_sources":
+            sources = {str(rank): describe_event_source(app.state) for rank, app in self.ranks.items()}
+            await call.reply_json({rank: source for rank, source in sources.items() if source is not None})
+        elif call.path in _EVERYWHERE:
+            await self._answer_everywhere(call)
+        elif call.path == "/health":
+            dead = [app for app in self.ranks.values() if app.state.faults.values.engine_dead]
+            await call.send_reply(503 if dead else 200)
+        else:
+            await next(iter(self.ranks.values())).answer_call(call)
+
+    def _asked(self, header: str) -> VllmApp:
+        """The engine of the rank in the header, or the least busy one. VllmError for a rank that there is not."""
+        try:
+            number = int(header)
+        except ValueError:
+            return self._least_busy()
+        settings = self.settings
+        local = settings.front_end is FrontEnd.PYTHON
+        app = self.ranks.get(number + settings.first if local else number)
+        if app is not None:
+            return app
+        if local:
+            raise VllmError(f"data_parallel_rank {number} is out of range [0, {settings.size}).")
+        raise VllmError("engine-core error", kind="invalid_request_error")
+
+    def _least_busy(self) -> VllmApp:
+        """Of equals the next in turn."""
+        apps = list(self.ranks.values())
+        order = [apps[(self._next + step) % len(apps)] for step in range(len(apps))]
+        app = min(order, key=lambda one: one.state.in_flight)
+        self._next = (apps.index(app) + 1) % len(apps)
+        return app
+
+    async def _answer_everywhere(self, call: HttpCall) -> None:
+        """Every engine is asked; the last one's answer is the answer."""
+        body = await call.read_body()
+
+        async def receive() -> MutableMapping[str, Any]:
+            return {"type": "http.request", "body": body}
+
+        async def ignore(_message: MutableMapping[str, Any]) -> None:
+            pass
+
+        apps = list(self.ranks.values())
+        for app in apps:
+            await app(call.scope, receive, call.send if app is apps[-1] else ignore)
+
+
+def merge_expositions(texts: list[bytes]) -> bytes:
+    """One exposition of several: each family once, with the samples of all; what has no rank counts once."""
+    families: dict[bytes, dict[bytes, None]] = {}
+    for text in texts:
+        lines: dict[bytes, None] = {}
+        for line in text.splitlines():
+            if line.startswith(b"# HELP "):
+                lines = families.setdefault(line, {})
+            if line.startswith(b"#") or b"engine=" in line or not _is_known(line, lines):
+                lines[line] = None
+    return b"\n".join(line for lines in families.values() for line in lines) + b"\n"
+
+
+def _is_known(line: bytes, lines: dict[bytes, None]) -> bool:
+    series = line.rpartition(b" ")[0]
+    return any(each.rpartition(b" ")[0] == series for each in lines)
+
+
+def _of_rank(settings: VllmSettings, rank: int) -> VllmSettings:
+    """Each publishes on ports of its own, one above those of the rank before."""
+    events = settings.kv_events
+    if events is not None:
+        port, replay_port = (port + rank if port else 0 for port in (events.port, events.replay_port))
+        events = replace(events, rank=rank, port=port, replay_port=replay_port)
+    return replace(settings, rank=rank, kv_events=events)

@@ -1,0 +1,167 @@
+"""A simulated vLLM server as an ASGI app: routes, error answers, and the life of its engine."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
+
+from kvproxy.base.types import Clock
+from kvproxy.lab.simulator import vllm_info as info
+from kvproxy.lab.simulator import vllm_render as render
+from kvproxy.lab.simulator.engine import Engine
+from kvproxy.lab.simulator.engine_io import EngineOutput, FirstToken, KvEvent
+from kvproxy.lab.simulator.engine_runner import EngineRunner, SequenceProgress
+from kvproxy.lab.simulator.event_shapes import AnthropicShape, ResponsesShape
+from kvproxy.lab.simulator.generation import Planner
+from kvproxy.lab.simulator.http_call import HttpApp, HttpCall
+from kvproxy.lab.simulator.kv_event_publisher import EventEncoder, KvEventPublisher
+from kvproxy.lab.simulator.openai_shapes import ChatShape, CompletionShape
+from kvproxy.lab.simulator.prompts import Prompts
+from kvproxy.lab.simulator.tokenizer import Tokenizer
+from kvproxy.lab.simulator.vllm_generate import GenerateRoute, answer_generation
+from kvproxy.lab.simulator.vllm_metrics import VllmMetrics
+from kvproxy.lab.simulator.vllm_settings import VllmSettings
+from kvproxy.lab.simulator.vllm_state import Faults, OnPrefilled, Prefilled, VllmState
+
+Handler = Callable[[VllmState, HttpCall], Awaitable[None]]
+
+_GENERATE: dict[str, GenerateRoute] = {
+    "/v1/chat/completions": GenerateRoute(
+        lambda state, body: [state.prompts.encode_chat(body)],
+        lambda state: ChatShape(details=state.settings.enable_prompt_tokens_details, fingerprint=state.fingerprint),
+    ),
+    "/v1/completions": GenerateRoute(
+        lambda state, body: state.prompts.encode_completion(body),
+        lambda state: CompletionShape(
+            details=state.settings.enable_prompt_tokens_details, fingerprint=state.fingerprint
+        ),
+    ),
+    "/v1/responses": GenerateRoute(
+        lambda state, body: [state.prompts.encode_responses(body)], lambda state: ResponsesShape()
+    ),
+    "/v1/messages": GenerateRoute(
+        lambda state, body: [state.prompts.encode_anthropic(body)], lambda state: AnthropicShape()
+    ),
+}
+
+_HANDLERS: dict[str, dict[str, Handler]] = {
+    "/tokenize": {"POST": info.answer_tokenize},
+    "/detokenize": {"POST": info.answer_detokenize},
+    "/v1/models": {"GET": info.answer_models},
+    "/version": {"GET": info.answer_version},
+    "/health": {"GET": info.answer_health},
+    "/ping": {"GET": info.answer_health, "POST": info.answer_health},
+    "/load": {"GET": info.answer_load},
+    "/metrics": {"GET": info.answer_metrics},
+    "/kv_event_sources": {"GET": info.answer_kv_event_sources},
+    "/reset_prefix_cache": {"POST": info.answer_reset_prefix_cache},
+    "/v1/messages/count_tokens": {"POST": info.answer_count_tokens},
+    "/v1/chat/completions/render": {"POST": render.answer_chat_render},
+    "/v1/completions/render": {"POST": render.answer_completion_render},
+    "/v1/messages/render": {"POST": render.answer_messages_render},
+    "/v1/responses/render": {"POST": render.answer_responses_render},
+    "/v1/embeddings": {"POST": info.answer_embeddings},
+    "/sim/faults": {"POST": info.set_faults},
+    "/sim/state": {"GET": info.answer_state},
+}
+
+
+def utc_seconds() -> float:
+    """Wall-clock seconds since 1970."""
+    return datetime.now(UTC).timestamp()
+
+
+class VllmApp(HttpApp):
+    """Serve it (it is an ASGI app) while it is entered (it is an async context manager)."""
+
+    def __init__(
+        self,
+        settings: VllmSettings,
+        *,
+        clock: Clock,
+        wall_clock: Callable[[], float],
+        rng: random.Random,
+        on_prefilled: OnPrefilled | None,
+    ) -> None:
+        self._on_prefilled = on_prefilled
+        began_at = wall_clock()
+        tokenizer, engine = Tokenizer(word_pieces=settings.word_pieces), Engine(settings.engine)
+        self._publisher = self._build_publisher(settings, wall_clock)
+        self._runner = EngineRunner(engine, clock=clock, on_events=self._publish, on_output=self._observe)
+        self.state = VllmState(
+            settings=settings,
+            tokenizer=tokenizer,
+            prompts=Prompts(tokenizer),
+            planner=Planner(settings, tokenizer),
+            runner=self._runner,
+            metrics=VllmMetrics(settings, engine, started_at=began_at),
+            faults=Faults(),
+            publisher=self._publisher,
+            wall_clock=wall_clock,
+            rng=rng,
+            fingerprint=f"vllm-{settings.version}-{rng.getrandbits(32):08x}",
+            started_at=began_at,
+        )
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> VllmApp:
+        if self._publisher is not None:
+            await self._stack.enter_async_context(self._publisher)
+        await self._stack.enter_async_context(self._runner)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def answer_call(self, call: HttpCall) -> None:
+        """By path, then method."""
+        generating = _GENERATE.get(call.path)
+        methods = {"POST": None} if generating is not None else _HANDLERS.get(call.path)
+        if methods is None:
+            self.state.calls["unknown"] += 1
+            await call.reply_json({"detail": "Not Found"}, 404)
+        elif call.method not in methods:
+            self.state.calls["wrong method"] += 1
+            await call.reply_json({"detail": "Method Not Allowed"}, 405, {"allow": ", ".join(methods)})
+        else:
+            self.state.calls[f"{call.method} {call.path}"] += 1
+            if generating is not None:
+                await answer_generation(self.state, call, generating)
+            else:
+                await _HANDLERS[call.path][call.method](self.state, call)
+
+    def _build_publisher(self, settings: VllmSettings, wall_clock: Callable[[], float]) -> KvEventPublisher | None:
+        if settings.kv_events is None:
+            return None
+        events = settings.kv_events
+        encoder = EventEncoder(
+            block_size=settings.engine.block_size, encoding=events.encoding, bytes_hashes=events.bytes_hashes
+        )
+        return KvEventPublisher(events, encoder=encoder, wall_clock=wall_clock, replay=settings.kv_events_replay)
+
+    async def _publish(self, events: Sequence[KvEvent]) -> None:
+        if self._publisher is not None:
+            await self._publisher.publish(events)
+
+    def _observe(self, generation: SequenceProgress, output: EngineOutput) -> None:
+        self.state.metrics.observe(generation, output)
+        if isinstance(output, FirstToken) and self._on_prefilled is not None:
+            request = generation.request
+            tokens = request.token_ids[: request.prompt_tokens]
+            model = request.lora_name or self.state.settings.root
+            self._on_prefilled(Prefilled(tokens, model, request.cache_salt or ""))
+
+
+def create_engine_app(
+    settings: VllmSettings,
+    *,
+    clock: Clock = time.monotonic,
+    wall_clock: Callable[[], float] = utc_seconds,
+    rng: random.Random | None = None,
+    on_prefilled: OnPrefilled | None = None,
+) -> VllmApp:
+    """A server that is ready to be entered and served; `on_prefilled` is called with each prompt once its KV exists."""
+    return VllmApp(settings, clock=clock, wall_clock=wall_clock, rng=rng or random.Random(), on_prefilled=on_prefilled)

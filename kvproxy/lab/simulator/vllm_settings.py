@@ -1,0 +1,51 @@
+"""What a simulated vLLM server is started with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvproxy.lab.simulator.engine_io import EngineSettings
+from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings:
+    """Names after vLLM's own flags. `kv_events` None publishes nothing; `max_num_queued_reqs` None never says busy.
+
+    `default_output_tokens` is the length of an answer that the client does not bound (it then ends with "stop").
+    Without `word_pieces` the model has another tokenizer. With `refuse_priority` a request's `priority` is an error
+    under fcfs, as older versions have it. `rank` is what its metrics call it.
+    """
+
+    model: str = "sim"
+    root: str = "models/sim"
+    loras: tuple[str, ...] = ()
+    max_model_len: int = 32_768
+    engine: EngineSettings = field(default_factory=lambda: EngineSettings(4096, 16, token_outputs=True))
+    kv_events: PublisherSettings | None = None
+    kv_events_replay: bool = True
+    default_output_tokens: int = 128
+    enable_prompt_tokens_details: bool = True
+    enable_scale_out: bool = False
+    enable_embeddings: bool = False
+    enable_server_load_tracking: bool = False
+    max_num_queued_reqs: int | None = None
+    sse_keep_alive_interval_s: float | None = None
+    version: str = "0.32.0"
+    word_pieces: bool = True
+    refuse_priority: bool = False
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.engine.token_outputs:
+            raise ValueError("a streaming server needs an engine with token_outputs")
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest sequence served: the model's bound, or what the cache can hold."""
+        return min(self.max_model_len, self.engine.capacity_blocks * self.engine.block_size)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Every name a request may use, the base model first."""
+        return (self.model, *self.loras)

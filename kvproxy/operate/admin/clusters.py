@@ -1,0 +1,250 @@
+"""Clusters over the admin listener: their endpoints and how they decide, shown and changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvproxy.base.errors import ConfigError, Problem
+from kvproxy.base.settings.addresses import url_fault
+from kvproxy.base.settings.decode import decode_model
+from kvproxy.base.settings.model import Model
+from kvproxy.base.settings.paths import dotted_path, spelling_hint
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.status import endpoint_index, engine_status
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.routing.policy import Policy
+from kvproxy.cluster.routing.registry import ranges, tuned
+from kvproxy.cluster.settings import EndpointSettings
+from kvproxy.operate.admin.operated import AdminTarget
+from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_object, reply_json
+
+
+def describe_endpoint(operated: AdminTarget, cluster: str, endpoint: Endpoint) -> dict[str, object]:
+    """Everything known about one endpoint: load, health, and what its engine says."""
+    status = endpoint.status(operated.clock())
+    if operated.kvcache is not None:
+        status["engine"] = engine_status(operated.kvcache, endpoint)
+        status["cache"] = endpoint_index(operated.kvcache, cluster, endpoint)
+    return status
+
+
+class EndpointRoutes:
+    """List, add, drain, undrain, weigh and remove."""
+
+    def __init__(self, operated: AdminTarget, audit: Audit) -> None:
+        self._operated = operated
+        self._audit = audit
+
+    def list_routes(self) -> list[Route]:
+        """Their paths."""
+        one = "/endpoints/{cluster}/{id:path}"
+        return [
+            Route("/endpoints", self._collection, methods=["GET", "POST"]),
+            Route(f"{one}/drain", self._drain, methods=["POST"]),
+            Route(f"{one}/undrain", self._drain, methods=["POST"]),
+            Route(f"{one}/weight", self._weight, methods=["POST"]),
+            Route(one, self._remove, methods=["DELETE"]),
+        ]
+
+    async def _collection(self, request: Request) -> Response:
+        return await self._add(request) if request.method == "POST" else self._list()
+
+    def _list(self) -> Response:
+        clusters: dict[str, list[dict[str, object]]] = {}
+        for name, cluster in self._operated.clusters.items():
+            leaving = [{**each.status(self._operated.clock()), "leaving": True} for each in cluster.draining]
+            clusters[name] = [describe_endpoint(self._operated, name, each) for each in cluster.endpoints] + leaving
+        failing = {name: dict(one.discovery_complaints) for name, one in self._operated.clusters.items()}
+        return reply_json(
+            {"clusters": clusters, "failing_discovery": {name: why for name, why in failing.items() if why}}
+        )
+
+    async def _add(self, request: Request) -> Response:
+        body = await read_json_object(request)
+        cluster = self._cluster(body.pop("cluster", None))
+        endpoint = _decoded(body)
+        if cluster.find_named(EndpointId(endpoint.id)):
+            raise RequestRefused(
+                409, Problem("id", f"{cluster.name} has an endpoint {endpoint.id!r}", "remove it first")
+            )
+        if not cluster.add_endpoint(endpoint):
+            raise RequestRefused(409, Problem("id", "too many endpoints were added already", "remove some"))
+        self._audit.write_line(request, "endpoint.add", cluster=cluster.name, endpoint=endpoint.id, url=endpoint.url)
+        return self._status_of(cluster, endpoint.id, 201)
+
+    async def _drain(self, request: Request) -> Response:
+        await read_json_object(request, optional=True)
+        cluster, name, endpoints = self._named(request)
+        draining = not request.url.path.endswith("/undrain")
+        before = all(endpoint.draining for endpoint in endpoints)
+        cluster.drain_endpoint(name, draining=draining)
+        action = "endpoint.drain" if draining else "endpoint.undrain"
+        self._audit.write_line(request, action, cluster=cluster.name, endpoint=name, was_draining=before)
+        return self._status_of(cluster, name)
+
+    async def _weight(self, request: Request) -> Response:
+        body = await read_json_object(request)
+        cluster, name, endpoints = self._named(request)
+        unknown = [Problem(key, "unknown key", spelling_hint(key, ["weight"])) for key in body if key != "weight"]
+        weight = body.get("weight")
+        if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight <= 1000:
+            unknown.append(Problem("weight", "must be a number", "allowed: more than 0, at most 1000"))
+        if unknown:
+            raise RequestRefused(422, *unknown)
+        assert isinstance(weight, int | float)
+        before = endpoints[0].configured_weight
+        cluster.reweight_endpoint(name, float(weight))
+        where = {"cluster": cluster.name, "endpoint": name}
+        self._audit.write_line(request, "endpoint.weight", **where, before=before, after=float(weight))
+        return self._status_of(cluster, name)
+
+    async def _remove(self, request: Request) -> Response:
+        await read_json_object(request, optional=True)
+        cluster, name, endpoints = self._named(request)
+        in_flight = sum(endpoint.load.in_flight for endpoint in endpoints)
+        cluster.remove_endpoint(name)
+        self._audit.write_line(request, "endpoint.remove", cluster=cluster.name, endpoint=name, in_flight=in_flight)
+        return reply_json({"removed": name, "cluster": cluster.name, "in_flight": in_flight})
+
+    def _cluster(self, name: Any) -> Cluster:
+        """The named cluster, or the only one; RequestRefused when there is none."""
+        clusters = self._operated.clusters
+        if name is None and len(clusters) == 1:
+            return next(iter(clusters.values()))
+        cluster = clusters.get(name) if isinstance(name, str) else None
+        if cluster is None:
+            what = "required, since there are several" if name is None else "there is no such cluster"
+            raise RequestRefused(
+                422 if name is None else 404, Problem("cluster", what, f"clusters: {', '.join(clusters)}")
+            )
+        return cluster
+
+    def _named(self, request: Request) -> tuple[Cluster, EndpointId, Sequence[Endpoint]]:
+        """What the path names: an endpoint, or the engine of several, one a data-parallel rank."""
+        cluster = self._cluster(request.path_params["cluster"])
+        name = EndpointId(request.path_params["id"])
+        endpoints = cluster.find_named(name)
+        if not endpoints:
+            known = spelling_hint(name, [each.id for each in cluster.endpoints])
+            raise RequestRefused(404, Problem("id", f"{cluster.name} has no endpoint {name[:128]!r}", known))
+        return cluster, name, endpoints
+
+    def _status_of(self, cluster: Cluster, name: str, status: int = 200) -> Response:
+        endpoints = cluster.find_named(EndpointId(name))
+        described = [describe_endpoint(self._operated, cluster.name, each) for each in endpoints]
+        if [each.id for each in endpoints] == [name]:
+            return reply_json(described[0], status)
+        in_flight = sum(endpoint.load.in_flight for endpoint in endpoints)
+        return reply_json({"id": name, "in_flight": in_flight, "ranks": described}, status)
+
+
+def _decoded(body: dict[str, Any]) -> EndpointSettings:
+    """The endpoint; RequestRefused with every problem. Files are named in the configuration only: a caller of this
+    listener must not learn by it what other files hold."""
+    problems = [
+        Problem(key, "files cannot be named here", "write it out, or add the endpoint to the configuration")
+        for key in ("api_key", "ca_file")
+        if isinstance(body.get(key), dict) or (key == "ca_file" and body.get(key))
+    ]
+    if problems:
+        raise RequestRefused(422, *problems)
+    decoded = decode_model(EndpointSettings, body, dotted_path)
+    endpoint: EndpointSettings | None = decoded.value
+    problems = decoded.problems
+    if not problems and endpoint is not None and (fault := url_fault(endpoint.url)):
+        problems = [Problem("url", fault, "http://host:port")]
+    if problems or endpoint is None:
+        raise RequestRefused(422, *problems)
+    return endpoint
+
+
+def describe_routing(cluster: Cluster, now: float) -> dict[str, object]:
+    """Policy, parameters with their ranges, what was learned, and the router queue (None: there is none)."""
+    policy, settings, queue = cluster.policy, cluster.policy.settings, cluster.queue
+    return {
+        "policy": cluster.policy_name,
+        "parameters": {} if settings is None else settings.model_dump(),
+        "allowed": {} if settings is None else ranges(settings),
+        "learned": policy.estimates(now),
+        "adapters": cluster.adapters.estimates(),
+        "queue": None if queue is None else queue.status(now),
+    }
+
+
+class RoutingRoutes:
+    """Show and change. A change takes the shape of what is shown: `{"clusters": {NAME: {"parameters": {...}}}}`."""
+
+    def __init__(self, operated: AdminTarget, audit: Audit) -> None:
+        self._operated = operated
+        self._audit = audit
+
+    def list_routes(self) -> list[Route]:
+        """Their paths."""
+        return [Route("/routing", self._routing, methods=["GET", "PATCH"])]
+
+    async def _routing(self, request: Request) -> Response:
+        if request.method == "PATCH":
+            self._change(request, await read_json_object(request))
+        now = self._operated.clock()
+        return reply_json(
+            {"clusters": {name: describe_routing(one, now) for name, one in self._operated.clusters.items()}}
+        )
+
+    def _change(self, request: Request, body: dict[str, Any]) -> None:
+        """All of it, or nothing."""
+        problems: list[Problem] = []
+        planned: list[tuple[str, Policy, Model, Model]] = []
+        for name, changes in _wanted(body, problems):
+            policy = self._find_policy(name, problems)
+            if policy is None or policy.settings is None:
+                continue
+            try:
+                planned.append((name, policy, policy.settings, tuned(policy.settings, changes)))
+            except ConfigError as error:
+                at = f"clusters.{name}.parameters"
+                problems += [Problem(f"{at}.{one.path}", one.message, one.hint) for one in error.problems]
+        if problems:
+            raise RequestRefused(422, *problems)
+        for name, policy, before, after in planned:
+            policy.settings = after
+            old, new = before.model_dump(), after.model_dump()
+            changed = {key: {"before": old[key], "after": new[key]} for key in new if old[key] != new[key]}
+            self._audit.write_line(request, "routing.change", cluster=name, parameters=changed)
+
+    def _find_policy(self, name: str, problems: list[Problem]) -> Policy | None:
+        """The cluster's own, where it has parameters."""
+        cluster = self._operated.clusters.get(name)
+        if cluster is None:
+            fix = spelling_hint(name, self._operated.clusters)
+            problems.append(Problem(f"clusters.{name[:128]}", "there is no such cluster", fix))
+            return None
+        if cluster.policy.settings is None:
+            fix = "kv_aware, dynamo, dynamo_agentic, llm_d, llm_d_sticky and prefix_affinity have some"
+            what = f"the policy {cluster.policy_name} has no parameters"
+            problems.append(Problem(f"clusters.{name}.parameters", what, fix))
+            return None
+        return cluster.policy
+
+
+def _wanted(body: dict[str, Any], problems: list[Problem]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Cluster names with their changes, as far as the shape is right."""
+    problems += [Problem(key, "unknown key", spelling_hint(key, ["clusters"])) for key in body if key != "clusters"]
+    clusters = body.get("clusters")
+    if not isinstance(clusters, dict) or not clusters:
+        problems.append(Problem("clusters", "names no cluster", '{"clusters": {"default": {"parameters": {...}}}}'))
+        return
+    for name, entry in clusters.items():
+        at = f"clusters.{name[:128]}"
+        if not isinstance(entry, dict) or not isinstance(entry.get("parameters"), dict) or not entry["parameters"]:
+            problems.append(Problem(f"{at}.parameters", "required", "an object of parameters and their new values"))
+            continue
+        problems += [
+            Problem(f"{at}.{key}", "cannot be changed here", "`parameters` can") for key in entry if key != "parameters"
+        ]
+        yield name, entry["parameters"]

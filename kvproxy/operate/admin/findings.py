@@ -1,0 +1,200 @@
+"""What may be wrong with a cluster or its engines, one finding each: speeds that are not learned, priorities that are
+not heeded, ranks that requests cannot ask for, adapters that are gone, event streams, lost caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from kvproxy.cache.feedback.trust import WINDOW, CacheLosses, LossReason, MissedReuse
+from kvproxy.cache.kv_events.status import StreamState
+from kvproxy.cache.overlap.kv_event_streams import EventStreams
+from kvproxy.cache.service import KvCache
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import DOWN, Condition, Endpoint
+from kvproxy.cluster.settings import EnginePriorityMode
+from kvproxy.features.exchange.service import SyncService
+from kvproxy.features.priority.engine_priority import PriorityState
+from kvproxy.operate.admin.operated import ConfigFinding
+
+#: Named one by one; of more in a cluster there is one finding.
+NAMED = 3
+
+
+class Rank(IntEnum):
+    """What hurts most comes first."""
+
+    DOWN = 0
+    SOURCES = 1
+    FAILED = 2
+    REST = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """One finding; a FindingLike. `key` is what it is about: its age goes on while that stays."""
+
+    key: tuple[str, ...]
+    rank: Rank
+    severity: str
+    where: str
+    what: str
+    fix: str = ""
+    patience_s: float = 0.0  # shown once it has lasted so long
+
+
+def list_names(endpoints: Sequence[Endpoint]) -> str:
+    """The first few, and how many more."""
+    named = ", ".join(one.id for one in endpoints[:NAMED])
+    return f"{named} and {len(endpoints) - NAMED} more" if len(endpoints) > NAMED else named
+
+
+def source_trouble(key: tuple[str, ...], where: str, what: str, fix: str, *, patience_s: float = 0.0) -> Trouble:
+    """A source of facts that is lost or not believed."""
+    return Trouble(key, Rank.SOURCES, "warning", where, what, fix, patience_s)
+
+
+def find_sync_troubles(sync: SyncService) -> Iterator[Trouble]:
+    """What stands between this process and those that decide as one with it."""
+    if sync.namesake.lives:
+        what = f"another process goes by the name {sync.origin} too: each ignores what the other does"
+        yield source_trouble(("namesake",), "sync", what, "set sync.replica to a name of its own in each")
+    if sync.store is not None and not sync.store.connected:
+        what = f"{sync.store.where} is away: each replica decides by what it knows itself"
+        yield source_trouble(("store",), "sync", what, "is it up? the log says why it is not reached", patience_s=2.0)
+
+
+#: So many placements without one sample are no accident.
+NOTABLE_REQUESTS = 500
+_FIX = (
+    "stream answers, or let the kvcache filter read the engines' own counters: engine_metrics_interval above 0, "
+    "SGLang with --enable-metrics and without other clients"
+)
+_UNHEEDED = {
+    PriorityState.IGNORES: "the order in which engines admit shows nothing of it",
+    PriorityState.REFUSED: "engines refuse the field, so they are not sent it",
+}
+_START_WITH = "start vLLM with --scheduling-policy priority (SGLang: --enable-priority-scheduling), or set it to auto"
+
+
+def find_unlearned(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
+    """A finding for every cluster that decides by speeds and has seen none for long."""
+    for name, cluster in clusters.items():
+        speeds = cluster.speeds
+        if speeds is None or speeds.requests_without_sample < NOTABLE_REQUESTS:
+            continue
+        believed = (
+            "speeds are the defaults, alike for all" if speeds.learning else "what was learned of slow ones fades"
+        )
+        what = f"no sample of the engines' speeds in {speeds.requests_without_sample:,} requests: {believed}"
+        yield ConfigFinding("warning", f"clusters.{name}", what, _FIX)
+
+
+def find_unheeded_priority(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
+    """A finding for every cluster with engines that are told a priority by `on` and do not go by it."""
+    for name, cluster in clusters.items():
+        told = [one for one in cluster.endpoints if one.priority.mode is EnginePriorityMode.ON]
+        for state, what in _UNHEEDED.items():
+            if unheeding := [one for one in told if one.priority.state is state]:
+                text = f"engine_priority is on, and {what} ({list_names(unheeding)})"
+                yield ConfigFinding("warning", f"clusters.{name}", text, _START_WITH)
+
+
+def find_unsteered_ranks(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
+    """A finding for every engine with ranks that it refused, or that only its metrics show."""
+    for name, cluster in clusters.items():
+        for engine in cluster.engines:
+            ranks, where = engine.ranks, f"{name}/{engine.id}"
+            if ranks.refused:
+                what = f"the engine refused the data-parallel rank {_listed(ranks.refused)}, which gets no requests"
+                yield ConfigFinding("warning", where, what, f"set data_parallel.ranks to {_listed(ranks.candidates)}")
+            elif ranks.unknown and ranks.named is not None:
+                what = (
+                    f"it has the data-parallel ranks {_listed(ranks.shown)}, and nothing says that requests may ask "
+                    "for one: a prefix is computed once a rank"
+                )
+                fix = f"set data_parallel.ranks to {_listed(ranks.shown)}, or start it with --kv-events-config"
+                yield ConfigFinding("warning", where, what, fix)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks)) or "none"
+
+
+def find_lost_adapters(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
+    """A finding for every cluster with adapters that its engines listed once, and none of them does now."""
+    for name, cluster in clusters.items():
+        if lost := sorted(cluster.adapters.lost):
+            more = f" and {len(lost) - NAMED} more" if len(lost) > NAMED else ""
+            what = f"no engine serves the adapter {', '.join(lost[:NAMED])}{more} any more: its requests fail"
+            fix = "load it again (vLLM: POST /v1/load_lora_adapter, or --lora-modules), or tell its clients"
+            yield ConfigFinding("warning", f"clusters.{name}", what, fix)
+
+
+#: A loss of a cache explains what follows for so long.
+_LOSS_SHOWN_S = 600.0
+_LOST = {
+    LossReason.RESTARTED: "restarted",
+    LossReason.CLEARED: "dropped its cache (its KV events say so)",
+    LossReason.FORGOT: "lost its cache (it reused nothing of what it was sent just then)",
+    LossReason.ASLEEP: "gave its cache up when it was put to sleep",
+}
+#: Streams of KV events connect, and fall behind, for a moment in all innocence.
+_STREAM_PATIENCE_S = 10.0
+
+
+def find_engine_findings(kvcache: KvCache, name: str, cluster: Cluster, now: float) -> Iterator[Trouble]:
+    """Of one cluster."""
+    yield from _streams(kvcache.overlap.streams, name, cluster, now)
+    yield from _asleep(name, cluster, now)
+    for one in kvcache.overlap.indexes[name].missed.doubted_records():
+        yield _disbelieved(name, one)
+    yield from _lost(kvcache.state.losses, name, cluster)
+
+
+def _streams(streams: EventStreams | None, name: str, cluster: Cluster, now: float) -> Iterator[Trouble]:
+    if streams is None:
+        return
+    broken: list[tuple[Endpoint, str]] = []
+    for one in cluster.endpoints:
+        if one.condition(now) not in DOWN:
+            states = streams.streams(one).values()
+            reasons = [each.reason.value for each in states if each.state is not StreamState.EXACT]
+            broken += [(one, reasons[0].replace("_", " "))] if reasons else []
+    effect = "what it holds is known only by what was routed there"
+    fix = "is its events port open? `kvproxy doctor` listens to it"
+    for one, reason in broken if len(broken) <= NAMED else ():
+        key, where = ("stream", name, str(one.id)), f"{name}/{one.id}"
+        yield source_trouble(key, where, f"KV events: {reason}; {effect}", fix, patience_s=_STREAM_PATIENCE_S)
+    if len(broken) > NAMED:
+        silent = list_names([one for one, _ in broken])
+        what = f"KV events of {len(broken)} endpoints ({silent}): {broken[0][1]}; {effect}"
+        yield source_trouble(("stream", name), name, what, fix, patience_s=_STREAM_PATIENCE_S)
+
+
+def _asleep(name: str, cluster: Cluster, now: float) -> Iterator[Trouble]:
+    sleeping = [one for one in cluster.endpoints if one.condition(now) is Condition.ASLEEP]
+    if sleeping:
+        verb, whose = ("sleeps", "its") if len(sleeping) == 1 else ("sleep", "their")
+        what = f"{list_names(sleeping)} {verb}, as {whose} own metrics say: left out"
+        fix = "wake it (`POST /wake_up`), or take it out of the configuration"
+        yield source_trouble(("asleep", name), name, what, fix)
+
+
+def _disbelieved(name: str, one: MissedReuse) -> Trouble:
+    what = (
+        f"its KV events announce less than it reuses ({one.announced_tokens:,} of {one.reused_tokens:,} tokens; "
+        f"{one.count} of the last {WINDOW}): what was routed there counts instead"
+    )
+    fix = "it may name blocks in a way that is not understood, or see other prompts: `kvproxy doctor` listens to it"
+    return source_trouble(("missed", name, str(one.endpoint)), f"{name}/{one.endpoint}", what, fix)
+
+
+def _lost(losses: CacheLosses, name: str, cluster: Cluster) -> Iterator[Trouble]:
+    for endpoint in cluster.endpoints:
+        loss = losses.latest_loss(name, endpoint.id)
+        if loss is not None and loss.age_s <= _LOSS_SHOWN_S and not endpoint.asleep:
+            where = f"{name}/{endpoint.id}"
+            yield Trouble(("loss", name, str(endpoint.id)), Rank.REST, "note", where, _LOST[loss.reason])

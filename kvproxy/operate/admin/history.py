@@ -1,0 +1,176 @@
+"""The last minutes, one sample a second, and the last hour, one in ten, from counters that exist anyway: what the live
+page draws. Bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol, TypeVar
+
+from kvproxy.base.background_task import BackgroundTask
+from kvproxy.base.metrics.collectors import Counter
+from kvproxy.base.types import Clock, Sleep
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.request.observer import FailureTally, RecentDecisions, Tally
+
+log = logging.getLogger(__name__)
+K = TypeVar("K", bound=Hashable)
+INTERVAL_S = 1.0
+KEPT = 300
+#: Samples that become one of the hour, and how many of those are kept.
+COARSE, HOUR_KEPT = 10, 360
+
+
+def count_by_label(counter: Counter, label: str) -> dict[str, float]:
+    """The counter's value by one label, added up over the others."""
+    found: dict[str, float] = {}
+    for metric in counter.collect():
+        for sample in metric.samples:
+            if sample.name.endswith("_total"):
+                key = sample.labels[label]
+                found[key] = found.get(key, 0.0) + sample.value
+    return found
+
+
+def count_total(counter: Counter) -> float:
+    """The counter's value over all labels."""
+    samples = (sample for metric in counter.collect() for sample in metric.samples)
+    return sum(sample.value for sample in samples if sample.name.endswith("_total"))
+
+
+class Sampled(Protocol):
+    """What samples are taken from."""
+
+    @property
+    def recent(self) -> RecentDecisions: ...
+    @property
+    def metrics(self) -> Metrics: ...
+    @property
+    def clock(self) -> Clock: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HistorySample:
+    """What happened between the sample before and `at`."""
+
+    at: float
+    tally: Tally
+    ttft_p50_s: float | None  # None: no streamed answer had a first byte
+    ttft_p95_s: float | None
+    prompt_tokens: float  # by the engines' count
+    cached_tokens: float  # of these, from cache
+    predicted_tokens: float  # matched tokens where requests went
+    saved_s: float  # of prefill, by learned speeds
+    failures: FailureTally  # requests that were not served, by cause
+    attempt_failures: Mapping[tuple[str, str], int]  # by cluster and endpoint, also of requests that were retried
+
+
+class History(BackgroundTask):
+    """Owns one task. Samples are read by whatever draws; `on_sample` is called with the time of each."""
+
+    task_name = "admin history"
+
+    def __init__(self, sampled: Sampled, *, sleep: Sleep = asyncio.sleep) -> None:
+        self.samples: deque[HistorySample] = deque(maxlen=KEPT)
+        self.hour: deque[HistorySample] = deque(maxlen=HOUR_KEPT)
+        self.on_sample: list[Callable[[float], object]] = []
+        self._sampled = sampled
+        self._sleep = sleep
+        self._taken = 0
+        self._last_at = self._hour_at = sampled.clock()
+        self._last = [0.0, 0.0, 0.0, 0.0]
+        self._attempt_failures: Mapping[tuple[str, str], int] = {}
+
+    async def _run(self) -> None:
+        while True:
+            await self._sleep(INTERVAL_S)
+            try:
+                self.take_sample()
+            except Exception:
+                log.exception("a sample for the live page is lost")
+
+    def take_sample(self) -> None:
+        """One sample, of all since the one before."""
+        recent, metrics, now = self._sampled.recent, self._sampled.metrics, self._sampled.clock()
+        p50, p95 = list_quantiles(recent.ttfts_since(self._last_at))
+        counters = (
+            metrics.latency.prompt_tokens,
+            metrics.latency.cached_tokens,
+            metrics.kvcache.predicted_tokens,
+            metrics.cache.saved_seconds,
+        )
+        counts = [count_total(counter) for counter in counters]
+        prompt, cached, predicted, saved = (after - before for after, before in zip(counts, self._last, strict=True))
+        self._last_at, self._last = now, counts
+        failed = (recent.take_failures(), self._take_attempt_failures())
+        self.samples.append(
+            HistorySample(now, recent.take_tally(), p50, p95, prompt, cached, predicted, saved, *failed)
+        )
+        self._taken += 1
+        if self._taken % COARSE == 0:
+            self._take_coarse(now)
+        for on_sample in self.on_sample:
+            on_sample(now)
+
+    def _take_attempt_failures(self) -> dict[tuple[str, str], int]:
+        """Failed attempts since the last call. A series that began again counts from nothing."""
+        counted: dict[tuple[str, str], int] = {}
+        for metric in self._sampled.metrics.request.attempt_failures.collect():
+            for sample in metric.samples:
+                key = sample.labels["cluster"], sample.labels["endpoint"]
+                counted[key] = counted.get(key, 0) + int(sample.value)
+        before, self._attempt_failures = self._attempt_failures, counted
+        grown = {key: value - min(value, before.get(key, 0)) for key, value in counted.items()}
+        return {key: value for key, value in grown.items() if value}
+
+    def _take_coarse(self, now: float) -> None:
+        fine = list(islice(reversed(self.samples), COARSE))
+        p50, p95 = list_quantiles(self._sampled.recent.ttfts_since(self._hour_at))
+        self._hour_at = now
+        self.hour.append(
+            HistorySample(
+                now,
+                add_tallies(one.tally for one in fine),
+                p50,
+                p95,
+                prompt_tokens=sum(one.prompt_tokens for one in fine),
+                cached_tokens=sum(one.cached_tokens for one in fine),
+                predicted_tokens=sum(one.predicted_tokens for one in fine),
+                saved_s=sum(one.saved_s for one in fine),
+                failures=add_tallies(one.failures for one in fine),
+                attempt_failures=add_tallies(one.attempt_failures for one in fine),
+            )
+        )
+
+    def last_minute(self, now: float) -> list[HistorySample]:
+        """The samples of the last 60 s, the newest first."""
+        found = []
+        for sample in reversed(self.samples):
+            if now - sample.at >= 60.0:
+                break
+            found.append(sample)
+        return found
+
+
+def add_tallies(tallies: Iterable[Mapping[K, int]]) -> dict[K, int]:
+    """The sums by key over all of them."""
+    counts: dict[K, int] = {}
+    for tally in tallies:
+        for key, number in tally.items():
+            counts[key] = counts.get(key, 0) + number
+    return counts
+
+
+def list_quantiles(values: Iterable[float]) -> tuple[float | None, float | None]:
+    """Median and 95th percentile; None of nothing."""
+    ordered = sorted(values)
+    return find_quantile(ordered, 0.5), find_quantile(ordered, 0.95)
+
+
+def find_quantile(ordered: Sequence[float], share: float) -> float | None:
+    """The nearest rank; None of nothing."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None

@@ -1,0 +1,242 @@
+"""The live page: its files, and `/live`, what it draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from itertools import islice
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvproxy import __version__
+from kvproxy.base.errors import Problem
+from kvproxy.cache.service import KvCache
+from kvproxy.cache.status import hot_prefixes, leases, prefix_breaks, running_jobs
+from kvproxy.cluster.endpoint import TAKING
+from kvproxy.operate.admin.clusters import describe_endpoint, describe_routing
+from kvproxy.operate.admin.config_file import describe_file
+from kvproxy.operate.admin.event_log import EventLog, describe_events
+from kvproxy.operate.admin.failures import count_by_cluster, count_by_endpoint
+from kvproxy.operate.admin.findings import Trouble
+from kvproxy.operate.admin.history import History, HistorySample, add_tallies, list_quantiles
+from kvproxy.operate.admin.operated import AdminTarget
+from kvproxy.operate.admin.process import check_readiness
+from kvproxy.operate.admin.replies import RequestRefused
+from kvproxy.operate.admin.state import describe_state
+from kvproxy.operate.admin.troubles import Troubles
+from kvproxy.operate.admin.views import list_decisions
+from kvproxy.proxy.listener_settings import ListenerSettings
+from kvproxy.proxy.request.exchange import FAILED
+from kvproxy.proxy.request.observer import Tally
+
+_SCRIPTS = ("page", "parts", "table", "charts", "endpoints", "decisions", "breaks", "peers", "advice")
+FILES = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    **{f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in _SCRIPTS},
+}
+DECISIONS = 15
+HOT, CAUSES = 8, 8
+#: Events of the last hour that the page shows; as coarse samples are taken, the first minute of the hour, and its age.
+EVENTS, _MINUTE, _HOUR_AGO_S = 20, 6, 3300.0
+#: Viewers within this time share one answer, and the search for hot prefixes is repeated no more often than that.
+SHARED_S, HOT_AGAIN_S = 0.5, 5.0
+#: What `?span=` may ask for: five minutes by the second, or an hour by ten.
+SPANS = ("5m", "1h")
+
+
+class PageFiles:
+    """`/` and what it loads."""
+
+    def __init__(self) -> None:
+        folder = files("kvproxy.operate.admin") / "static"
+        self._files = {path: ((folder / name).read_bytes(), kind) for path, (name, kind) in FILES.items()}
+
+    def list_routes(self) -> list[Route]:
+        """Their paths."""
+        return [Route(path, self._file, methods=["GET"]) for path in self._files]
+
+    async def _file(self, request: Request) -> Response:
+        body, kind = self._files[request.url.path]
+        return Response(body, headers={"content-type": kind, "cache-control": "no-cache"})
+
+
+class LiveView:
+    """`/live`: a snapshot, and the last minutes as series."""
+
+    def __init__(self, operated: AdminTarget, history: History) -> None:
+        self._operated = operated
+        self._history = history
+        self._troubles = Troubles(operated)
+        self._started_at = operated.clock()
+        self._answers: dict[str, tuple[float, bytes]] = {}  # by span
+        self._hot: list[dict[str, object]] = []
+        self._hot_at = -HOT_AGAIN_S
+        self._events = EventLog(operated)
+        history.on_sample += [self._update_findings, self._events.follow]
+
+    def list_routes(self) -> list[Route]:
+        """Its path."""
+        return [Route("/live", self._live, methods=["GET"])]
+
+    async def _live(self, request: Request) -> Response:
+        now, span = self._operated.clock(), request.query_params.get("span", SPANS[0])
+        if span not in SPANS:
+            raise RequestRefused(400, Problem("span", "there is no such span", f"allowed: {', '.join(SPANS)}"))
+        made_at, body = self._answers.get(span, (now - SHARED_S, b""))
+        if now - made_at >= SHARED_S:
+            await self._refresh_hot(now)
+            body = msgspec.json.encode(self.take_snapshot(now, span))
+            self._answers[span] = (now, body)
+        return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
+
+    def take_snapshot(self, now: float, span: str = SPANS[0]) -> dict[str, object]:
+        """All of it but for hot prefixes, which are as of the last look."""
+        operated = self._operated
+        ready, why = check_readiness(operated)
+        minute = self._minute(now)
+        self._events.follow(now)
+        counted = _counted(minute)
+        state = describe_state(operated, now, **counted, down_since=self._events.down_since())
+        return {
+            "version": __version__,
+            "time": operated.wall_clock().isoformat(timespec="seconds"),
+            "uptime_s": now - self._started_at,
+            "ready": ready,
+            "readiness": why,
+            "state": asdict(state),
+            "config_file": describe_file(operated.reloader, now),
+            "public_url": operated.public_url or _url_of(operated.config.listen),
+            "endpoints": self._endpoints(now, minute),
+            "last_minute": {**counted, "saved_prefill_s": self._saved_s(now)},
+            "ttft": self._ttft(now),
+            "clusters": {name: _counts(*found) for name, found in count_by_cluster(minute).items()},
+            "history": _series(self._history.samples if span == SPANS[0] else self._history.hour, now),
+            "routing": {name: describe_routing(one, now) for name, one in operated.clusters.items()},
+            "cache": self._cache(now),
+            "sync": None if operated.sync is None else operated.sync.describe_state(),
+            "decisions": list_decisions(operated, DECISIONS),
+            "failed_decisions": list_decisions(operated, DECISIONS, result=FAILED),
+            "events": describe_events(self._events.list_events(), now)[:EVENTS],
+            "findings": [
+                {"severity": one.severity, "where": one.where, "what": one.what, "fix": one.fix, "age_s": now - since}
+                for one, since in self._update_findings(now)
+            ],
+        }
+
+    def _minute(self, now: float) -> Tally:
+        return add_tallies(one.tally for one in self._history.last_minute(now))
+
+    def _update_findings(self, now: float) -> list[tuple[Trouble, float]]:
+        samples = self._history.last_minute(now)
+        minute, failures = add_tallies(one.tally for one in samples), add_tallies(one.failures for one in samples)
+        return self._troubles.update_findings(now, minute, failures)
+
+    def _ttft(self, now: float) -> dict[str, float | None]:
+        """Seconds to the first byte of streamed answers: of the last minute, and of the same minute an hour ago."""
+        _, p95 = list_quantiles(self._operated.recent.ttfts_since(now - 60.0))
+        hour = self._history.hour
+        then = [one.ttft_p95_s for one in islice(hour, _MINUTE) if now - one.at >= _HOUR_AGO_S and one.ttft_p95_s]
+        return {"p95_s": p95, "p95_hour_ago_s": max(then, default=None)}
+
+    def _saved_s(self, now: float) -> float | None:
+        """Engine seconds of prefill the caches saved in the last minute; None while no cluster has learned a speed, and
+        while no engine is up: what was saved before says nothing about now."""
+        members = (one for each in self._operated.clusters.values() for one in each.endpoints)
+        if not any(one.condition(now) in TAKING for one in members):
+            return None
+        speeds = [one.speeds for one in self._operated.clusters.values() if one.speeds is not None]
+        if not any(one.estimates(now).samples for one in speeds):
+            return None
+        return sum(sample.saved_s for sample in self._history.last_minute(now))
+
+    def _endpoints(self, now: float, minute: Tally) -> list[dict[str, object]]:
+        operated, routed = self._operated, count_by_endpoint(minute)
+        errors = add_tallies(one.attempt_failures for one in self._history.last_minute(now))
+        ttfts = operated.recent.ttfts_by_endpoint(now - 60.0)
+        return [
+            {
+                "cluster": name,
+                **describe_endpoint(operated, name, endpoint),
+                "requests_last_minute": routed.get((name, str(endpoint.id)), 0),
+                "errors_last_minute": errors.get((name, str(endpoint.id)), 0),
+                "ttft_p95_s": list_quantiles(ttfts.get((name, endpoint.id), ()))[1],
+            }
+            for name, cluster in operated.clusters.items()
+            for endpoint in cluster.endpoints
+        ]
+
+    def _cache(self, now: float) -> dict[str, object] | None:
+        kvcache = self._operated.kvcache
+        if kvcache is None:
+            return None
+        return {
+            "running": running_jobs(kvcache),
+            "waiting": kvcache.actions.jobs.waiting,
+            "leases": len(leases(kvcache, now)),
+            "promises": self._promises(kvcache),
+            "breakers": kvcache.breakers.states(),
+            "hot": self._hot,
+            "breaks": self._breaks(kvcache, now),
+        }
+
+    @staticmethod
+    def _promises(kvcache: KvCache) -> dict[str, object] | None:
+        """Prompts kept for conversations that are expected back, in numbers."""
+        if kvcache.leasing is None:
+            return None
+        book = kvcache.state.leases
+        tokens = sum(book.tenant_tokens.values())
+        return {"prompts": len(book.leases), "tokens": tokens, "kept": book.results["kept"],
+                "broken": book.results["broken"]}  # fmt: skip
+
+    @staticmethod
+    def _breaks(kvcache: KvCache, now: float) -> dict[str, object]:
+        """What breaks prefixes, without the single breaks."""
+        found = prefix_breaks(kvcache, now)
+        causes = found["causes"]
+        assert isinstance(causes, list)
+        return {"returned": found["returned"], "causes": causes[:CAUSES]}
+
+    async def _refresh_hot(self, now: float) -> None:
+        kvcache = self._operated.kvcache
+        if kvcache is not None and now - self._hot_at >= HOT_AGAIN_S:
+            self._hot_at = now
+            self._hot = await hot_prefixes(kvcache, HOT)
+
+
+def _series(samples: Iterable[HistorySample], now: float) -> dict[str, Sequence[float | None]]:
+    """One value a sample, the oldest first; `ago_s` says when."""
+    kept = list(samples)
+    return {
+        "ago_s": [round(now - one.at, 2) for one in kept],
+        "requests": [sum(one.tally.values()) for one in kept],
+        "failed": [_failed(one.tally) for one in kept],
+        "ttft_p50_s": [one.ttft_p50_s for one in kept],
+        "ttft_p95_s": [one.ttft_p95_s for one in kept],
+        "prompt_tokens": [one.prompt_tokens for one in kept],
+        "cached_tokens": [one.cached_tokens for one in kept],
+        "predicted_tokens": [one.predicted_tokens for one in kept],
+    }
+
+
+def _url_of(listen: ListenerSettings) -> str:
+    """Where clients connect, as far as the configuration says; "" when the port is whatever was free."""
+    host = f"[{listen.host}]" if ":" in listen.host else listen.host
+    return f"{'http' if listen.tls is None else 'https'}://{host}:{listen.port}" if listen.port else ""
+
+
+def _counted(tally: Tally) -> dict[str, int]:
+    return _counts(sum(tally.values()), _failed(tally))
+
+
+def _counts(requests: int, failed: int) -> dict[str, int]:
+    return {"requests": requests, "failed": failed}
+
+
+def _failed(tally: Tally) -> int:
+    return sum(count for (_, _, result), count in tally.items() if result == FAILED)

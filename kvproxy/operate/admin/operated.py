@@ -1,0 +1,149 @@
+"""The running proxy as its operator's listener sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Protocol
+
+from kvproxy.base.errors import Problem
+from kvproxy.base.types import Clock
+from kvproxy.cache.service import KvCache
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.routes import Routes
+from kvproxy.features.exchange.service import SyncService
+from kvproxy.operate.config.schema import Config
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.request.observer import RecentDecisions
+
+
+class OperatorFinding(Protocol):
+    """Something an operator should know: of the configuration, or of a check of the engines."""
+
+    @property
+    def severity(self) -> str: ...
+    @property
+    def where(self) -> str: ...
+    @property
+    def what(self) -> str: ...
+    @property
+    def fix(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFinding:
+    """One FindingLike. `severity` is `note`, `ok`, `warning` or `problem`."""
+
+    severity: str
+    where: str
+    what: str
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened at `at`, on the proxy's clock. `kind` is that of its mark: down, warn, good or ""."""
+
+    at: float
+    kind: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedFile:
+    """A configuration file that was read and cannot be used; `changed_at` is its own age, on the proxy's clock."""
+
+    errors: tuple[Problem, ...]
+    changed_at: float
+
+
+class ConfigReloader(Protocol):
+    """Reads the configuration file again and applies it."""
+
+    async def __call__(self) -> Reloaded: ...
+    @property
+    def file_name(self) -> str:
+        """The file's name without its folder; "" without a file."""
+        ...
+
+    @property
+    def loaded_at(self) -> float:
+        """When the configuration in force was read, on the proxy's clock."""
+        ...
+
+    @property
+    def refusal(self) -> RefusedFile | None:
+        """Why the file as it was read last is not in force; None: it is."""
+        ...
+
+    @property
+    def events(self) -> Iterable[Event]:
+        """The last reloads, applied and refused."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """What came of it: nothing changed where there are `errors`; `after_restart` names what a reload cannot change,
+    `lost` the routing parameters, by cluster, that were changed at runtime about a policy which is used no more."""
+
+    errors: tuple[Problem, ...] = ()
+    after_restart: tuple[str, ...] = ()
+    lost: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+
+
+class AdviceRuns(Protocol):
+    """The adviser, in a process of its own."""
+
+    def start_run(self, budget_s: float) -> bool:
+        """Whether a run was begun; not while one goes on."""
+        ...
+
+    def describe_run(self) -> Mapping[str, object]:
+        """How it stands, with the latest advice."""
+        ...
+
+
+class OperatedProcess(Protocol):
+    """What is the operator's to change about the process, be it the proxy's own or that of several."""
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def reloader(self) -> ConfigReloader | None: ...
+    @property
+    def adviser(self) -> AdviceRuns | None: ...
+
+
+class AdminTarget(OperatedProcess, Protocol):
+    """Asked again for every request: a reload may have replaced any part."""
+
+    @property
+    def sync(self) -> SyncService | None:
+        """The exchange with other processes; None: there are none."""
+        ...
+
+    @property
+    def clusters(self) -> Mapping[str, Cluster]: ...
+    @property
+    def routes(self) -> Routes: ...
+    @property
+    def kvcache(self) -> KvCache | None: ...
+    @property
+    def findings(self) -> Sequence[OperatorFinding]: ...
+    @property
+    def recent(self) -> RecentDecisions: ...
+    @property
+    def metrics(self) -> Metrics: ...
+    @property
+    def draining(self) -> bool: ...
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def public_url(self) -> str:
+        """Where clients connect; "" while no listener said so."""
+        ...
+
+    @property
+    def wall_clock(self) -> Callable[[], datetime]: ...

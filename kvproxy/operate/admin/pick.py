@@ -1,0 +1,143 @@
+"""The proxy as a picker: it says where a request should go, and another program carries it there."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvproxy.base.errors import Problem
+from kvproxy.base.types import InferenceRequest
+from kvproxy.cache.overlap.facts import RequestFacts
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.routes import RouteTarget
+from kvproxy.cluster.routing.policy import OverlapFacts
+from kvproxy.cluster.routing.selector import Decision
+from kvproxy.cluster.screening import Refusal
+from kvproxy.operate.admin.operated import AdminTarget
+from kvproxy.operate.admin.pick_request import Question, parse_question, parse_report
+from kvproxy.operate.admin.replies import RequestRefused, read_json_object, reply_json
+from kvproxy.proxy.placing import pick_request, rank_headers
+from kvproxy.proxy.reservations import PickReservation, Reservations
+
+
+class PickRoutes:
+    """`/pick`, and what becomes of the places it reserved."""
+
+    def __init__(self, operated: AdminTarget, *, reservations: Reservations | None = None) -> None:
+        self._operated = operated
+        if reservations is None:  # an empty one is false
+            reservations = Reservations(metrics=operated.metrics, clock=operated.clock)
+        self._held = reservations
+
+    def list_routes(self) -> list[Route]:
+        """Their paths."""
+        return [
+            Route("/pick", self._pick, methods=["POST"]),
+            Route("/pick/{id}/first_token", self._first_token, methods=["POST"]),
+            Route("/pick/{id}/done", self._done, methods=["POST"]),
+        ]
+
+    async def _pick(self, request: Request) -> Response:
+        operated = self._operated
+        question, body, inference = await parse_question(request, most_bytes=operated.config.limits.body)
+        target = operated.routes.resolve(question.path, inference.model)
+        if target is None:
+            raise RequestRefused(
+                404, Problem("request.model", "no route leads there", "GET /endpoints shows the clusters")
+            )
+        _check_policy(question, target.cluster)
+        facts = await self._facts_for(inference, body, target)
+        asked = pick_request(
+            inference, target, facts, self._operated.kvcache, streams=question.first_token, policy=question.policy
+        )
+        if question.reserve and self._held.full:
+            raise RequestRefused(
+                429, Problem("reserve", "too many reservations are open", "settle them with /pick/ID/done")
+            )
+        cluster, now = target.cluster, operated.clock()
+        decision = cluster.decide(asked, now)
+        if isinstance(decision, Refusal):
+            if question.reserve:
+                cluster.count_refusal(asked, decision)
+            raise _refused(decision)
+        shown = _shown(decision, cluster)
+        if not question.reserve:
+            return reply_json(shown)
+        pick, service = cluster.reserve(decision, now), operated.kvcache
+        held = self._held.hold_pick(cluster, pick, service=service, facts=facts, lease_s=question.lease_s)
+        shown["reservation"] = {"id": held.id, "lease_s": question.lease_s}
+        return reply_json(shown, 201)
+
+    async def _facts_for(self, inference: InferenceRequest, body: bytes, target: RouteTarget) -> RequestFacts | None:
+        service = self._operated.kvcache
+        if service is None:
+            return None
+        return await service.facts_for(inference, body, cluster=target.cluster, model=target.upstream_model)
+
+    async def _first_token(self, request: Request) -> Response:
+        await read_json_object(request, optional=True)
+        if not self._held.first_token(request.path_params["id"]):
+            raise _unknown()
+        return reply_json({"first_token": True})
+
+    async def _done(self, request: Request) -> Response:
+        ended = await parse_report(request)
+        held: PickReservation | None = self._held.end_pick(request.path_params["id"], ended)
+        if held is None:
+            raise _unknown()
+        return reply_json({"endpoint": held.pick.endpoint.id, "outcome": ended.outcome.value})
+
+
+def _check_policy(question: Question, cluster: Cluster) -> None:
+    offered = tuple(cluster.policies.named)
+    if question.policy and question.policy not in offered:
+        fix = (
+            f"on offer: {', '.join(offered)}"
+            if offered
+            else "clusters.NAME.client_policies lists what may be asked for"
+        )
+        raise RequestRefused(422, Problem("policy", "this cluster does not offer that policy", fix))
+
+
+def _refused(refusal: Refusal) -> RequestRefused:
+    status = 404 if refusal is Refusal.MODEL_NOT_SERVED else 503
+    return RequestRefused(
+        status, Problem("endpoint", f"no endpoint can take this request: {refusal.value}", "GET /endpoints says why")
+    )
+
+
+def _unknown() -> RequestRefused:
+    return RequestRefused(404, Problem("id", "there is no such reservation", "it was settled, or its lease ran out"))
+
+
+def _shown(decision: Decision[Endpoint], cluster: Cluster) -> dict[str, object]:
+    request, costs = decision.request, decision.costs
+    facts, endpoint = request.facts, decision.endpoint
+    return {
+        "cluster": cluster.name,
+        "endpoint": endpoint.id,
+        "url": str(endpoint.origin),
+        "headers": rank_headers(endpoint),
+        "model": request.model,
+        "policy": decision.policy,
+        "reason": decision.reason,
+        "prompt_tokens": facts.prompt_tokens or None,
+        "matched_tokens": facts.matched_tokens(endpoint.id),
+        "candidates": [
+            _candidate(each, facts, costs[index] if costs else None) for index, each in enumerate(decision.candidates)
+        ],
+        "reservation": None,
+    }
+
+
+def _candidate(endpoint: Endpoint, facts: OverlapFacts, cost: float | None) -> dict[str, object]:
+    overlap = facts.by_endpoint.get(endpoint.id)
+    return {
+        "endpoint": endpoint.id,
+        "url": str(endpoint.origin),
+        "matched_tokens": facts.matched_tokens(endpoint.id),
+        "source": None if overlap is None else overlap.source.value,
+        "cost": cost,
+    }

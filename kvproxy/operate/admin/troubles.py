@@ -1,0 +1,141 @@
+"""What an operator should know, in the order of urgency: endpoints down, sources of facts down, requests that fail,
+and the rest. Each with its age."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import DOWN, TAKING, Condition, Endpoint
+from kvproxy.operate.admin.config_file import find_refused_file
+from kvproxy.operate.admin.failures import count_by_endpoint, find_failing
+from kvproxy.operate.admin.findings import (
+    NAMED,
+    Rank,
+    Trouble,
+    find_engine_findings,
+    find_lost_adapters,
+    find_sync_troubles,
+    find_unheeded_priority,
+    find_unlearned,
+    find_unsteered_ranks,
+    list_names,
+    source_trouble,
+)
+from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
+from kvproxy.proxy.request.observer import FailureTally, Tally
+
+_PROBE = {"unreachable": "it cannot be reached", "timeout": "no answer in time", "failed": "it answers, with an error"}
+_DOCTOR = "read the engine's log, or run `kvproxy doctor`"
+_SEVERITIES = ("problem", "error", "warning", "note", "ok")
+
+
+class Troubles:
+    """Looked at once a second, so that ages are right when a person looks. Keeps a time for each present trouble."""
+
+    def __init__(self, operated: AdminTarget) -> None:
+        self._operated = operated
+        self._since: dict[tuple[str, ...], float] = {}
+
+    def update_findings(self, now: float, minute: Tally, failures: FailureTally) -> list[tuple[Trouble, float]]:
+        """All there are, each with when it was seen first, the worst first."""
+        failing = find_failing(self._operated.clusters, minute, failures)
+        present = [*self._endpoints(now, minute), *self._sources(now), *failing, *self._rest()]
+        refused = dict(find_refused_file(self._operated.reloader, now))
+        self._since = {one.key: self._since.get(one.key, now) for one in present} | {
+            one.key: changed_at for one, changed_at in refused.items()
+        }
+        present += refused
+        shown = [(one, self._since[one.key]) for one in present if now - self._since[one.key] >= one.patience_s]
+        return sorted(shown, key=lambda pair: (pair[0].rank, _SEVERITIES.index(pair[0].severity)))
+
+    def _endpoints(self, now: float, minute: Tally) -> Iterator[Trouble]:
+        for name, cluster in self._operated.clusters.items():
+            down = [one for one in cluster.endpoints if one.condition(now) in DOWN]
+            if not down:
+                continue
+            others = _who_took_over(name, cluster, minute, now)
+            if len(down) > 1 and not any(one.condition(now) in TAKING for one in cluster.endpoints):
+                yield _down(("outage", name), name, _outage(down, len(cluster.endpoints), now))
+            elif len(down) <= NAMED:
+                for one in down:
+                    yield _down(("down", name, str(one.id)), f"{name}/{one.id}", f"{_why(one, now)}; {others}")
+            else:
+                what = f"{len(down)} of {len(cluster.endpoints)} endpoints are down ({list_names(down)}); {others}"
+                yield _down(("down", name), name, what)
+
+    def _sources(self, now: float) -> Iterator[Trouble]:
+        for name, cluster in self._operated.clusters.items():
+            for source, why in cluster.discovery_complaints.items():
+                what = f"the {source} discovery fails, and the endpoints it named last stay: {why}"
+                yield source_trouble(("discovery", name, source), name, what, "`kvproxy doctor` asks it")
+        if self._operated.sync is not None:
+            yield from find_sync_troubles(self._operated.sync)
+        kvcache = self._operated.kvcache
+        if kvcache is None:
+            return
+        for outage in kvcache.breakers.outages:
+            what = f"{outage.operation} fails: {outage.meaning} (last error: {outage.last_error})"
+            yield source_trouble(("outage", outage.operation), "kvcache", what, "is it up? `kvproxy doctor` asks it")
+        for name, cluster in self._operated.clusters.items():
+            yield from find_engine_findings(kvcache, name, cluster, now)
+
+    def _rest(self) -> Iterator[Trouble]:
+        kvcache = self._operated.kvcache
+        alarms: Sequence[OperatorFinding] = () if kvcache is None else kvcache.state.predictions.raised_alarms()
+        unknown = find_unlearned(self._operated.clusters)
+        unheeded = find_unheeded_priority(self._operated.clusters)
+        for kind, found in (
+            ("alarm", alarms),
+            ("speeds", unknown),
+            ("priority", unheeded),
+            ("ranks", find_unsteered_ranks(self._operated.clusters)),
+            ("adapters", find_lost_adapters(self._operated.clusters)),
+            ("finding", self._operated.findings),
+        ):
+            for one in found:
+                # Alarms and speeds count in their text; findings of one place may be several.
+                about = (kind, one.where, one.what) if kind == "finding" else (kind, one.where)
+                yield Trouble(about, Rank.REST, str(one.severity), one.where, one.what, one.fix)
+
+
+def _down(key: tuple[str, ...], where: str, what: str) -> Trouble:
+    return Trouble(key, Rank.DOWN, "problem", where, what, _DOCTOR)
+
+
+def _why(endpoint: Endpoint, now: float) -> str:
+    condition, metrics = endpoint.condition(now), endpoint.metrics
+    last = f", last error: {metrics.last_failure.replace('_', ' ')}" if metrics.last_failure else ""
+    if condition is Condition.UNHEALTHY:
+        probe = _PROBE.get(metrics.last_probe, "")
+        return f"down: its probes fail{f' ({probe})' if probe else ''}"
+    if condition is Condition.EJECTED:
+        return f"down: requests failed in a row{last}; tried again in {endpoint.health.ejected_until - now:.0f} s"
+    return f"down: its breaker is open{last}"
+
+
+def _outage(down: Sequence[Endpoint], all_of_them: int, now: float) -> str:
+    """All engines of a cluster at once: those that are down for the same reason together."""
+    alike: dict[str, list[Endpoint]] = {}
+    for one in down:
+        alike.setdefault(_cause(one, now), []).append(one)
+    causes = "; ".join(f"{list_names(some)}: {why}" for why, some in alike.items())
+    how_many = f"all {all_of_them}" if len(down) == all_of_them else f"{len(down)} of {all_of_them}"
+    rest = "" if len(down) == all_of_them else ", and no other takes requests"
+    return f"{how_many} engines are down{rest} ({causes}); requests are tried on them all the same"
+
+
+def _cause(endpoint: Endpoint, now: float) -> str:
+    metrics = endpoint.metrics
+    if endpoint.condition(now) is Condition.UNHEALTHY:
+        return _PROBE.get(metrics.last_probe, "its probes fail")
+    return metrics.last_failure.replace("_", " ") or "requests failed in a row"
+
+
+def _who_took_over(name: str, cluster: Cluster, minute: Tally, now: float) -> str:
+    up = [one for one in cluster.endpoints if one.condition(now) in TAKING]
+    if not up:
+        return "no endpoint of the cluster is up, so all are tried"
+    requests = count_by_endpoint(minute)
+    busy = sorted((one for one in up if (name, str(one.id)) in requests), key=lambda e: -requests[name, str(e.id)])
+    return f"{list_names(busy)} took over" if busy else f"{list_names(up)} would take its requests"

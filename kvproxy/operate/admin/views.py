@@ -1,0 +1,201 @@
+"""What is mostly shown: the last decisions (why a request went where it went, and how it ended), and the cache's side,
+where prefixes are given priorities. Hashes only, never a prompt."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import islice
+from operator import itemgetter
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvproxy.base.errors import Problem
+from kvproxy.cache.actions.strategies import MAX_PRIORITIES
+from kvproxy.cache.prefix.eviction import Priority
+from kvproxy.cache.service import KvCache
+from kvproxy.cache.status import cache_status, hot_prefixes, leases, prefix_breaks, promises
+from kvproxy.operate.admin.history import count_by_label
+from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
+from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_object, read_limit, reply_json
+from kvproxy.proxy.request.exchange import RESULTS
+from kvproxy.proxy.request.observer import RecentRequest
+
+MAX_LIMIT = 1000
+_NUMBER = re.compile(r"[0-9]{1,18}")
+_PREFIX = re.compile(r"[0-9a-f]{16}")
+_PRIORITIES = {one.name.lower(): one for one in Priority}
+
+
+def list_decisions(
+    operated: AdminTarget, limit: int, *, result: str = "", request_id: str = ""
+) -> list[dict[str, object]]:
+    """At most `limit`, the newest first, with `result` only those of which that became, with `request_id` only those of
+    this request; no prompt text."""
+    decisions = operated.recent.latest()
+    wanted = (
+        one
+        for one in decisions
+        if (not result or one.result == result) and (not request_id or one.request_id == request_id)
+    )
+    return [_shown(operated, decision) for decision in islice(wanted, limit)]
+
+
+def _shown(operated: AdminTarget, decision: RecentRequest) -> dict[str, object]:
+    now, outcome = operated.clock(), decision.outcome
+    ended = operated.wall_clock() - timedelta(seconds=now - decision.ended_at)
+    return {
+        "number": decision.number,
+        "ended_at": ended.isoformat(timespec="milliseconds"),
+        "ago_s": round(now - decision.ended_at, 3),
+        "request_id": decision.request_id,
+        "tenant": decision.tenant,
+        "model": decision.model,
+        "cluster": outcome.cluster,
+        "endpoint": outcome.endpoint,
+        "policy": outcome.policy,
+        "reason": outcome.pick_reason,
+        "status": outcome.status,
+        "end": outcome.end,
+        "result": decision.result,
+        "local_reason": outcome.local_reason,
+        "streamed": decision.streamed,
+        "retries": max(0, outcome.attempts - 1),
+        "prompt_tokens": outcome.prompt_tokens or decision.prompt_tokens or None,
+        "matched_tokens": decision.matched_tokens,
+        "cached_tokens": outcome.cached_tokens,
+        "completion_tokens": outcome.completion_tokens,
+        "ttft_s": outcome.ttft_s,
+        "duration_s": decision.duration_s,
+    }
+
+
+def _candidates(decision: RecentRequest) -> list[dict[str, object]]:
+    """What the last pick chose among, the cheapest first: what each would have cost and was believed to hold."""
+    outcome, facts = decision.outcome, decision.facts
+    rows: list[tuple[float, dict[str, object]]] = []
+    for index, endpoint in enumerate(outcome.candidates):
+        cost = outcome.costs[index] if outcome.costs else None
+        held = facts.by_endpoint.get(endpoint.id)
+        row: dict[str, object] = {
+            "endpoint": endpoint.id,
+            "cost": cost,
+            "matched_tokens": facts.matched_tokens(endpoint.id),
+            "lower": {} if held is None else dict(held.lower),
+            "source": None if held is None else held.source.value,
+            "age_s": None if held is None else held.age_s,
+        }
+        rows.append((math.inf if cost is None else cost, row))
+    return [row for _, row in sorted(rows, key=itemgetter(0))]
+
+
+class DecisionRoutes:
+    """`/decisions?limit=&result=&request_id=`, and `/decisions/NUMBER`: one with its candidates."""
+
+    def __init__(self, operated: AdminTarget) -> None:
+        self._operated = operated
+
+    def list_routes(self) -> list[Route]:
+        """Their paths."""
+        return [
+            Route("/decisions", self._decisions, methods=["GET"]),
+            Route("/decisions/{number}", self._decision, methods=["GET"]),
+        ]
+
+    async def _decisions(self, request: Request) -> Response:
+        limit, result = read_limit(request, default=100, most=MAX_LIMIT), request.query_params.get("result", "")
+        if result and result not in RESULTS:
+            raise RequestRefused(400, Problem("result", "there is no such result", f"allowed: {', '.join(RESULTS)}"))
+        wanted = request.query_params.get("request_id", "")
+        return reply_json({"decisions": list_decisions(self._operated, limit, result=result, request_id=wanted)})
+
+    async def _decision(self, request: Request) -> Response:
+        number: str = request.path_params["number"]
+        decision = self._operated.recent.numbered(int(number)) if _NUMBER.fullmatch(number) else None
+        if decision is None:
+            fix = f"the last {MAX_LIMIT} are kept; receipts keep more (docs/receipts.md)"
+            raise RequestRefused(404, Problem("number", "this decision is not kept any more", fix))
+        return reply_json({**_shown(self._operated, decision), "candidates": _candidates(decision)})
+
+
+class CacheRoutes:
+    """What is held, hot and promised, and what of it the operator wants to be kept."""
+
+    def __init__(self, operated: AdminTarget, audit: Audit) -> None:
+        self._operated = operated
+        self._audit = audit
+
+    def list_routes(self) -> list[Route]:
+        """Their paths."""
+        return [
+            Route("/cache/status", self._status, methods=["GET"]),
+            Route("/cache/hot", self._hot, methods=["GET"]),
+            Route("/cache/leases", self._leases, methods=["GET"]),
+            Route("/cache/breaks", self._breaks, methods=["GET"]),
+            Route("/cache/priorities", self._priorities, methods=["GET"]),
+            Route("/cache/priorities/{prefix}", self._set_priority, methods=["PUT"]),
+        ]
+
+    async def _status(self, request: Request) -> Response:
+        metrics = self._operated.metrics
+        predictions = {
+            "predicted_tokens": count_by_label(metrics.kvcache.predicted_tokens, "source"),
+            "reused_tokens": count_by_label(metrics.kvcache.reused_tokens, "source"),
+            "results": count_by_label(metrics.kvcache.predictions, "result"),
+            "alarms": [{"where": one.where, "what": one.what, "fix": one.fix} for one in self._alarms()],
+        }
+        return reply_json(
+            {
+                **cache_status(self._service()),
+                "lookups": count_by_label(metrics.kvcache.lookups, "outcome"),
+                "tokenizes": count_by_label(metrics.kvcache.tokenizes, "outcome"),
+                "actions": count_by_label(metrics.holdings.actions, "result"),
+                "predictions": predictions,
+            }
+        )
+
+    async def _hot(self, request: Request) -> Response:
+        limit = read_limit(request, default=20, most=MAX_LIMIT)
+        return reply_json({"prefixes": await hot_prefixes(self._service(), limit)})
+
+    async def _leases(self, request: Request) -> Response:
+        service, now = self._service(), self._operated.clock()
+        return reply_json({"leases": leases(service, now), "promises": promises(service, now)})
+
+    async def _breaks(self, request: Request) -> Response:
+        return reply_json(prefix_breaks(self._service(), self._operated.clock()))
+
+    async def _priorities(self, request: Request) -> Response:
+        limit = read_limit(request, default=20, most=MAX_LIMIT)
+        return reply_json({"prefixes": self._service().actions.describe_prefixes(limit)})
+
+    async def _set_priority(self, request: Request) -> Response:
+        """One prefix, by the name that the audit log gives it."""
+        actions, name = self._service().actions, request.path_params["prefix"]
+        if not _PREFIX.fullmatch(name):
+            raise RequestRefused(
+                404, Problem("prefix", "not the name of a prefix", "16 hex digits, as in the audit log")
+            )
+        body = await read_json_object(request)
+        wanted = body.get("priority")
+        if list(body) != ["priority"] or not isinstance(wanted, str) or wanted not in _PRIORITIES:
+            raise RequestRefused(422, Problem("priority", "not a priority", f"one of {', '.join(_PRIORITIES)}"))
+        if not actions.set_priority(int(name, 16), _PRIORITIES[wanted]):
+            fix = "set others to normal; `GET /cache/priorities` lists them"
+            raise RequestRefused(409, Problem("prefix", f"more than {MAX_PRIORITIES} prefixes have a priority", fix))
+        self._audit.write_line(request, "cache.priority", prefix=name, priority=wanted)
+        return reply_json({"prefix": name, "set": wanted})
+
+    def _alarms(self) -> Sequence[OperatorFinding]:
+        return self._service().state.predictions.raised_alarms()
+
+    def _service(self) -> KvCache:
+        kvcache = self._operated.kvcache
+        if kvcache is None:
+            fix = "put `kvcache` into `filters`, or leave `filters` out"
+            raise RequestRefused(404, Problem("filters", "there is no kvcache filter, or it is off", fix))
+        return kvcache

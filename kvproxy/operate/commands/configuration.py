@@ -1,0 +1,124 @@
+"""Where a configuration comes from (a file, or `--endpoint` options), and `kvproxy check` of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TextIO
+
+from kvproxy.base.errors import ConfigError, Problem
+from kvproxy.operate.config.load import check_config, load_endpoints
+from kvproxy.operate.config.reference import file_schema
+from kvproxy.operate.config.schema import Config
+from kvproxy.proxy.filters.registry import discover
+
+#: Names the configuration file where the command line names none.
+CONFIG_VARIABLE = "KVPROXY_CONFIG"
+DEFAULT_FILE = "config.yaml"
+_DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", 8888
+_COLOURS = {"error": "\x1b[31m", "warning": "\x1b[33m", "note": "\x1b[36m"}
+
+
+def find_usual_file(err: TextIO, *, env: Mapping[str, str] = os.environ) -> str | None:
+    """The file to take when none is named: `$KVPROXY_CONFIG`, else `./config.yaml`; says which. None: there is none."""
+    named = env.get(CONFIG_VARIABLE, "")
+    if named:
+        print(f"using {named} (from {CONFIG_VARIABLE})", file=err)
+        return named
+    if not Path(DEFAULT_FILE).is_file():
+        return None
+    print(f"using ./{DEFAULT_FILE}", file=err)
+    return DEFAULT_FILE
+
+
+def named_file(args: argparse.Namespace) -> str | None:
+    """The file on the command line, or the usual one when neither a file nor endpoints are named."""
+    named: str | None = args.config
+    return named if named is not None or args.endpoint else find_usual_file(sys.stderr)
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigSource:
+    """What the command line says; `load` reads it, any number of times."""
+
+    path: str | None = None
+    endpoints: Sequence[str] = ()
+    host: str | None = None
+    port: int | None = None
+    policy: str | None = None
+    admin: bool = True
+    lenient: bool = False
+    workers: int | Literal["auto"] | None = None
+
+    def load(self) -> tuple[Config, list[Problem]]:
+        """The configuration, and what is worth saying about it. Raises ConfigError with every error."""
+        config, problems = self._read()
+        given = {"host": self.host, "port": self.port}
+        listen = config.listen.model_copy(update={key: value for key, value in given.items() if value is not None})
+        changes: dict[str, object] = {"listen": listen}
+        if self.workers is not None:
+            changes["workers"] = self.workers
+        if not self.admin:
+            changes["admin"] = config.admin.model_copy(update={"enabled": False})
+        return config.model_copy(update=changes), problems
+
+    def _read(self) -> tuple[Config, list[Problem]]:
+        if self.path is not None and self.endpoints:
+            raise ConfigError([Problem("", "either -c FILE or --endpoint, not both")])
+        if self.path is not None:
+            extra = {name: kind.settings for name, kind in discover().items()}
+            config, problems = check_config(Path(self.path), extra_filters=extra, lenient=self.lenient)
+            errors = [problem for problem in problems if problem.severity == "error"]
+            if config is None or errors:
+                raise ConfigError(errors)
+            return config, problems
+        if not self.endpoints:
+            hint = "`kvproxy init` writes a config.yaml; or give -c FILE, or --endpoint ID=URL once per engine"
+            raise ConfigError([Problem("", "nothing to serve", hint)])
+        host, port = self.host or _DEFAULT_HOST, _DEFAULT_PORT if self.port is None else self.port
+        return load_endpoints(self.endpoints, host=host, port=port, policy=self.policy), []
+
+
+def main_check(args: argparse.Namespace) -> int:
+    """`kvproxy check`."""
+    if args.schema:
+        return print_schema(sys.stdout)
+    file = args.file or find_usual_file(sys.stderr)
+    if not file:
+        sys.stderr.write("kvproxy check: a FILE (or --schema) is required, there is no ./config.yaml\n")
+        return 2
+    return check_file(file, lenient=args.lenient, out=sys.stdout)
+
+
+def check_file(path: str, *, lenient: bool, out: TextIO) -> int:
+    """Print what is wrong; 0 when the file can be served, 1 when not."""
+    extra = {name: kind.settings for name, kind in discover().items()}
+    config, problems = check_config(Path(path), extra_filters=extra, lenient=lenient)
+    colour = out.isatty() and "NO_COLOR" not in os.environ
+    for problem in problems:
+        print(format_problem(problem, colour=colour), file=out)
+    errors = sum(problem.severity == "error" for problem in problems)
+    if config is None or errors:
+        print(f"{path}: {errors} error{'s' if errors != 1 else ''}", file=out)
+        return 1
+    count = sum(len(cluster.endpoints) for cluster in config.clusters.values())
+    print(f"{path}: good ({len(config.clusters)} cluster(s), {count} static endpoint(s))", file=out)
+    return 0
+
+
+def format_problem(problem: Problem, *, colour: bool = False) -> str:
+    """`config.yaml:3:1: error: polcy: unknown key (did you mean 'policy'?)`, as compilers write it."""
+    place = f"{problem.place}: " if problem.place else ""
+    severity = f"{_COLOURS[problem.severity]}{problem.severity}\x1b[0m" if colour else problem.severity
+    return f"{place}{severity}: {problem.located().removeprefix(place).removeprefix('(file): ')}"
+
+
+def print_schema(out: TextIO) -> int:
+    """Print the JSON Schema of the native dialect, for editors."""
+    print(json.dumps(file_schema(), indent=2), file=out)
+    return 0

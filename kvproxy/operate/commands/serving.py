@@ -1,0 +1,216 @@
+"""Parts of a process that serves: from its configuration to a graceful end, with its operator's listener and reloads,
+its public listener, its signals, its open files and event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from prometheus_client import ProcessCollector
+from starlette.types import ASGIApp
+
+from kvproxy import __version__
+from kvproxy.app import Proxy
+from kvproxy.base.errors import Problem
+from kvproxy.lab.advise.live_advice import AdviceRunner, advise_command
+from kvproxy.operate.admin.operated import ConfigReloader
+from kvproxy.operate.commands.configuration import ConfigSource
+from kvproxy.operate.commands.garbage import GarbageCollections
+from kvproxy.operate.commands.logging_setup import log_to
+from kvproxy.operate.commands.reload import FileReloader, Reloadable, convert_problems
+from kvproxy.operate.config.schema import Config
+from kvproxy.operate.doctor.report import DoctorReport
+from kvproxy.operate.doctor.visit import StartupDiagnosis
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.listener.parser import ListenerLimits
+from kvproxy.proxy.listener.server import Server
+from kvproxy.proxy.listener_settings import AdminSettings
+
+logger = logging.getLogger("kvproxy")
+
+#: Open files besides clients' and engines' sockets: listeners, probes, scrapes, event streams, log, receipts.
+_OTHER_FILES = 64
+
+
+def run_logged(source: ConfigSource, main: Callable[[Config, list[Problem]], Coroutine[Any, Any, int]]) -> int:
+    """Run what serves that configuration; what is to be said about it is logged once. The exit status."""
+    config, problems = source.load()
+    with log_to(config.log):
+        for problem in problems:
+            logger.log(logging.WARNING if problem.severity == "warning" else logging.INFO, "%s", problem.located())
+        raise_open_files()
+        return run_loop(lambda: main(config, problems))
+
+
+def run_loop(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    """Run on uvloop where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main())
+
+
+async def _call(reloader: ConfigReloader) -> object:
+    return await reloader()
+
+
+async def run_until_signal(
+    config: Config,
+    problems: list[Problem],
+    source: ConfigSource,
+    *,
+    listen: Callable[[Proxy, ProcessSignals, AsyncExitStack], Awaitable[None]],
+) -> int:
+    """A proxy's whole life in a process of its own; `listen` enters what serves it. `problems` are shown on the live
+    page."""
+    signals = ProcessSignals(config.shutdown.drain)
+    async with Proxy(config) as proxy, AsyncExitStack() as listeners:
+        reloader = make_reloader(proxy, source, problems=problems, signals=signals)
+        await open_admin(listeners, proxy.admin, config.admin)
+        await listen(proxy, signals, listeners)
+        await listeners.enter_async_context(reloader)
+        await signals.stop.wait()
+        proxy.draining = True
+    logger.info("ended")
+    return 0
+
+
+def make_reloader(
+    proxy: Reloadable, source: ConfigSource, *, problems: list[Problem], signals: ProcessSignals
+) -> FileReloader:
+    """What reads the configuration again, as signals ask for it; and the findings about the present one are shown."""
+    config = proxy.config
+    proxy.findings = convert_problems(problems)
+    reloader = FileReloader(proxy, source, interval_s=config.reload.interval if config.reload.watch else 0.0)
+    signals.install(reloader)
+    return reloader
+
+
+async def open_admin(stack: AsyncExitStack, app: ASGIApp, settings: AdminSettings) -> None:
+    """The operator's listener, unless it is switched off."""
+    if settings.enabled:
+        server = await stack.enter_async_context(Server(app, host=settings.host, port=settings.port, drain_s=1.0))
+        logger.info("admin listener on %s (live page, status, metrics)", server.url)
+
+
+@contextlib.asynccontextmanager
+async def public_listener(
+    proxy: Proxy, *, hurry: asyncio.Event, sockets: Sequence[socket.socket] | None = None
+) -> AsyncIterator[None]:
+    """Clients are served within it, at `sockets` that listen already or where the configuration says."""
+    config = proxy.config
+    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    connections = fit_connections(config.limits.connections, open_files=open_files)
+    public = Server(
+        proxy,
+        host=config.listen.host,
+        port=config.listen.port,
+        sockets=sockets,
+        drain_s=config.shutdown.drain,
+        hurry=hurry,
+        tls=config.listen.tls,
+        limits=replace(
+            ListenerLimits.from_config(config.limits),
+            max_connections=connections,
+            closing_idle_s=config.shutdown.idle,
+        ),
+        on_refused=proxy.metrics.bounds.connections_refused.inc,
+    )
+    async with public:
+        proxy.public_url = public.url
+        _show_process(proxy.metrics, public, limit=connections)
+        async with GarbageCollections(is_quiet=lambda: not proxy.running, replaced=lambda: proxy.replaced):
+            yield
+
+
+def diagnosis(proxy: Proxy) -> StartupDiagnosis:
+    """The visit to the engines at the start; what it finds is shown on the live page."""
+
+    def show(report: DoctorReport) -> None:
+        proxy.findings = [*proxy.findings, *report.findings]
+
+    return StartupDiagnosis(proxy.config, on_report=show)
+
+
+def make_adviser(source: ConfigSource) -> AdviceRunner | None:
+    """None: the proxy was not started from a file."""
+    if source.path is None:
+        return None
+    return AdviceRunner(partial(advise_command, str(source.path), lenient=source.lenient))
+
+
+class ProcessSignals:
+    """SIGTERM and SIGINT end the proxy, a second one at once; SIGHUP reads the configuration again."""
+
+    def __init__(self, drain_s: float) -> None:
+        self.stop = asyncio.Event()
+        self.hurry = asyncio.Event()
+        self._drain_s = drain_s
+        self._reloads: set[asyncio.Task[object]] = set()
+
+    def install(self, reloader: ConfigReloader) -> None:
+        """Take the signals over."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._end, number.name)
+        loop.add_signal_handler(signal.SIGHUP, self._reload, reloader)
+
+    def _end(self, name: str) -> None:
+        if self.stop.is_set():
+            self.hurry.set()
+        self.stop.set()
+        logger.info("%s: no new requests, running ones have up to %g s", name, self._drain_s)
+
+    def _reload(self, reloader: ConfigReloader) -> None:
+        task: asyncio.Task[object] = asyncio.create_task(_call(reloader), name="reload on SIGHUP")
+        self._reloads.add(task)
+        task.add_done_callback(self._reloads.discard)
+
+
+def raise_open_files() -> None:
+    """As many open files as the system allows without asking: every request in flight holds two sockets."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def fit_connections(wanted: int, *, open_files: int) -> int:
+    """How many client connections there are sockets for, `wanted` at most; `open_files` below 0 is no limit.
+
+    Every request in flight holds two, and one client in eight still gets the answer that there is no place:
+    beyond that the system would reset clients without a word, and engines could not be reached.
+    """
+    fit = max(1, (open_files - _OTHER_FILES) * 8 // 17)
+    if open_files < 0 or fit >= wanted:
+        return wanted
+    logger.warning(
+        "open files are limited to %d: %d client connections are served at once instead of limits.connections=%d "
+        "(raise the limit: `ulimit -n`, LimitNOFILE)", open_files, fit, wanted,
+    )  # fmt: skip
+    return fit
+
+
+def _show_process(metrics: Metrics, public: Server, *, limit: int) -> None:
+    """Figures of the process, and what only its listener knows."""
+    ProcessCollector(registry=metrics.registry)
+    metrics.bounds.queue_depth.labels("connections").set_function(lambda: public.connections)
+    metrics.bounds.queue_limit.labels("connections").set(limit)
+
+
+def announce(config: Config, url: str, endpoints: Mapping[str, Iterable[str]], *, workers: int = 1) -> None:
+    """Say where clients connect, and what is served: names of endpoints by cluster."""
+    logger.info("kvproxy %s on %s%s", __version__, url, f" with {workers} workers" if workers > 1 else "")
+    for name, ids in endpoints.items():
+        logger.info("cluster %s: %s over %s", name, config.clusters[name].policy.value, ", ".join(ids) or "none yet")

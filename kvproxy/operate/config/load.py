@@ -1,0 +1,110 @@
+"""Configurations into `Config`: native or Pixiu, from a file, text, plain data or `--endpoint` options."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path as FilePath
+from types import MappingProxyType
+from typing import Any
+
+from kvproxy.base.errors import ConfigError, Problem
+from kvproxy.base.settings.model import Model
+from kvproxy.base.settings.paths import dotted_path, sort_in_file_order
+from kvproxy.base.settings.yaml_text import parse_yaml_with_places, substitute_variables
+from kvproxy.features.pixiu.load import decode_pixiu, is_pixiu
+from kvproxy.operate.config.native import decode_native
+from kvproxy.operate.config.schema import Config
+
+#: A file, YAML (or JSON) text, or plain data as a YAML file would hold it. A path is a `Path`: any `str` is text.
+Source = FilePath | str | Mapping[str, Any] | Sequence[Any] | None
+#: Settings types of filters that are not shipped here; None: the filter gets its settings as plain data.
+ExtraFilters = Mapping[str, type[Model] | None]
+Checked = tuple[Config | None, list[Problem]]
+
+NO_EXTRA_FILTERS: ExtraFilters = MappingProxyType({})
+_MAX_FILE_BYTES = 4 * 1024 * 1024
+
+
+def load_config(
+    source: Source,
+    *,
+    env: Mapping[str, str] = os.environ,
+    extra_filters: ExtraFilters = NO_EXTRA_FILTERS,
+    lenient: bool = False,
+) -> Config:
+    """The configuration that `source` holds. Raises ConfigError with every error."""
+    return _usable(check_config(source, env=env, extra_filters=extra_filters, lenient=lenient))
+
+
+def check_config(
+    source: Source,
+    *,
+    env: Mapping[str, str] = os.environ,
+    extra_filters: ExtraFilters = NO_EXTRA_FILTERS,
+    lenient: bool = False,
+) -> Checked:
+    """The configuration, None if any problem is an error, and all problems: errors, warnings, notes.
+
+    They come in one run whatever stage they belong to, in the order of the text, with line and column where there is
+    one. With `lenient`, what a Pixiu file says and we do not know is a warning.
+    """
+    if isinstance(source, FilePath):
+        text, problems = _read(source)
+        if text is None:
+            return None, problems
+        config, problems = check_config(text, env=env, extra_filters=extra_filters, lenient=lenient)
+        return config, [replace(problem, file=str(source)) for problem in problems]
+    if isinstance(source, str):
+        raw, faults, places = parse_yaml_with_places(source)
+        if raw is None and faults:
+            return None, faults
+        config, problems = _check_data(raw, env=env, extra_filters=extra_filters, lenient=lenient)
+        return (None if faults else config), sort_in_file_order([*faults, *problems], places)
+    return _check_data(source, env=env, extra_filters=extra_filters, lenient=lenient)
+
+
+def load_endpoints(endpoints: Sequence[str], *, host: str, port: int, policy: str | None = None) -> Config:
+    """The configuration that `--endpoint [id=]url` options stand for, taken literally (no `${VAR}`)."""
+    raw: dict[str, Any] = {"listen": {"host": host, "port": port}, "endpoints": list(endpoints)}
+    if policy is not None:
+        raw["policy"] = policy
+    return _usable(decode_native(raw, extra_filters=NO_EXTRA_FILTERS))
+
+
+def _read(path: FilePath) -> tuple[str | None, list[Problem]]:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_MAX_FILE_BYTES + 1)
+        text = raw.decode("utf-8-sig")
+    except OSError as error:
+        return None, [Problem("", f"cannot read {path}: {error.strerror}")]
+    except UnicodeDecodeError as error:
+        return None, [Problem("", f"not UTF-8 text (byte {error.start})", file=str(path))]
+    if len(raw) > _MAX_FILE_BYTES:
+        return None, [Problem("", f"larger than {_MAX_FILE_BYTES} bytes", file=str(path))]
+    return text, []
+
+
+def _check_data(raw: object, *, env: Mapping[str, str], extra_filters: ExtraFilters, lenient: bool) -> Checked:
+    if not isinstance(raw, dict) or not raw:
+        return None, [Problem("", "a configuration is a mapping; the shortest is `endpoints: [http://host:port]`")]
+    if "model_list" in raw and "endpoints" not in raw and "clusters" not in raw:
+        what = "this is a configuration of LiteLLM's proxy"
+        hint = "docs/migrating.md#litellm-proxy shows what becomes of it: clusters, and routes by model"
+        return None, [Problem("model_list", what, hint)]
+    tree, missing = substitute_variables(raw, env, dotted_path)
+    if is_pixiu(tree):
+        config, problems = decode_pixiu(tree, extra_filters=extra_filters, lenient=lenient, known=missing)
+    else:
+        config, problems = decode_native(tree, extra_filters=extra_filters, known=missing)
+    return (None if any(problem.severity == "error" for problem in problems) else config), problems
+
+
+def _usable(checked: Checked) -> Config:
+    config, problems = checked
+    errors = [problem for problem in problems if problem.severity == "error"]
+    if config is None or errors:
+        raise ConfigError(errors)
+    return config

@@ -1,0 +1,132 @@
+"""Checks of the clusters and their endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path as FilePath
+
+from kvproxy.base.settings.addresses import is_loopback, listener_at, same_origin, url_fault
+from kvproxy.base.settings.paths import Finding, Path, error_at, missing_file, warning_at
+from kvproxy.cluster.discovery_settings import DiscoverySettings
+from kvproxy.cluster.settings import ClusterSettings, EnginePriorityMode, PolicyName
+from kvproxy.operate.config.schema import Config
+
+#: Policies the router queue can stand in front of.
+FORECASTING = frozenset({PolicyName.KV_AWARE, PolicyName.LEAST_TTFT})
+#: Where clusters may be written.
+CLUSTERS_ARE_FROM: tuple[Path, ...] = (("clusters",), ("endpoints",), ("discovery",), ("policy",))
+
+
+def find_cluster_faults(config: Config) -> Iterator[Finding]:
+    """Of each cluster by itself, and that there is one."""
+    if not config.clusters:
+        hint = "the shortest way is `endpoints: [http://host:port]`"
+        yield error_at(("clusters",), "no cluster is configured", hint, follows=CLUSTERS_ARE_FROM)
+    for name, cluster in config.clusters.items():
+        at: Path = ("clusters", name)
+        if not cluster.endpoints and not cluster.discovery.named:
+            yield error_at((*at, "endpoints"), "the cluster has no endpoints and no discovery", absence=True)
+        yield from _endpoints(cluster, (*at, "endpoints"))
+        yield from _loops(config, cluster, (*at, "endpoints"))
+        if cluster.queue.enabled and cluster.policy not in FORECASTING:
+            hint = "use kv_aware or least_ttft, or leave the queue out"
+            yield error_at((*at, "queue"), f"{cluster.policy} does not know how long a prefill takes", hint)
+        yield from _engine_priority(config, cluster, at)
+        yield from _discovery(cluster.discovery, (*at, "discovery"))
+
+
+def _discovery(settings: DiscoverySettings, at: Path) -> Iterator[Finding]:
+    file, kubernetes, etcd = settings.file, settings.kubernetes, settings.etcd
+    if file is not None and not FilePath(file.path).is_file():
+        yield warning_at((*at, "file", "path"), "the file does not exist yet")
+    given: list[tuple[Path, str]] = []
+    if kubernetes is not None:
+        api = kubernetes.api
+        given = [(("kubernetes", "ca_file"), kubernetes.ca_file), (("kubernetes", "api", "ca_file"), api.ca_file)]
+        if api.url and (fault := url_fault(api.url)):
+            yield error_at((*at, "kubernetes", "api", "url"), fault)
+        elif api.token_file and api.url.startswith("http://") and not _local(api.url):
+            yield warning_at((*at, "kubernetes", "api", "token_file"), "sent in clear text over http")
+        if not api.url and (api.token_file or api.ca_file):
+            what = "without `url` the pod's own service account is used"
+            yield warning_at((*at, "kubernetes", "api"), what, "add the url, or leave `api` out")
+    if etcd is not None:
+        given.append((("etcd", "ca_file"), etcd.ca_file))
+        for index, url in enumerate(etcd.urls):
+            if fault := url_fault(url):
+                yield error_at((*at, "etcd", "urls", index), fault)
+    for path, name in given:
+        yield from missing_file((*at, *path), name) if name else ()
+
+
+def _engine_priority(config: Config, cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
+    off = EnginePriorityMode.OFF
+    modes = [cluster.engine_priority, *(endpoint.engine_priority for endpoint in cluster.endpoints)]
+    if all(mode in (None, off) for mode in modes):
+        if cluster.queue.priority_header and not cluster.queue.enabled:
+            hint = "turn the queue on, or engine_priority"
+            yield warning_at((*at, "queue", "priority_header"), "nothing reads it: no request waits by priority", hint)
+        return
+    first = next(index for index, mode in enumerate(modes) if mode not in (None, off))
+    where = (*at, "engine_priority") if not first else (*at, "endpoints", first - 1, "engine_priority")
+    if cluster.policy not in FORECASTING:
+        hint = "use kv_aware or least_ttft, or leave engine_priority off"
+        yield error_at(where, f"{cluster.policy} does not know how long a prefill takes", hint)
+    if "inference_request" not in [spec.name for spec in config.filters]:
+        yield error_at(where, "needs the filter inference_request: nothing else reads the body that gets the number")
+
+
+def _endpoints(cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
+    ids: set[str] = set()
+    names = {endpoint.id for endpoint in cluster.endpoints}
+    instances: dict[str, str] = {}
+    origins: dict[tuple[str, str, int, str], str] = {}
+    for index, endpoint in enumerate(cluster.endpoints):
+        here: Path = (*at, index)
+        if endpoint.id in ids:
+            yield error_at((*here, "id"), f"two endpoints have the id {endpoint.id!r}", "give each an id of its own")
+        ids.add(endpoint.id)
+        for rank in (endpoint.data_parallel or cluster.data_parallel).ranks:
+            if f"{endpoint.id}@{rank}" in names:
+                what = f"rank {rank} would be called as the endpoint '{endpoint.id}@{rank}'"
+                yield error_at((*here, "id"), what, "give that endpoint another id")
+        instance = endpoint.instance_id or endpoint.id
+        if endpoint.id != instances.setdefault(instance, endpoint.id):
+            yield warning_at(
+                (*here, "instance_id"),
+                f"the instance id {instance!r} also belongs to {instances[instance]!r}",
+                "right only if both share one LMCache",
+            )
+        if endpoint.ca_file:
+            yield from missing_file((*here, "ca_file"), endpoint.ca_file)
+        if endpoint.insecure:
+            yield warning_at((*here, "insecure"), "the endpoint's certificate is not verified")
+        fault = url_fault(endpoint.url)
+        if fault:
+            yield error_at((*here, "url"), fault)
+            continue
+        if endpoint.url.rstrip("/").endswith("/v1"):
+            yield warning_at((*here, "url"), "ends in /v1, which clients' paths already have", "leave it out")
+        other = origins.setdefault(same_origin(endpoint.url), endpoint.id)
+        if other != endpoint.id:
+            yield warning_at((*here, "url"), f"the same engine as {other!r}: its load is counted apart")
+        if endpoint.api_key is not None and endpoint.url.startswith("http://") and not _local(endpoint.url):
+            yield warning_at((*here, "api_key"), "sent in clear text over http")
+        if endpoint.retry is not None and endpoint.retry.max_backoff < endpoint.retry.backoff:
+            yield error_at((*here, "retry", "max_backoff"), "shorter than backoff")
+
+
+def _loops(config: Config, cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
+    """An endpoint that is the proxy itself would be sent its own requests without end."""
+    listeners = {"listen": (config.listen.host, config.listen.port)}
+    if config.admin.enabled:
+        listeners["admin"] = (config.admin.host, config.admin.port)
+    for index, endpoint in enumerate(cluster.endpoints):
+        listener = "" if url_fault(endpoint.url) else listener_at(same_origin(endpoint.url), listeners)
+        if listener:
+            message = f"this is the proxy's own address (`{listener}`): its requests would come back to it"
+            yield error_at((*at, index, "url"), message, "give the engine's address")
+
+
+def _local(url: str) -> bool:
+    return is_loopback(same_origin(url)[1])

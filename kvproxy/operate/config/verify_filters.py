@@ -1,0 +1,199 @@
+"""Checks of the filter chain: its order, and what each filter's settings need from the rest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path as FilePath
+from typing import Any
+
+from kvproxy.base.settings.addresses import url_fault
+from kvproxy.base.settings.paths import Finding, Path, error_at, missing_file, warning_at
+from kvproxy.cache.settings import KvCacheSettings, SnapshotSettings
+from kvproxy.operate.config.schema import Config
+from kvproxy.proxy.filter_settings import (
+    FILTER_SETTINGS,
+    AuthSettings,
+    CachedTokens,
+    CorsSettings,
+    RateLimitSettings,
+    RouterSettings,
+)
+
+#: (earlier, later, severity of the other order, why).
+_ORDER = (
+    ("inference_request", "kvcache", error_at, "kvcache needs the request that inference_request parses"),
+    ("inference_request", "normalize", error_at, "normalize rewrites what inference_request parses"),
+    ("normalize", "kvcache", warning_at, "kvcache predicts for prompts that normalize then rewrites"),
+    ("auth", "normalize", warning_at, "sessions of one name are told apart by tenant, which auth names only later"),
+    ("auth", "rate_limit", warning_at, "rate_limit counts by client address, since auth names the tenant only later"),
+    ("auth", "kvcache", warning_at, "kvcache works for requests that auth then refuses"),
+    ("cors", "auth", warning_at, "auth refuses browsers' preflight requests before cors can answer them"),
+    ("tracing", "kvcache", warning_at, "spans leave out the time kvcache takes"),
+    ("request_id", "access_log", warning_at, "the access log does not know the request id yet"),
+)
+
+
+def find_chain_faults(config: Config) -> Iterator[Finding]:
+    """Findings about the chain as a whole, then about each filter."""
+    names = [spec.name for spec in config.filters]
+    yield from _ends_with_router(names)
+    yield from _order(names)
+    if "inference_request" not in names:
+        yield from _without_parsing(config, names)
+    for index, spec in enumerate(config.filters):
+        check = _SETTINGS.get(spec.name)
+        if check is not None and isinstance(spec.settings, FILTER_SETTINGS[spec.name]):
+            yield from check(spec.settings, ("filters", index), config)
+
+
+def _ends_with_router(names: list[str]) -> Iterator[Finding]:
+    if "router" not in names:
+        yield error_at(("filters",), "no filter forwards requests", "the last must be `router`")
+        return
+    for index in range(names.index("router") + 1, len(names)):
+        if names[index] != "router":
+            yield error_at(("filters", index), "never reached: it comes after router")
+
+
+def _order(names: list[str]) -> Iterator[Finding]:
+    first: dict[str, int] = {}
+    for index, name in enumerate(names):
+        if name in first:
+            yield error_at(("filters", index), f"{name} is already in the chain, at filters[{first[name]}]")
+        first.setdefault(name, index)
+    for early, late, severity, why in _ORDER:
+        if early in first and late in first and first[late] < first[early]:
+            yield severity(("filters", first[late]), why, f"put {early} before {late}")
+
+
+def _without_parsing(config: Config, names: list[str]) -> Iterator[Finding]:
+    for name in ("kvcache", "normalize"):
+        if name in names:
+            yield error_at(("filters", names.index(name)), "needs inference_request before it")
+    for index, route in enumerate(config.routes):
+        if route.model:
+            yield error_at(
+                ("routes", index, "model"), "needs the filter inference_request: nothing else reads the model"
+            )
+
+
+def _auth(settings: AuthSettings, at: Path, _: Config) -> Iterator[Finding]:
+    if not settings.keys and not settings.file:
+        yield error_at((*at, "keys"), "auth has neither keys nor a file: it would refuse everything", absence=True)
+    if settings.file:
+        yield from missing_file((*at, "file"), settings.file)
+    seen: set[str] = set()
+    for index, key in enumerate(settings.keys):
+        if key.key.get_secret_value() in seen:
+            yield error_at((*at, "keys", index, "key"), "the same key is given twice: its owner would be ambiguous")
+        seen.add(key.key.get_secret_value())
+    for index, path in enumerate(settings.exempt_paths):
+        if not path.startswith("/"):
+            yield error_at((*at, "exempt_paths", index), "must start with /")
+
+
+def _cors(settings: CorsSettings, at: Path, _: Config) -> Iterator[Finding]:
+    if not settings.allow_origins and not settings.allow_origin_regex:
+        yield error_at((*at, "allow_origins"), "cors allows no origin")
+    if settings.allow_credentials and "*" in settings.allow_origins:
+        yield error_at((*at, "allow_credentials"), "with the origin * any page could act with a user's credentials")
+    try:
+        re.compile(settings.allow_origin_regex)
+    except re.error as fault:
+        yield error_at((*at, "allow_origin_regex"), f"not a regular expression: {fault.msg}")
+
+
+def _rate_limit(settings: RateLimitSettings, at: Path, _: Config) -> Iterator[Finding]:
+    if not settings.requests_per_minute and not settings.tokens_per_minute:
+        yield warning_at((*at, "requests_per_minute"), "rate_limit has no limit")
+
+
+def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Finding]:
+    if not settings.enabled:
+        return
+    for name in ("lmcache_endpoint", "vllm_endpoint"):
+        url = getattr(settings, name)
+        fault = url_fault(url) if url else ""
+        if fault:
+            yield error_at((*at, name), fault)
+    strategy, plan = settings.cache_strategy, (*at, "cache_strategy")
+    if not settings.lmcache_endpoint:
+        for name in ("enable_pinning", "enable_compression", "enable_eviction"):
+            if getattr(strategy, name):
+                yield error_at((*plan, name), "needs lmcache_endpoint", follows=((*at, "lmcache_endpoint"),))
+        for name in ("ahead", "on_demand"):
+            if getattr(settings.transfers, name):
+                where = (*at, "transfers", name)
+                yield error_at(where, "needs lmcache_endpoint, which moves KV", follows=((*at, "lmcache_endpoint"),))
+    if settings.transfers.on_demand and not any(one.queue.enabled for one in config.clusters.values()):
+        why = "no cluster has a queue, without which nothing is copied on demand"
+        yield error_at((*at, "transfers", "on_demand"), why, "add `queue: {}` to a cluster")
+    if settings.transfers.max_wait and not settings.transfers.on_demand:
+        yield warning_at((*at, "transfers", "max_wait"), "does nothing without on_demand")
+    if settings.warming.enabled and not settings.kv_events:
+        hint = "or warm by hand: kvproxy warm"
+        yield error_at((*at, "warming", "enabled"), "needs kv_events: by them routing learns what was warmed", hint)
+    if settings.hot_max_records < strategy.hot_content_threshold:
+        yield error_at(
+            (*at, "hot_max_records"), "below cache_strategy.hot_content_threshold: nothing would ever be hot"
+        )
+    if not any(strategy.score_weights.model_dump().values()):
+        yield error_at((*plan, "score_weights"), "all are 0: nothing would go before anything else")
+    if strategy.enable_pinning and strategy.pin_renewal >= strategy.pin_lease:
+        yield error_at((*plan, "pin_renewal"), "must be shorter than pin_lease, or pins lapse before they are renewed")
+    if settings.retry.max_backoff < settings.retry.base_backoff:
+        yield error_at((*at, "retry", "max_backoff"), "shorter than base_backoff")
+    if settings.lookup_routing_timeout > settings.request_timeout:
+        longer = (
+            f"{settings.lookup_routing_timeout:g} s is longer than request_timeout ({settings.request_timeout:g} s)"
+        )
+        hint = "a bare number is seconds: write 50ms for milliseconds" if settings.lookup_routing_timeout >= 10 else ""
+        yield warning_at((*at, "lookup_routing_timeout"), f"{longer}, which then ends lookups first", hint)
+    yield from _instances(settings, plan, config)
+    yield from _snapshot(settings.snapshot, (*at, "snapshot"))
+
+
+def _snapshot(settings: SnapshotSettings, at: Path) -> Iterator[Finding]:
+    if not settings.path:
+        return
+    folder = FilePath(settings.path).parent
+    if not folder.is_dir():
+        yield warning_at((*at, "path"), f"no such folder: {str(folder)!r}", "make it, writable for the proxy")
+    if settings.max_age < settings.interval:
+        yield warning_at((*at, "max_age"), "shorter than interval: after a crash the file would often be too old")
+
+
+def _instances(settings: KvCacheSettings, plan: Path, config: Config) -> Iterator[Finding]:
+    known = {e.instance_id or e.id for cluster in config.clusters.values() for e in cluster.endpoints}
+    for name in ("pin_instance_id", "compress_instance_id", "evict_instance_id"):
+        wanted = getattr(settings.cache_strategy, name)
+        if wanted and wanted not in known:
+            hint = f"instances: {', '.join(sorted(known))}"
+            yield warning_at((*plan, name), f"no endpoint has the instance id {wanted!r}", hint)
+
+
+def _router(settings: RouterSettings, at: Path, config: Config) -> Iterator[Finding]:
+    predicts = settings.cached_tokens is CachedTokens.PREDICTED
+    if predicts and all(spec.name != "kvcache" for spec in config.filters):
+        yield error_at((*at, "cached_tokens"), "`predicted` needs the filter kvcache: nothing else predicts")
+    if config.ledger.bill_predicted and not predicts:
+        hint = "`router: {cached_tokens: predicted}`, or leave it out"
+        yield error_at(("ledger", "bill_predicted"), "nothing is predicted for answers", hint)
+    for index, path in enumerate(settings.paths):
+        if path in ("all", "/"):
+            why = "every path of every engine is public, also those that load adapters, clear caches or stop it"
+            yield warning_at((*at, "paths"), why, "list the paths that clients need")
+        elif not path.startswith("/"):
+            yield error_at((*at, "paths", index), "must start with /")
+    if settings.health_path and not settings.health_path.startswith("/"):
+        yield error_at((*at, "health_path"), "must start with /")
+
+
+_SETTINGS: dict[str, Callable[[Any, Path, Config], Iterator[Finding]]] = {
+    "auth": _auth,
+    "cors": _cors,
+    "kvcache": _kvcache,
+    "rate_limit": _rate_limit,
+    "router": _router,
+}

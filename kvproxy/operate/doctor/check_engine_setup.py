@@ -1,0 +1,142 @@
+"""How an engine is started, where the proxy depends on it: SGLang's arguments, and data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvproxy.base.errors import ClientError, NotSupported
+from kvproxy.cache.clients.sglang import SglangInfo
+from kvproxy.cluster.settings import ClusterSettings, EnginePriorityMode, PriorityOrder
+from kvproxy.operate.doctor.check_trial import TRIAL_CALLS
+from kvproxy.operate.doctor.engine import EngineCheck
+from kvproxy.operate.doctor.report import Finding, ok, problem, warning
+from kvproxy.operate.doctor.trial import MAX_TRIED, RankAnswers
+
+#: These generate a token, and look once a second whether it came.
+_GENERATING = frozenset({"/health", "/health_generate"})
+#: A probe must last as often as long as the answer that it waits for.
+_MARGIN = 2.0
+#: Smaller pages are many events, and long paths through the index, of each prompt.
+_SMALL_PAGE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SglangCheck(EngineCheck):
+    """`/server_info` against the configuration of its cluster. `wants_events`: `kvcache.kv_events` is set."""
+
+    cluster: ClusterSettings
+    wants_events: bool
+
+    name = "sglang"
+    calls = 6
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        await self.engine.list_models()  # what is no engine is reported elsewhere
+        try:
+            info = await self.engine.sglang_info()
+        except NotSupported:
+            return []
+        faults = [*await self._probes(), *self._priority(info), *self._pages(info)]
+        return [ok(self.where, _describe(info)), *faults]
+
+    async def _probes(self) -> Sequence[Finding]:
+        health = self.cluster.health
+        if not health.active or health.path not in _GENERATING:
+            return []
+        try:
+            took_s = (await self.engine.health_reply()).took_s
+        except ClientError:
+            return []
+        if took_s * _MARGIN < health.timeout:
+            return []
+        what = f"its {health.path} generates a token: it took {took_s:.1f} s, and probes wait {health.timeout:g} s"
+        fix = "set `health.path` of the cluster to /ready (older SGLangs: `health.timeout` to 5s)"
+        return [warning(self.where, what, fix)]
+
+    def _priority(self, info: SglangInfo) -> Iterator[Finding]:
+        mode = self.engine.endpoint.engine_priority or self.cluster.engine_priority
+        if mode is EnginePriorityMode.OFF:
+            return
+        if info.enable_priority_scheduling is False:
+            make = problem if mode is EnginePriorityMode.ON else warning
+            fix = "start it with `--enable-priority-scheduling`, or set engine_priority to off"
+            yield make(self.where, "is not started to go by a `priority`, and engine_priority is not off", fix)
+            return
+        order = self.engine.endpoint.engine_priority_order or self.cluster.engine_priority_order
+        right = PriorityOrder.LOWEST_FIRST if info.schedule_low_priority_values_first else PriorityOrder.HIGHEST_FIRST
+        if order is not right:
+            first = right.value.partition("_")[0]
+            what = f"admits the {first} `priority` first, and engine_priority_order says otherwise"
+            yield problem(self.where, what, f"set `engine_priority_order: {right.value}`")
+
+    def _pages(self, info: SglangInfo) -> Iterator[Finding]:
+        if info.disable_radix_cache:
+            yield problem(self.where, "reuses no prefixes", "start it without `--disable-radix-cache`")
+        if not self.wants_events:
+            return
+        if info.page_size is not None and info.page_size < _SMALL_PAGE:
+            what = f"has pages of {info.page_size} token(s): a KV event for each"
+            yield warning(self.where, what, "start it with `--page-size 16` (or 32, 64), or set `kv_events: false`")
+
+
+def _describe(info: SglangInfo) -> str:
+    said = f"SGLang {info.version}".strip()
+    if info.page_size is not None:
+        said += f", pages of {info.page_size} token(s)"
+    if info.pairs:
+        said += f"; {info.speculative_algorithm} keys its cache by pairs of tokens: matched to within one page"
+    return said
+
+
+_STATE = "set `data_parallel: {ranks: [%s]}` of the endpoint"
+_DO_NOT_STEER = "update the engine, or set `data_parallel: {steer: false}`"
+
+
+@dataclass(frozen=True, slots=True)
+class RanksCheck(EngineCheck):
+    """A request to each rank, and to one that there is not."""
+
+    name = "data-parallel ranks"
+    calls = TRIAL_CALLS + MAX_TRIED
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        engine, shown = self.engine, await self.engine.shown_ranks()
+        if not engine.data_parallel.steer:
+            return [ok(self.where, f"balances over its {len(shown)} data-parallel ranks by itself")] if shown else []
+        answers = await engine.try_ranks()
+        if answers is None:
+            return []
+        named = await self._named()
+        return [judge_ranks(self.where, answers, stated=engine.data_parallel.ranks, shown=shown, named=named)]
+
+    async def _named(self) -> Collection[int]:
+        """By its KV event sources; SGLang says without any how many it was started with."""
+        try:
+            return range((await self.engine.sglang_info()).dp_size)
+        except ClientError:
+            return {source.dp_rank for source in await self.engine.sources_or_none()}
+
+
+def judge_ranks(
+    where: str, answers: RankAnswers, *, stated: Sequence[int], shown: Sequence[int], named: Collection[int]
+) -> Finding:
+    """The verdict: `stated` by the configuration, `shown` by metrics, `named` by event sources or arguments."""
+    taken = _listed(sorted(answers.taken))
+    if answers.refused:
+        fix = _STATE % taken if taken else "set `data_parallel: {steer: false}`: it knows none"
+        return problem(where, f"has no data-parallel rank {_listed(answers.refused)}, which is configured", fix)
+    if not answers.reads:
+        what = "answers a request for a data-parallel rank that there is not: it does not read x-data-parallel-rank"
+        return warning(where, what, _DO_NOT_STEER)
+    if stated and set(shown) - set(stated):
+        what = f"has the data-parallel ranks {_listed(shown)}, and the configuration names {_listed(sorted(stated))}"
+        return warning(where, f"{what}: the others get no requests", _STATE % _listed(shown))
+    if not stated and set(named) != set(shown):
+        what = f"only its metrics say that it has the data-parallel ranks {taken}: a prefix is computed once a rank"
+        return warning(where, what, f"{_STATE % taken}, or start it with `--kv-events-config`")
+    return ok(where, f"takes requests for each of its data-parallel ranks {taken}, and for no other one")
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,127 @@
+"""Do KV events arrive, can they be read, and can a gap be filled?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvproxy.base.errors import ClientError, NotSupported
+from kvproxy.cache.clients.engine_metrics import EngineKind
+from kvproxy.operate.doctor.check_trial import TRIAL_CALLS, caching_enabled
+from kvproxy.operate.doctor.engine import EngineCheck
+from kvproxy.operate.doctor.listening import StreamObservation
+from kvproxy.operate.doctor.report import Finding, ok, problem, warning
+from kvproxy.operate.doctor.trial import Trial
+
+#: vLLM's flag for KV events, a gap of which can be filled.
+EVENTS_FLAG = (
+    '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
+    '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "topic": "kv-events"}\''
+)
+#: SGLang's has the same name; that it is given turns them on.
+SGLANG_EVENTS_FLAG = EVENTS_FLAG.replace('"enable_kv_cache_events": true, ', "")
+_ENABLE = {
+    EngineKind.VLLM: f"start the engine with `{EVENTS_FLAG}`",
+    EngineKind.SGLANG: f"start the engine with `{SGLANG_EVENTS_FLAG}`",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EventSourcesCheck(EngineCheck):
+    """Whether the engine publishes any. `wanted`: `kvcache.kv_events` is set."""
+
+    wanted: bool
+
+    name = "kv event sources"
+    calls = 3
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        await self.engine.list_models()  # what is no engine is reported elsewhere
+        try:
+            sources = await self.engine.list_sources()
+        except NotSupported:
+            fix = (
+                "set `kv_event_sources` of the endpoint (or of the kvcache filter, where it holds for all) to the "
+                "addresses in its `--kv-events-config`; until then "
+                "its index is approximate"
+            )
+            return [warning(self.where, "cannot say where it publishes KV events", fix)] if self.wanted else []
+        if sources:
+            note = "" if self.wanted else "; `kv_events: true` of the kvcache filter would follow them"
+            return [ok(self.where, f"publishes KV events of {len(sources)} rank(s){note}")]
+        what = "publishes no KV events, though `kv_events` of the kvcache filter is on"
+        fix = f"{_ENABLE[await self.engine.find_kind()]}, or set `kv_events: false`"
+        return [problem(self.where, what, fix)] if self.wanted else []
+
+
+@dataclass(frozen=True, slots=True)
+class KvEventsCheck(EngineCheck):
+    """What came over its streams while a prompt was sent."""
+
+    name = "kv events"
+    calls = TRIAL_CALLS
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        trial = await self.engine.try_generating()
+        if trial.observed and caching_enabled(trial) is False:
+            raise ClientError(f"{self.where} has prefix caching off, so there is nothing to publish")
+        return list(judge_events(self.where, trial, await self.engine.find_kind())) if trial.observed else []
+
+
+def judge_events(where: str, trial: Trial, kind: EngineKind = EngineKind.VLLM) -> Iterator[Finding]:
+    """The verdict on every stream of one engine."""
+    for stream in trial.observed:
+        if not stream.connected:
+            fix = (
+                "bind it where the proxy can reach it (`tcp://*:PORT`, not 127.0.0.1), open the port in the firewall, "
+                "publish it from the container"
+            )
+            yield problem(where, f"cannot subscribe to its KV events at {stream.source.endpoint}", fix)
+        if stream.malformed:
+            what = f"{stream.malformed} KV events could not be read"
+            yield problem(where, what, "is another program on that port? Otherwise please report the engine's version")
+        yield from _replay(where, stream)
+    connected = [stream for stream in trial.observed if stream.connected]
+    mine = next((stream for stream in connected if stream.mine is not None), None)
+    if mine is not None:
+        yield from _mine(where, mine, trial)
+    elif connected and not trial.tokens:
+        yield warning(where, "KV events cannot be matched: nothing tells the prompt's tokens", "serve /tokenize")
+    elif connected:
+        seen = sum(stream.batches for stream in connected)
+        what = f"published no KV event of a prompt it computed ({seen} batches of other things)"
+        fix = f"is this the engine's own port, and is prefix caching on? Otherwise {_ENABLE[kind]}"
+        cached = trial.second.cached_tokens
+        if seen and cached:
+            what += f", of which it reused {cached} tokens the second time"
+            fix = (
+                "is this the engine's own port? With speculative decoding (EAGLE, MTP) it may name pairs of tokens in "
+                "a way that is not understood: the proxy believes no events that announce less than is reused; "
+                "`kv_events: false` saves following them"
+            )
+        yield problem(where, what, fix)
+
+
+def _replay(where: str, stream: StreamObservation) -> Iterator[Finding]:
+    if stream.replays is None:
+        fix = "add `replay_endpoint` to `--kv-events-config`"
+        yield warning(where, "offers no replay of KV events: after a gap its index stays incomplete", fix)
+    elif not stream.replays:
+        what = f"its replay socket {stream.source.replay_endpoint} does not answer: a gap cannot be filled"
+        yield warning(where, what, "open that port as well as the events' own")
+
+
+def _mine(where: str, stream: StreamObservation, trial: Trial) -> Iterator[Finding]:
+    event = stream.mine
+    assert event is not None
+    cache = trial.after.cache if trial.after is not None else None
+    said = cache.block_tokens if cache is not None else None
+    if not event.indexable:
+        what = f"its KV events are of the kind {event.spec_kind!r}, which no prefix index can follow"
+        yield warning(where, what, "set `kv_events: false`: the approximate index serves hybrid models")
+    elif said is not None and said != event.block_tokens:
+        what = f"its KV events have blocks of {event.block_tokens} tokens, its /metrics say {said}"
+        yield warning(where, what, "is this the engine's own port? Check `--kv-events-config`")
+    else:
+        what = f"KV events arrive: blocks of {event.block_tokens} tokens, encoded as {stream.encoding}s"
+        yield ok(where, what)

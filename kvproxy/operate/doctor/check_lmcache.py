@@ -1,0 +1,181 @@
+"""Is LMCache there, does it know the engines under the ids of their endpoints, can it do what strategies need?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvproxy.base.errors import BadResponse, ClientError, NotSupported
+from kvproxy.cache.action_settings import CacheStrategySettings
+from kvproxy.cache.settings import Provider
+from kvproxy.operate.doctor.check_trial import TRIAL_CALLS
+from kvproxy.operate.doctor.deployment import Deployment, gather_facts
+from kvproxy.operate.doctor.engine import EngineFacts
+from kvproxy.operate.doctor.lmcache import LmcacheCheck, LmcacheFacts
+from kvproxy.operate.doctor.report import Finding, ok, problem, warning
+
+_LOCATIONS = ("LocalCPUBackend", "LocalDiskBackend")
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceCheck(LmcacheCheck):
+    """Controller or coordinator."""
+
+    name = "lmcache"
+    calls = 4
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        if (await self.lmcache.try_link()).error is not None:
+            return []
+        try:
+            kind = await self.lmcache.find_kind()
+        except BadResponse:
+            fix = "correct `lmcache_endpoint`: the controller's own port (9000), or the coordinator's (9300)"
+            return [problem(self.where, "answers, but is neither LMCache's controller nor its coordinator", fix)]
+        except ClientError as error:
+            return [problem(self.where, f"connects, but does not answer: {error}", "restart it; read its log")]
+        configured = self.lmcache.settings.provider
+        if configured not in (Provider.AUTO, kind):
+            fix = f"set `provider: {kind}` (or auto), or correct `lmcache_endpoint`"
+            return [problem(self.where, f"is a {kind}, not the {configured} that `provider` says", fix)]
+        return [ok(self.where, f"LMCache's {kind} answers")]
+
+
+@dataclass(frozen=True, slots=True)
+class InstancesCheck:
+    """All endpoints against all registered instances. `trial`: what is held for a prompt identifies an engine."""
+
+    deployment: Deployment
+    lmcache: LmcacheFacts
+    trial: bool = True
+
+    name = "instance ids"
+    calls = TRIAL_CALLS + 8
+
+    @property
+    def where(self) -> str:
+        return self.lmcache.where
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        await self.lmcache.find_kind()  # what is no LMCache is reported elsewhere
+        try:
+            registered = await self.lmcache.list_instances()
+        except NotSupported:
+            fix = "upgrade LMCache's controller to 0.3.11 or newer"
+            return [warning(self.where, "cannot list its instances, so their ids are not checked", fix)]
+        except ClientError as error:
+            return [problem(self.where, f"does not list its instances: {error}", "read LMCache's log")]
+        unregistered = [
+            engine
+            for engine in self.deployment.engines
+            if engine.instance_id not in registered and await engine.is_reachable()
+        ]
+        names: dict[EngineFacts, str] = {}
+        if self.trial and registered:
+            found = await gather_facts(unregistered, self.lmcache.find_holders)
+            names = {engine: one.holders[0] for engine, one in found.items() if len(one.holders) == 1}
+        wanted = {engine.instance_id for engine in self.deployment.engines}
+        return judge_instances(self.where, wanted, registered, unregistered, names)
+
+
+def judge_instances(
+    where: str,
+    wanted: Collection[str],
+    registered: Collection[str],
+    unregistered: Sequence[EngineFacts],
+    names: Mapping[EngineFacts, str],
+) -> Sequence[Finding]:
+    """`wanted`: the instance ids of all endpoints. `unregistered`: engines that are up, but not registered by theirs.
+    `names`: under which instance LMCache holds what an engine has just computed, where that is known."""
+    if not registered:
+        return [_none_registered(where)]
+    free = sorted(set(registered) - set(wanted) - set(names.values()))
+    if unregistered:
+        return [_unregistered(engine, names.get(engine, ""), free) for engine in unregistered]
+    if free:
+        what = f"no endpoint has the registered instance(s) {', '.join(free)}: what they hold is passed over"
+        return [warning(where, what, "set `instance_id` of their endpoints, or stop engines that are not used")]
+    return [ok(where, f"every endpoint that is up is registered ({', '.join(sorted(set(wanted) & set(registered)))})")]
+
+
+def _none_registered(where: str) -> Finding:
+    causes = (
+        "engines are not told: enable_controller, controller_pull_url and controller_reply_url (controller), or "
+        "--coordinator-url (multi-process server)",
+        "LMCache was restarted and engines send no heartbeats: set lmcache_worker_heartbeat_time, or restart them",
+        "engines and LMCache are of versions that do not understand each other: use one version",
+    )
+    fix = "register the engines; see the causes"
+    return problem(where, "no engine is registered at LMCache: every lookup will be empty", fix, causes)
+
+
+def _unregistered(engine: EngineFacts, name: str, free: Sequence[str]) -> Finding:
+    own = engine.instance_id
+    what = f"LMCache knows no instance {own!r}: lookups never lead to this endpoint"
+    start = f"start its LMCache with the instance id {own} (LMCACHE_LMCACHE_INSTANCE_ID={own})"
+    if name:
+        return problem(
+            engine.where, f"{what}; it holds the engine's prompts under {name!r}", f"set `instance_id: {name}`"
+        )
+    if free:
+        return problem(engine.where, what, f"set `instance_id` to its own of {', '.join(free)}, or {start}")
+    return problem(engine.where, what, f"{start}, and make sure that it reaches LMCache")
+
+
+@dataclass(frozen=True, slots=True)
+class ActionsCheck(LmcacheCheck):
+    """Strategies against the routes that this service has."""
+
+    name = "actions"
+    calls = 5
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        strategy = self.lmcache.settings.cache_strategy
+        acts = strategy.enable_pinning or strategy.enable_compression or strategy.enable_eviction
+        lever = await self.lmcache.find_transfers()
+        transfers = self.lmcache.settings.transfers
+        told = [judge_transfers(self.where, lever, wanted=transfers.ahead or transfers.on_demand)]
+        return [*told, *(await self._judge_strategies(strategy) if acts else ())]
+
+    async def _judge_strategies(self, strategy: CacheStrategySettings) -> Sequence[Finding]:
+        kind = await self.lmcache.find_kind()
+        found: list[Finding] = []
+        if kind is Provider.CONTROLLER:
+            evicts = not strategy.enable_eviction or await self.lmcache.has_evict_route()
+            found += judge_strategies(self.where, strategy, evicts=evicts)
+        elif strategy.enable_compression:
+            fix = "set `enable_compression: false`"
+            found.append(warning(self.where, "the coordinator has no compression: that strategy does nothing", fix))
+        return found or [ok(self.where, "has what the strategies need")]
+
+
+def judge_transfers(where: str, lever: str, *, wanted: bool) -> Finding:
+    """`lever`: how KV can be copied between instances here; "": it cannot."""
+    if lever:
+        return ok(where, f"KV can be transferred: {lever}")
+    if not wanted:
+        return ok(where, "KV cannot be transferred: no store that instances share is known, and none reads another's")
+    fix = (
+        "coordinator: give the servers one --l2-adapter with `shared: true` and --coordinator-l2-event-reporting, or "
+        "--p2p-advertise-url; controller: enable_p2p at the engines; or leave out `transfers`"
+    )
+    return warning(where, "has nothing that KV could be transferred from: `transfers` does nothing", fix)
+
+
+def judge_strategies(where: str, strategy: CacheStrategySettings, *, evicts: bool) -> Iterator[Finding]:
+    """What a controller cannot do of it."""
+    if strategy.enable_eviction and not evicts and not strategy.allow_clear:
+        fix = "set `allow_clear: true` to clear whole locations instead, use the coordinator, or leave eviction off"
+        yield warning(where, "has no /evict (no LMCache controller has): eviction does nothing", fix)
+    if strategy.enable_compression and strategy.compress_method != "cachegen":
+        what = f"compresses with cachegen only: `compress_method: {strategy.compress_method}` has no effect"
+        yield warning(where, what, "set `compress_method: cachegen`")
+    for enabled, name in (
+        (strategy.enable_pinning, "pin_location"),
+        (strategy.enable_compression, "compress_location"),
+        (strategy.enable_eviction and strategy.allow_clear, "evict_location"),
+    ):
+        location = getattr(strategy, name)
+        if enabled and location not in _LOCATIONS:
+            what = f"knows no location {location!r} (`{name}`): the action answers 200 and does nothing"
+            yield warning(where, what, f"set `{name}` to {' or '.join(_LOCATIONS)}")

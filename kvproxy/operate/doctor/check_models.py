@@ -1,0 +1,220 @@
+"""Do the engines of a cluster fit together: models, versions, tokenizers, and no engine twice?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from kvproxy.base.errors import ClientError
+from kvproxy.operate.doctor.check_trial import TRIAL_CALLS
+from kvproxy.operate.doctor.deployment import ClusterCheck, Deployment, gather_facts, list_routed_models
+from kvproxy.operate.doctor.engine import Counters, EngineCheck, EngineFacts, parse_counters
+from kvproxy.operate.doctor.report import Finding, ok, problem, warning
+
+#: Where it is no mistake.
+_TWO = "or, if these are two models on purpose, make two clusters with `routes` by model"
+Window = tuple[Counters, Counters]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsCheck(ClusterCheck):
+    """One cluster: declared names, routed names, and what engines without a declaration must have in common."""
+
+    name = "models"
+    calls = 3
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        engines = self.engines
+        listed = await gather_facts(engines, lambda engine: engine.list_models())
+        if not listed:
+            return []
+        served = {engine: frozenset(model.id for model in models) for engine, models in listed.items()}
+        adapters = {
+            engine: frozenset(model.id for model in models if model.parent) for engine, models in listed.items()
+        }
+        routed = list_routed_models(self.deployment.config, self.cluster)
+        found = [
+            *_declared(served),
+            *_undeclared({engine: names - adapters[engine] for engine, names in served.items()}, routed),
+            *_unserved(self.where, served, engines, routed),
+        ]
+        return found or [
+            ok(self.where, f"every engine serves what it is sent: {_list(set().union(*served.values()))}"),
+            *_adapters(self.where, adapters),
+        ]
+
+
+def _declared(served: Mapping[EngineFacts, frozenset[str]]) -> Iterator[Finding]:
+    """What no engine serves is one fault, however many endpoints promise it."""
+    anywhere = set().union(*served.values())
+    promised = Counter(model for engine in served for model in engine.endpoint.models)
+    nowhere = {model for model, count in promised.items() if count > 1 and model not in anywhere}
+    for model in sorted(nowhere):
+        where = ", ".join(engine.endpoint.id for engine in served if model in engine.endpoint.models)
+        fix = f"load that adapter, or take the name out of `models`; served: {_list(anywhere)}"
+        yield problem(f"endpoints {where}", f"no engine serves {model!r}, as `models` of all of them says", fix)
+    for engine, names in served.items():
+        for model in engine.endpoint.models:
+            if model not in names and model not in nowhere:
+                yield _missing(engine, model, names, "as `models` of the endpoint says")
+
+
+def _adapters(where: str, adapters: Mapping[EngineFacts, frozenset[str]]) -> Iterator[Finding]:
+    """They need not be everywhere: requests go where an adapter is listed."""
+    for name in sorted(set().union(*adapters.values())):
+        having = [engine.endpoint.id for engine, names in adapters.items() if name in names]
+        yield ok(where, f"adapter {name} at {', '.join(having)}")
+
+
+def _undeclared(served: Mapping[EngineFacts, frozenset[str]], routed: Sequence[str]) -> Iterator[Finding]:
+    """An endpoint without `models` is sent every model of the cluster; adapters are found where they are."""
+    anywhere = {engine: names for engine, names in served.items() if not engine.endpoint.models}
+    expected = set().union(*anywhere.values())
+    expected |= {model for model in routed if any(model in names for names in served.values())}
+    for model in sorted(expected):
+        without = [engine for engine, names in anywhere.items() if model not in names]
+        if len(without) * 2 > len(anywhere) and model not in routed:
+            yield from (_alone(engine, model, names) for engine, names in anywhere.items() if model in names)
+        else:
+            for engine in without:
+                yield _missing(engine, model, anywhere[engine], "though other engines of its cluster do")
+
+
+def _unserved(
+    where: str, served: Mapping[EngineFacts, frozenset[str]], engines: Sequence[EngineFacts], routed: Sequence[str]
+) -> Iterator[Finding]:
+    if len(served) < len(engines):
+        return  # an engine that could not be asked may serve it
+    for model in routed:
+        if not any(model in names for names in served.values()):
+            names = _list(set().union(*served.values()))
+            fix = f"correct the name in `routes` (or `default_model`), or load that adapter; served: {names}"
+            yield problem(where, f"no engine serves {model!r}, which is routed here", fix)
+
+
+def _missing(engine: EngineFacts, model: str, names: frozenset[str], why: str) -> Finding:
+    fix = (
+        f"start the engine with `--served-model-name {model}` (or load that adapter), "
+        f"or set `models` of the endpoint to what it serves: {_list(names)}; {_TWO}"
+    )
+    return problem(engine.where, f"does not serve the model {model!r}, {why}", fix)
+
+
+def _alone(engine: EngineFacts, model: str, names: frozenset[str]) -> Finding:
+    what = f"serves the model {model!r}, which most engines of its cluster do not: requests for it go to them as well"
+    own = f"set `models` of every endpoint to what it serves (here: {_list(names)})"
+    fix = f"start it with the model of the others, or {own}; {_TWO}"
+    return problem(engine.where, what, fix)
+
+
+def _list(names: set[str] | frozenset[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionCheck(ClusterCheck):
+    """One cluster's engines; those that do not report one are left out."""
+
+    name = "version"
+    calls = 3
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        versions = await gather_facts(self.engines, lambda engine: engine.fetch_version())
+        reported = {engine.endpoint.id: version for engine, version in versions.items()}
+        if not reported:
+            return []
+        if len(set(reported.values())) == 1:
+            return [ok(self.where, f"version {next(iter(reported.values()))}")]
+        listed = ", ".join(f"{name} {version}" for name, version in reported.items())
+        fix = "bring them to one version: block hashes, templates and KV events change between versions"
+        return [warning(self.where, f"the engines' versions differ: {listed}", fix)]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizersCheck(ClusterCheck):
+    """One cluster: engines whose model has the same name, and the engine that tokenizes for all where there is one."""
+
+    name = "tokenizers"
+    calls = 4
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        engines = [*self.engines, *filter(None, [self.deployment.tokenizer])]
+        samples = await gather_facts(engines, _sampled)
+        by_model: dict[str, dict[EngineFacts, tuple[int, ...]]] = {}
+        for engine, (model, tokens) in samples.items():
+            by_model.setdefault(model, {})[engine] = tokens
+        compared = {model: alike for model, alike in by_model.items() if len(alike) > 1}
+        found = [one for model, alike in compared.items() for one in compare_tokenizers(model, alike)]
+        return found or [ok(self.where, f"{len(alike)} engines tokenize alike") for alike in compared.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerCheck(EngineCheck):
+    """The engine that is configured to tokenize for all of them."""
+
+    name = "tokenizer"
+    calls = 4
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        await self.engine.choose_model()
+        try:
+            await self.engine.tokenize_sample()
+        except ClientError as error:
+            fix = "set `vllm_endpoint` to an engine that has /tokenize, or leave it out"
+            return [problem(self.where, f"cannot tokenize: {error}", fix)]
+        return [ok(self.where, "tokenizes")]
+
+
+async def _sampled(engine: EngineFacts) -> tuple[str, tuple[int, ...]]:
+    return (await engine.choose_model()).id, await engine.tokenize_sample()
+
+
+def compare_tokenizers(model: str, samples: Mapping[EngineFacts, tuple[int, ...]]) -> Sequence[Finding]:
+    """One finding for each engine that differs from most others (from the first, when there is no majority)."""
+    usual, _ = Counter(samples.values()).most_common(1)[0]
+    like = next(engine for engine, tokens in samples.items() if tokens == usual)
+    fix = f"give both the same model and `--tokenizer`; another model needs another name than {model!r}"
+    what = f"its tokenizer differs from that of {like.where}: tokens of one cannot be used for the other"
+    return [problem(engine.where, what, fix) for engine, tokens in samples.items() if tokens != usual]
+
+
+@dataclass(frozen=True, slots=True)
+class DuplicatesCheck:
+    """Every engine counts what it does: two endpoints that count the same are one."""
+
+    deployment: Deployment
+
+    name = "duplicates"
+    calls = TRIAL_CALLS + 2
+    where = "endpoints"
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        tried = await gather_facts(self.deployment.engines, lambda engine: engine.try_generating())
+        first = await gather_facts(tuple(tried), lambda engine: engine.exposition_now())
+        second = await gather_facts(tuple(first), lambda engine: engine.exposition_now())
+        windows: dict[EngineFacts, Window] = {}
+        for engine in second:
+            earlier, later = parse_counters(first[engine]), parse_counters(second[engine])
+            if earlier is not None and later is not None and earlier.used:
+                windows[engine] = earlier, later
+        if len(windows) < 2:
+            return []
+        return list(_same(windows)) or [ok(self.where, f"{len(windows)} different engines")]
+
+
+def _same(windows: Mapping[EngineFacts, Window]) -> Iterator[Finding]:
+    for one, other in combinations(windows, 2):
+        if may_be_one(windows[one], windows[other]):
+            what = f"is the same engine as {one.where}: its load is counted apart, and its cache twice"
+            yield problem(other.where, what, f"correct its url, or remove it: {one.origin} and {other.origin} are one")
+
+
+def may_be_one(one: Window, other: Window) -> bool:
+    """Whether both may have been the same growing figures, each read twice at about the same time."""
+    (a1, a2), (b1, b2) = one, other
+    if a2.started_at != b2.started_at:
+        return False
+    figures = zip(a1.values, a2.values, b1.values, b2.values, strict=True)
+    return all(a_from <= b_to and b_from <= a_to for a_from, a_to, b_from, b_to in figures)

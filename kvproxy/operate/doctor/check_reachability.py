@@ -1,0 +1,143 @@
+"""Can each engine be reached, is it well, and is it an engine at all?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from kvproxy.base.errors import BadResponse, ClientError, ClientTimeout, ClientUnavailable, NotSupported, Refused
+from kvproxy.base.types import Clock
+from kvproxy.base.upstream.origin import Origin
+from kvproxy.cache.clients.engine_metrics import EngineMetrics, parse_engine_metrics
+from kvproxy.operate.doctor.engine import EngineCheck, EngineFacts
+from kvproxy.operate.doctor.report import Finding, ok, problem, warning
+from kvproxy.operate.doctor.tools import ConnectResult, explain_failure
+
+#: A certificate that lasts less than this is worth a word.
+_SOON_S = 14 * 86400.0
+_WRONG_PORT = "is it the engine's port? Correct the url"
+_KEY_STATUSES = (401, 403)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionCheck:
+    """One address: name, port, TLS."""
+
+    where: str
+    origin: Origin
+    link: Callable[[], Awaitable[ConnectResult]]
+    wall_clock: Clock
+
+    name = "connection"
+    calls = 2
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        link = await self.link()
+        if link.error is not None:
+            return [explain_failure(self.where, self.origin, link.error, connected=link.connected)]
+        ends = link.certificate_ends
+        left_s = None if ends is None else (ends - datetime.fromtimestamp(self.wall_clock(), UTC)).total_seconds()
+        if left_s is not None and left_s < _SOON_S:
+            what = (
+                f"the certificate of {self.origin.host}:{self.origin.port} expires in {max(left_s, 0) / 86400:.1f} days"
+            )
+            return [warning(self.where, what, "renew the engine's certificate")]
+        return [ok(self.where, f"reachable at {self.origin}")]
+
+
+@dataclass(frozen=True, slots=True)
+class HealthCheck(EngineCheck):
+    """Its health path, as the proxy probes it."""
+
+    name = "health"
+    calls = 4
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        if not await self.engine.is_reachable():
+            return []
+        try:
+            status = (await self.engine.health_reply()).status
+        except ClientUnavailable as error:
+            if await self.engine.speaks_tls():
+                return [problem(self.where, "speaks TLS, and its url says http", "write https:// in the url")]
+            what = f"connects, but does not answer http: {error}"
+            return [problem(self.where, what, "is it https, or another service's port? Correct the url")]
+        if 200 <= status < 300:
+            return [ok(self.where, "healthy")]
+        if status in _KEY_STATUSES:
+            fix = "set `api_key` of the endpoint, which probes carry too"
+            return [problem(self.where, f"its health path asks for a key ({status})", fix)]
+        if status < 500 and self.engine.ends_in_v1:
+            fix = "leave /v1 out of the url: clients' paths have it already"
+            return [problem(self.where, f"answers its health path with {status}: its url ends in /v1", fix)]
+        if status < 500:
+            fix = f"{_WRONG_PORT}, or `health.path` of the cluster"
+            return [problem(self.where, f"answers its health path with {status}: the proxy takes it out", fix)]
+        fix = "the engine process is up but its core is not: read its log, restart it"
+        return [problem(self.where, f"says that it is not well (health {status})", fix)]
+
+
+@dataclass(frozen=True, slots=True)
+class ApiCheck(EngineCheck):
+    """Its OpenAI API, by the list of its models."""
+
+    name = "api"
+    calls = 4
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        if not await self.engine.is_reachable():
+            return []
+        try:
+            models = await self.engine.list_models()
+        except ClientError as error:
+            if self.engine.ends_in_v1 and isinstance(error, NotSupported):
+                raise ClientError("its url ends in /v1") from error
+            if isinstance(error, ClientUnavailable) and await self.engine.speaks_tls():
+                raise ClientError("it speaks TLS, and its url says http") from error
+            return [_no_api(self.engine, error)]
+        if not models:
+            return [problem(self.where, "serves no model", "wait until it has loaded one, or read its log")]
+        return [ok(self.where, f"serves {', '.join(model.id for model in models)}")]
+
+
+def _no_api(engine: EngineFacts, error: ClientError) -> Finding:
+    where, had_key = engine.where, engine.endpoint.api_key is not None
+    if isinstance(error, Refused) and error.status in _KEY_STATUSES:
+        if had_key:
+            return problem(where, f"refuses the endpoint's key ({error.status})", "correct `api_key` of the endpoint")
+        fix = (
+            "set `api_key` of the endpoint; clients' own keys serve requests, but not tokenize, metrics and this visit"
+        )
+        return warning(where, f"asks for a key ({error.status})", fix)
+    if isinstance(error, NotSupported | BadResponse):
+        return problem(where, "answers, but /v1/models is not an engine's", _WRONG_PORT)
+    if isinstance(error, ClientTimeout):
+        return problem(where, "does not answer /v1/models in time", "it is overloaded or stuck: read its log")
+    return problem(where, f"/v1/models fails: {error}", "read the engine's log")
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsCheck(EngineCheck):
+    """One scrape of `/metrics`."""
+
+    name = "metrics"
+    calls = 3
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        await self.engine.list_models()  # what is no engine is reported elsewhere
+        lost = "its load and cache size are guessed"
+        try:
+            metrics = await asyncio.to_thread(parse_engine_metrics, await self.engine.fetch_exposition())
+        except ClientError as error:
+            fix = "serve /metrics to the proxy (SGLang: with `--enable-metrics`; vLLM: without `--disable-log-stats`)"
+            return [warning(self.where, f"shows no metrics ({error}): {lost}", fix)]
+        if metrics == EngineMetrics(started_at=metrics.started_at):  # which any Python service shows
+            what = f"its /metrics hold none of vLLM's or SGLang's figures: {lost}"
+            return [warning(self.where, what, "is it one of them?")]
+        if metrics.asleep:
+            what = "sleeps, as its metrics say: it is left out, and nothing more was asked of it"
+            return [warning(self.where, what, "wake it (`POST /wake_up`), or take it out of the configuration")]
+        capacity = metrics.cache.capacity_tokens if metrics.cache is not None else None
+        return [ok(self.where, f"KV cache of {capacity} tokens" if capacity else "shows its load")]

@@ -1,0 +1,231 @@
+"""What a small prompt, sent twice, shows of an engine: that it answers, what it caches, how its clock goes; and whether
+it takes a priority."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvproxy.base.errors import ClientError, ClientTimeout, NotSupported, Refused
+from kvproxy.cache.clients.engine_metrics import EngineKind
+from kvproxy.cache.feedback.reuse_step import LEAST_STEP_TOKENS
+from kvproxy.cluster.settings import EnginePriorityMode
+from kvproxy.operate.doctor.deployment import Deployment
+from kvproxy.operate.doctor.engine import EngineCheck, EngineFacts
+from kvproxy.operate.doctor.report import Finding, ok, problem, warning
+from kvproxy.operate.doctor.trial import Trial, TrialReply
+
+#: A trial: link, models, metrics, event sources, subscriptions, two to five requests, tokenize, events, replays.
+TRIAL_CALLS = 14
+_TURN_ON = {
+    EngineKind.VLLM: (
+        "start the engine without `--no-enable-prefix-caching` (older versions: with `--enable-prefix-caching`)"
+    ),
+    EngineKind.SGLANG: "start the engine without `--disable-radix-cache`",
+}
+_SHOW = {
+    EngineKind.VLLM: "start the engine with `--enable-prompt-tokens-details`",
+    EngineKind.SGLANG: "start the engine with `--enable-cache-report`",
+}
+_BY_PRIORITY = (
+    "start vLLM with `--scheduling-policy priority` (SGLang: `--enable-priority-scheduling "
+    "--disable-priority-preemption`), or set engine_priority to off"
+)
+#: Dates in headers have whole seconds, and an answer takes its time.
+_TOLERATED_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCheck(EngineCheck):
+    """A request of one token."""
+
+    name = "generate"
+    calls = TRIAL_CALLS
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        await self.engine.choose_model()  # whatever is wrong before a prompt can be sent is reported elsewhere
+        if await self.engine.is_asleep():
+            raise ClientError("it sleeps")
+        try:
+            trial = await self.engine.try_generating()
+        except ClientError as error:
+            return [_failed(self.where, error)]
+        form = "chat" if trial.chat else "text completion (it refuses chats)"
+        return [ok(self.where, f"answers a {form} of {trial.first.prompt_tokens} tokens")]
+
+
+def _failed(where: str, error: ClientError) -> Finding:
+    status = error.status if isinstance(error, Refused) else 0
+    if status in (400, 404, 405):
+        fix = "right for an embedding model; otherwise check how the engine was started"
+        return warning(where, f"generates nothing: {error}", fix)
+    if status == 503:
+        return warning(where, f"is too busy for a small prompt: {error}", "try again when it is less busy")
+    if isinstance(error, ClientTimeout):
+        fix = "it is overloaded or stuck, or its prefill is slow: look at its queue, or raise --timeout"
+        return problem(where, f"does not answer a small prompt: {error}", fix)
+    return problem(where, f"does not answer a small prompt well: {error}", "read the engine's log")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeCheck(EngineCheck):
+    """`/tokenize` against the prompt as the engine counted it. `needed`: something asks for token ids."""
+
+    needed: bool
+
+    name = "tokenize"
+    calls = TRIAL_CALLS
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        return [judge_tokenize(self.where, await self.engine.try_generating(), needed=self.needed)]
+
+
+def judge_tokenize(where: str, trial: Trial, *, needed: bool) -> Finding:
+    """The verdict on one trial."""
+    tokens, make = trial.tokenized, problem if needed else warning
+    if isinstance(tokens, NotSupported) and tokens.status in (400, 422):
+        fix = "upgrade it (older SGLangs tokenize prompts alone); until then its prompts are matched as text"
+        return make(where, f"/tokenize takes no chats: {tokens}", fix)
+    if isinstance(tokens, NotSupported):
+        fix = "set `vllm_endpoint` of the kvcache filter to an engine that has it; without, nothing can be looked up"
+        return make(where, "has no /tokenize", fix) if needed else ok(where, "has no /tokenize, which nothing needs")
+    if isinstance(tokens, ClientError):
+        return make(where, f"/tokenize fails: {tokens}", "read the engine's log; without it nothing can be looked up")
+    counted, exact = trial.first.prompt_tokens, trial.first.token_ids
+    if len(tokens) == counted and (not exact or exact == tokens):
+        return ok(where, f"/tokenize agrees with the engine ({counted} tokens)")
+    what = f"/tokenize makes {len(tokens)} tokens of a prompt that the engine counts as {counted}"
+    if len(tokens) == counted:
+        what = f"/tokenize makes other tokens of a prompt than the engine itself ({counted} tokens)"
+    fix = "start the engine with one tokenizer and one chat template for both (`--tokenizer`, `--chat-template`)"
+    return make(where, f"{what}: lookups and KV events cannot match", fix)
+
+
+@dataclass(frozen=True, slots=True)
+class CachingCheck(EngineCheck):
+    """One prompt, sent twice."""
+
+    name = "prefix caching"
+    calls = TRIAL_CALLS
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        return [judge_caching(self.where, await self.engine.try_generating(), await self.engine.find_kind())]
+
+
+def judge_caching(where: str, trial: Trial, kind: EngineKind = EngineKind.VLLM) -> Finding:
+    """The verdict on one trial. What the answer says goes before what metrics say, since those count others too."""
+    cached, counted = trial.second.cached_tokens, trial.second.prompt_tokens
+    turn_on, show = _TURN_ON[kind], _SHOW[kind]
+    if cached:
+        said = f"{cached} of {counted} prompt tokens came from its cache the second time"
+        step = _block_tokens(trial)
+        return ok(where, f"{said}; it {_in_steps(step)}" if step >= LEAST_STEP_TOKENS else said)
+    configured, hits = caching_enabled(trial), _hits(trial)
+    if trial.longer is not None and trial.longer.cached_tokens:
+        return _in_long_steps(where, trial, trial.longer)
+    if configured is False:
+        return problem(where, "prefix caching is off (by its /metrics)", turn_on)
+    if cached == 0:
+        if configured is None and not hits:
+            return problem(where, "nothing of a prompt sent twice was reused: prefix caching is off", turn_on)
+        fix = "is its KV cache too small, or was it very busy? Look at its KV usage, give it more memory"
+        return warning(where, "prefix caching is on, but a prompt sent twice was computed twice", fix)
+    what = "does not say how much of a prompt it reused: predictions cannot be checked"
+    if hits:
+        return warning(where, f"prefix caching works (by its counters), but the engine {what}", show)
+    if configured:
+        fix = f"{show}; older versions leave the figure out when it is 0, then its KV cache may be too small"
+        return warning(where, f"prefix caching is on, but no reuse was seen; the engine {what}", fix)
+    if hits == 0:
+        return problem(where, "no cached tokens in the answer and none counted: prefix caching is off", turn_on)
+    return warning(where, f"the engine shows no counters and {what}", f"{show}, and serve /metrics")
+
+
+def _in_long_steps(where: str, trial: Trial, longer: TrialReply) -> Finding:
+    """Nothing was reused of a short prompt, and something of a longer one."""
+    short = trial.second.prompt_tokens
+    what = (
+        f"reuses in steps: {longer.cached_tokens} of {longer.prompt_tokens} prompt tokens sent twice came from its "
+        f"cache, and none of {short}"
+    )
+    step = _block_tokens(trial)
+    return ok(where, f"{what}; it {_in_steps(step)}" if step > short else f"{what}; the proxy learns the step")
+
+
+def _in_steps(step: int) -> str:
+    return f"reuses in steps of {step:,} tokens; prompts under {step:,} never hit"
+
+
+def _block_tokens(trial: Trial) -> int:
+    """By its metrics; 0 where they do not say."""
+    cache = None if trial.after is None else trial.after.cache
+    return 0 if cache is None else cache.block_tokens or 0
+
+
+def caching_enabled(trial: Trial) -> bool | None:
+    """What the engine's metrics say; None when they do not."""
+    for metrics in (trial.after, trial.before):
+        if metrics is not None and metrics.cache is not None:
+            return metrics.cache.prefix_caching
+    return None
+
+
+def _hits(trial: Trial) -> int | None:
+    """Tokens that the engine counted as reused meanwhile; None when it does not count."""
+    if trial.before is None or trial.after is None:
+        return None
+    before, after = trial.before.prefix_hits_tokens, trial.after.prefix_hits_tokens
+    return None if before is None or after is None else after - before
+
+
+@dataclass(frozen=True, slots=True)
+class ClockCheck(EngineCheck):
+    """By the time stamps of its KV events where there are some, else by the Date header. `trial`: a prompt is sent."""
+
+    trial: bool = True
+
+    name = "clock"
+    calls = TRIAL_CALLS
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        skew_s = await self._event_skew_s() if self.trial else None
+        if skew_s is None:
+            skew_s = (await self.engine.health_reply()).skew_s
+        if skew_s is None:
+            return []
+        if abs(skew_s) <= _TOLERATED_S:
+            return [ok(self.where, "its clock agrees with ours")]
+        what = f"its clock is {abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} ours"
+        return [warning(self.where, what, "run NTP on both hosts: event lag, leases and logs are compared by clock")]
+
+    async def _event_skew_s(self) -> float | None:
+        try:
+            observed = (await self.engine.try_generating()).observed
+        except ClientError:
+            return None
+        return next((-one.lag_s for one in observed if one.mine is not None and one.lag_s is not None), None)
+
+
+def priority_mode(deployment: Deployment, engine: EngineFacts) -> EnginePriorityMode:
+    """What the configuration says of it."""
+    return engine.endpoint.engine_priority or deployment.config.clusters[engine.cluster].engine_priority
+
+
+@dataclass(frozen=True, slots=True)
+class PriorityCheck(EngineCheck):
+    """A request of one token with a `priority`, after the same without was answered. Whether it is heeded shows only
+    where requests wait: the running proxy finds that out."""
+
+    mode: EnginePriorityMode
+
+    name = "engine priority"
+    calls = TRIAL_CALLS + 1
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        trial = await self.engine.try_generating()
+        try:
+            await self.engine.send_priority(chat=trial.chat)
+        except Refused as error:
+            make = problem if self.mode is EnginePriorityMode.ON else warning
+            return [make(self.where, f"takes no request with a `priority`: {error}", _BY_PRIORITY)]
+        return [ok(self.where, "takes a request's `priority`; whether it goes by it, `/endpoints` tells under load")]

@@ -1,0 +1,196 @@
+"""Everything a configuration names that can be visited."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvproxy.base.background_task import cancel_tasks
+from kvproxy.base.errors import ClientError, DiscoveryError, Refused
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cluster.discovery import Source, sources_of
+from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, EventSources
+from kvproxy.operate.config.schema import Config
+from kvproxy.operate.doctor.engine import EngineFacts
+from kvproxy.operate.doctor.lmcache import LmcacheFacts
+from kvproxy.operate.doctor.report import Finding, problem, warning
+from kvproxy.operate.doctor.tools import Tools
+from kvproxy.operate.doctor.trial import TrialPlan
+from kvproxy.proxy.filter_settings import DEFAULT_FILTERS
+
+T = TypeVar("T")
+_FORBIDDEN = 403
+_RIGHTS = "give the service account a Role with these verbs on these resources (docs/kubernetes.md: Rights)"
+#: So long a source that says by itself what changed is followed, to see that it can be.
+_WATCHED_S = 1.0
+#: A lookup needs two whole chunks of LMCache's default size to be distinguished from chance.
+_LOOKUP_TOKENS = 2 * 256
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Engines in the order of the configuration; `undiscovered` has a finding for each discovery that failed.
+
+    `kvcache` is None without that filter, `lmcache` without its service. `open_files` is the process's limit.
+    """
+
+    config: Config
+    engines: tuple[EngineFacts, ...]
+    tools: Tools
+    kvcache: KvCacheSettings | None = None
+    lmcache: LmcacheFacts | None = None
+    tokenizer: EngineFacts | None = None
+    undiscovered: tuple[Finding, ...] = ()
+    open_files: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+    def group_engines(self) -> Iterable[tuple[str, tuple[EngineFacts, ...]]]:
+        """Engines by cluster."""
+        for name in self.config.clusters:
+            yield name, tuple(engine for engine in self.engines if engine.cluster == name)
+
+
+async def survey_deployment(config: Config, *, tools: Tools, open_files: int | None = None) -> Deployment:
+    """The deployment of a configuration, its discoveries asked once."""
+    kvcache = find_kvcache_settings(config)
+    lookups = kvcache is not None and bool(kvcache.lmcache_endpoint)
+    engines: list[EngineFacts] = []
+    undiscovered: list[Finding] = []
+    for name, cluster in config.clusters.items():
+        endpoints, failed = await _endpoints(name, cluster)
+        undiscovered += failed
+        routed = tuple(dict.fromkeys(list_routed_models(config, name)))
+        for endpoint in endpoints:
+            plan = TrialPlan(len(engines), _LOOKUP_TOKENS if lookups else 0, kvcache is not None and kvcache.kv_events)
+            engines.append(
+                EngineFacts(
+                    endpoint,
+                    cluster=name,
+                    health_path=cluster.health.path,
+                    tools=tools,
+                    plan=plan,
+                    label=f"endpoint {name}/{endpoint.id}" if len(config.clusters) > 1 else "",
+                    routed=routed,
+                    stated=_stated(endpoint, kvcache),
+                    data_parallel=cluster.data_parallel,
+                )
+            )
+    return Deployment(
+        config,
+        tuple(engines),
+        tools,
+        kvcache,
+        LmcacheFacts(kvcache, tools=tools) if kvcache is not None and lookups else None,
+        _tokenizer(kvcache, tools),
+        tuple(undiscovered),
+        resource.getrlimit(resource.RLIMIT_NOFILE)[0] if open_files is None else open_files,
+    )
+
+
+def find_kvcache_settings(config: Config) -> KvCacheSettings | None:
+    """Settings of the kvcache filter; None when the chain has none, or it is switched off."""
+    if not config.filters:
+        return KvCacheSettings() if "kvcache" in DEFAULT_FILTERS else None
+    for spec in config.filters:
+        if spec.name == "kvcache":
+            settings = spec.settings if isinstance(spec.settings, KvCacheSettings) else KvCacheSettings()
+            return settings if settings.enabled else None
+    return None
+
+
+def list_routed_models(config: Config, cluster: str) -> list[str]:
+    """What engines of this cluster are asked for by name, as routes and the kvcache filter say."""
+    kvcache = find_kvcache_settings(config)
+    names = [route.upstream_model or route.model for route in config.routes if route.cluster == cluster]
+    if kvcache is not None and kvcache.default_model and len(config.clusters) == 1:
+        names.append(kvcache.default_model)
+    return [name for name in names if name and not name.endswith("*")]
+
+
+async def gather_facts(
+    engines: Sequence[EngineFacts], fact: Callable[[EngineFacts], Awaitable[T]]
+) -> dict[EngineFacts, T]:
+    """The fact of every engine that can be asked for it; why another cannot is that fact's own check's business."""
+    found: dict[EngineFacts, T] = {}
+    results = await asyncio.gather(*(fact(engine) for engine in engines), return_exceptions=True)
+    for engine, result in zip(engines, results, strict=True):
+        if isinstance(result, BaseException):
+            if not isinstance(result, ClientError):
+                raise result
+        else:
+            found[engine] = result
+    return found
+
+
+async def _endpoints(name: str, cluster: ClusterSettings) -> tuple[list[EndpointSettings], list[Finding]]:
+    endpoints, findings = list(cluster.endpoints), []
+    for source in sources_of(cluster.discovery):
+        where, place = f"cluster {name}", f"clusters.{name}.discovery.{source.name}"
+        try:
+            found = await source.discovery.endpoints()
+            endpoints += found
+            trouble = await _hear_trouble(source) if source.follow is not None else ""
+        except (ClientError, DiscoveryError, OSError) as error:
+            found, trouble = (), str(error)
+            refused = isinstance(error, Refused) and error.status == _FORBIDDEN
+        else:
+            refused = f"({_FORBIDDEN}" in trouble
+        if trouble:
+            fix = _RIGHTS if refused else f"correct {place}, or what it names"
+            findings.append(problem(where, f"the {source.name} discovery fails: {trouble}", fix))
+        elif not found and source.follow is not None:
+            what = f"the {source.name} discovery knows no endpoint"
+            findings.append(warning(where, what, f"is that so now? Otherwise correct {place}: are they ready there?"))
+    return endpoints, findings
+
+
+async def _hear_trouble(source: Source) -> str:
+    """What is wrong with following a source that could be listed, such as an account that may list and not watch."""
+    said = asyncio.get_running_loop().create_future()
+
+    async def hear(_: object, trouble: str) -> None:
+        if trouble and not said.done():
+            said.set_result(trouble)
+
+    assert source.follow is not None
+    following = asyncio.ensure_future(source.follow(hear))
+    try:
+        await asyncio.wait([said, following], timeout=_WATCHED_S, return_when=asyncio.FIRST_COMPLETED)
+        return said.result() if said.done() else ""
+    finally:
+        await cancel_tasks([following])
+
+
+def _stated(endpoint: EndpointSettings, kvcache: KvCacheSettings | None) -> EventSources:
+    """What the configuration says of an engine that cannot say where its KV events are."""
+    if endpoint.kv_event_sources.endpoint or kvcache is None:
+        return endpoint.kv_event_sources
+    return kvcache.kv_event_sources
+
+
+def _tokenizer(kvcache: KvCacheSettings | None, tools: Tools) -> EngineFacts | None:
+    """The engine that tokenizes for all of them, where one is configured."""
+    if kvcache is None or not kvcache.vllm_endpoint:
+        return None
+    endpoint = EndpointSettings(id="vllm_endpoint", url=kvcache.vllm_endpoint)
+    return EngineFacts(
+        endpoint, cluster="", health_path="/health", tools=tools, plan=TrialPlan(), label="vllm_endpoint of kvcache"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterCheck:
+    """What the checks of one cluster share."""
+
+    deployment: Deployment
+    cluster: str
+
+    @property
+    def where(self) -> str:
+        return f"cluster {self.cluster}"
+
+    @property
+    def engines(self) -> tuple[EngineFacts, ...]:
+        return dict(self.deployment.group_engines())[self.cluster]

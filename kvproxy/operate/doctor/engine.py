@@ -1,0 +1,372 @@
+"""One configured engine and the facts about it, each asked for once however many checks need it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
+
+import httpx
+
+from kvproxy.base.errors import BadResponse, ClientError, ClientUnavailable, NotSupported
+from kvproxy.cache.clients.api import Api
+from kvproxy.cache.clients.engine_metrics import EngineKind, EngineMetrics, parse_engine_metrics
+from kvproxy.cache.clients.sglang import SglangInfo
+from kvproxy.cache.clients.vllm import ModelInfo, VllmClient
+from kvproxy.cache.kv_events.source import KvEventSource, stated_sources
+from kvproxy.cluster.engine import origin_of
+from kvproxy.cluster.settings import DataParallelSettings, EndpointSettings, EventSources
+from kvproxy.operate.doctor.tools import ConnectResult, Tools, try_connect, try_tls
+from kvproxy.operate.doctor.trial import (
+    RankAnswers,
+    Trial,
+    TrialPlan,
+    TrialTarget,
+    asking_for,
+    run_trial,
+    send_priority,
+    try_ranks,
+)
+
+_LE = re.compile(rb'le="(\+Inf|[0-9.eE+]+)"')
+#: A number beyond it is no count.
+_MOST = 2.0**53
+_GROWING = (b"vllm:prompt_tokens_total", b"vllm:generation_tokens_total", b"vllm:time_to_first_token_seconds_sum")
+_STARTED = b"process_start_time_seconds"
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Figures that only grow and that no two engines share: what an engine did since its start."""
+
+    values: tuple[float, ...]
+    started_at: float | None = None  # of the process; the same in all figures of one engine
+
+    @property
+    def used(self) -> bool:
+        """An engine that did nothing looks like any other."""
+        return all(value > 0 for value in self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLengths:
+    """How long this engine's prompts were."""
+
+    count: int
+    shorter: tuple[tuple[float, int], ...]  # (at most so many tokens, so many prompts), growing
+
+    def share_below(self, tokens: int) -> float:
+        """The share of prompts that are surely shorter (the histogram's buckets are coarse)."""
+        below = max((count for bound, count in self.shorter if bound < tokens), default=0)
+        return below / self.count if self.count else 0.0
+
+
+def parse_counters(text: bytes) -> Counters | None:
+    """None when the engine does not show them."""
+    totals = [sum_samples(text, name) for name in _GROWING]
+    if None in totals:
+        return None
+    return Counters(tuple(total for total in totals if total is not None), sum_samples(text, _STARTED))
+
+
+def parse_prompt_lengths(text: bytes) -> PromptLengths:
+    """From `vllm:request_prompt_tokens`, over all ranks and models."""
+    buckets: dict[float, int] = {}
+    for line in text.split(b"\n"):
+        found = _LE.search(line) if line.startswith(b"vllm:request_prompt_tokens_bucket{") else None
+        value = _value(line) if found else None
+        if found is not None and value is not None and (bound := _number(found[1])) is not None:
+            buckets[bound] = buckets.get(bound, 0) + int(value)
+    return PromptLengths(max(buckets.values(), default=0), tuple(sorted(buckets.items())))
+
+
+def sum_samples(text: bytes, name: bytes) -> float | None:
+    """Over all ranks and models; None when there is no such sample."""
+    values = [
+        _value(line)
+        for line in text.split(b"\n")
+        if line.startswith(name) and line[len(name) : len(name) + 1] in (b"{", b" ")
+    ]
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _value(line: bytes) -> float | None:
+    """The sample's value; a timestamp may follow it."""
+    fields = (line.rpartition(b"}")[2] if b"}" in line else line.partition(b" ")[2]).split()
+    value = _number(fields[0]) if fields else None
+    return value if value is not None and 0.0 <= value <= _MOST else None
+
+
+def _number(text: bytes) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+T = TypeVar("T")
+
+#: Text whose tokens distinguish tokenizers: words, case, digits, code, accents, CJK, emoji, white space.
+SAMPLE_TEXT = "The quick BROWN fox 1234567890 -> def f(x):\n\treturn x**2  # naïve café 你好世界 🙂 \u00a0end"
+
+
+@dataclass(frozen=True, slots=True)
+class HealthReply:
+    """The answer of the health path. `skew_s` is the engine's clock minus ours (its header has whole seconds)."""
+
+    status: int
+    skew_s: float | None = None
+    took_s: float = 0.0
+
+
+class EngineFacts:
+    """Every fact raises ClientError when the engine cannot be asked; the link itself is a fact that never does."""
+
+    def __init__(
+        self,
+        endpoint: EndpointSettings,
+        *,
+        cluster: str,
+        health_path: str,
+        tools: Tools,
+        plan: TrialPlan,
+        label: str = "",
+        routed: tuple[str, ...] = (),
+        stated: EventSources | None = None,
+        data_parallel: DataParallelSettings = DataParallelSettings(),
+    ) -> None:
+        self.endpoint = endpoint
+        self.cluster = cluster
+        self.tools = tools
+        self.plan = plan
+        self.where = label or f"endpoint {endpoint.id}"
+        self.origin = origin_of(endpoint)
+        self._health_path = health_path
+        self._routed = routed
+        self._stated = stated
+        self.data_parallel = endpoint.data_parallel or data_parallel
+        self._http = tools.make_client(self.origin)
+        key = endpoint.api_key
+        authorization = None if key is None else f"Bearer {key.get_secret_value()}"
+        self._headers = {} if authorization is None else {"authorization": authorization}
+        url, timeout_s = str(self.origin), tools.timeouts.exchange_s
+        self.vllm = VllmClient(self._http, url, authorization, timeout_s=timeout_s)
+        self.api = Api(self._http, url, service="vllm", authorization=authorization)
+
+    @property
+    def instance_id(self) -> str:
+        """Its name at LMCache."""
+        return self.endpoint.instance_id or self.endpoint.id
+
+    async def try_link(self) -> ConnectResult:
+        """Whether it can be connected to."""
+        timeout_s = self.tools.timeouts.exchange_s
+        return await self.tools.answers.ask_once(
+            f"{self._key} link", lambda: try_connect(self.origin, timeout_s=timeout_s)
+        )
+
+    async def is_reachable(self) -> bool:
+        """Whether connecting worked; why not is the connection check's business."""
+        return (await self.try_link()).error is None
+
+    async def speaks_tls(self) -> bool:
+        """Whether it needs https although its url says http; asked only after http failed."""
+        if self.origin.scheme != "http":
+            return False
+        timeout_s = self.tools.timeouts.exchange_s
+        return await self.tools.answers.ask_once(
+            f"{self._key} speaks tls", lambda: try_tls(self.origin, timeout_s=timeout_s)
+        )
+
+    @property
+    def ends_in_v1(self) -> bool:
+        """What people copy from a client's base_url."""
+        return self.endpoint.url.rstrip("/").endswith("/v1")
+
+    async def health_reply(self) -> HealthReply:
+        """What the health path says."""
+        return await self._fact("hello", self._ask_health)
+
+    async def allowed_origins(self) -> str:
+        """`access-control-allow-origin` of its answer to a browser's preflight; "" if it has none."""
+        return await self._fact("preflight", self._ask_preflight)
+
+    async def list_models(self) -> tuple[ModelInfo, ...]:
+        """What it serves."""
+        return await self._fact("models", self.vllm.list_models)
+
+    async def fetch_version(self) -> str:
+        return await self._fact("version", self.vllm.fetch_version)
+
+    async def sglang_info(self) -> SglangInfo:
+        """What it was started with. Raises NotSupported where it is no SGLang."""
+        return await self._fact("sglang info", self.vllm.sglang_info)
+
+    async def find_kind(self) -> EngineKind:
+        """Which program it is, by its metrics, else by whether it answers as SGLang does."""
+        try:
+            kind = parse_engine_metrics(await self.fetch_exposition()).kind
+        except ClientError:
+            kind = EngineKind.UNKNOWN
+        if kind is not EngineKind.UNKNOWN:
+            return kind
+        try:
+            await self.sglang_info()
+        except ClientError:
+            return EngineKind.VLLM
+        return EngineKind.SGLANG
+
+    async def list_sources(self) -> tuple[KvEventSource, ...]:
+        """Where it publishes KV events: as it says, else as the configuration says of engines that cannot."""
+        try:
+            return await self._fact("kv event sources", self.vllm.kv_event_sources)
+        except NotSupported:
+            if self._stated is None or not self._stated.endpoint:
+                raise
+            return stated_sources(self._stated, host=self.origin.host)
+
+    async def tokenize_sample(self) -> tuple[int, ...]:
+        """Tokens of a sample text by `/tokenize`."""
+        return await self._fact("sample", self._tokenize_sample)
+
+    async def fetch_exposition(self) -> bytes:
+        """`/metrics` as it was before the doctor's own requests."""
+        return await self._fact("metrics", self.exposition_now)
+
+    async def try_generating(self) -> Trial:
+        """Two requests of one token each."""
+        return await self._fact("trial", self._run_trial)
+
+    async def send_priority(self, *, chat: bool) -> None:
+        """A request of one token with a `priority`. Raises ClientError."""
+        await send_priority(await self._target(), chat=chat)
+
+    async def shown_ranks(self) -> tuple[int, ...]:
+        """Its data-parallel ranks by its metrics, if there are several."""
+        try:
+            return tuple(sorted(parse_engine_metrics(await self.fetch_exposition()).ranks))
+        except ClientError:
+            return ()
+
+    async def try_ranks(self) -> RankAnswers | None:
+        """What it makes of requests for its ranks, as configured or else shown; None where there are none."""
+        ranks = self.data_parallel.ranks or await self.shown_ranks()
+        if not ranks or not self.data_parallel.steer:
+            return None
+        target = await self._target()
+        return await self._fact("ranks", lambda: try_ranks(target, ranks))
+
+    async def choose_model(self) -> ModelInfo:
+        """The model to try: a declared or routed one that is served, else the first that is no adapter."""
+        models = {one.id: one for one in await self.list_models()}
+        for name in (*self.endpoint.models, *self._routed):
+            if name in models:
+                return models[name]
+        found = next((one for one in models.values() if one.parent is None), None)
+        if found is None:
+            raise BadResponse(f"{self.where} serves no model")
+        return found
+
+    async def exposition_now(self) -> bytes:
+        """A new scrape of `/metrics`."""
+        return await self.vllm.fetch_exposition(timeout_s=self.tools.timeouts.exchange_s)
+
+    async def metrics_now(self) -> EngineMetrics | None:
+        """The same as figures; None where the engine shows none."""
+        try:
+            return await self.vllm.fetch_metrics(timeout_s=self.tools.timeouts.exchange_s)
+        except ClientError:
+            return None
+
+    async def sources_or_none(self) -> tuple[KvEventSource, ...]:
+        """() where the engine cannot name them."""
+        try:
+            return await self.list_sources()
+        except ClientError:
+            return ()
+
+    @property
+    def _key(self) -> str:
+        return f"{self.cluster}/{self.endpoint.id}"
+
+    async def _fact(self, name: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """No check waits again for an engine that cannot be connected to."""
+        if not await self.is_reachable():
+            raise ClientUnavailable(f"{self.where} cannot be connected to")
+        return await self.tools.answers.ask_once(f"{self._key} {name}", ask)
+
+    async def _run_trial(self) -> Trial:
+        if await self.is_asleep():
+            raise ClientError(f"{self.where} sleeps")
+        model = await self.choose_model()
+        sources = await self.sources_or_none() if self.plan.events else ()
+        target = TrialTarget(model, self.api, self.vllm, sources, self.metrics_now, self.tools)
+        answers = await self.try_ranks()
+        if answers is not None and answers.taken:  # the second prompt finds what the first left only on the same rank
+            target = asking_for(target, next(iter(answers.taken.values())))
+        return await run_trial(target, self.plan)
+
+    async def _target(self) -> TrialTarget:
+        return TrialTarget(await self.choose_model(), self.api, self.vllm, (), self.metrics_now, self.tools)
+
+    async def is_asleep(self) -> bool:
+        """Whether its metrics say so. They are taken before our own requests show in them."""
+        try:
+            return parse_engine_metrics(await self.fetch_exposition()).asleep
+        except ClientError:
+            return False
+
+    async def _tokenize_sample(self) -> tuple[int, ...]:
+        return tuple((await self.vllm.tokenize_prompt((await self.choose_model()).id, SAMPLE_TEXT)).tokens)
+
+    async def _ask_preflight(self) -> str:
+        timeout_s = self.tools.timeouts.exchange_s
+        asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
+        try:
+            response = await self._http.options(
+                f"{self.origin}/v1/chat/completions", headers=asked, timeout=httpx.Timeout(timeout_s)
+            )
+        except httpx.HTTPError as error:
+            raise ClientUnavailable(f"{self.where} preflight: {type(error).__name__}") from error
+        return str(response.headers.get("access-control-allow-origin", ""))
+
+    async def _ask_health(self) -> HealthReply:
+        timeout_s = self.tools.timeouts.exchange_s
+        sent, began = self.tools.wall_clock(), self.tools.clock()
+        try:
+            response = await self._http.get(
+                f"{self.origin}{self._health_path}", headers=self._headers, timeout=httpx.Timeout(timeout_s)
+            )
+        except httpx.HTTPError as error:
+            raise ClientUnavailable(f"{self.where} {self._health_path}: {type(error).__name__}") from error
+        now = (sent + self.tools.wall_clock()) / 2
+        skew_s = _skew_s(response.headers.get("date"), now)
+        return HealthReply(response.status_code, skew_s, self.tools.clock() - began)
+
+
+def _skew_s(date: str | None, now: float) -> float | None:
+    """The header says the second that has begun: on average half a second too early."""
+    if date is None:
+        return None
+    try:
+        theirs = parsedate_to_datetime(date)
+    except ValueError:
+        return None
+    if theirs.tzinfo is None:
+        theirs = theirs.replace(tzinfo=UTC)
+    return (theirs - datetime.fromtimestamp(now, UTC)).total_seconds() + 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCheck:
+    """What the checks of one engine share."""
+
+    engine: EngineFacts
+
+    @property
+    def where(self) -> str:
+        return self.engine.where

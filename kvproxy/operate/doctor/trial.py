@@ -1,0 +1,249 @@
+"""The only requests that generate, one token each: a prompt sent twice and watched closely, and one to each rank."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from kvproxy.base.errors import ClientError, Refused
+from kvproxy.cache.clients.api import Api
+from kvproxy.cache.clients.engine_metrics import EngineMetrics
+from kvproxy.cache.clients.vllm import ModelInfo, VllmClient
+from kvproxy.cache.kv_events.source import KvEventSource
+from kvproxy.operate.doctor.listening import StreamObservation, WatchedStreams, open_streams
+from kvproxy.operate.doctor.tools import Tools
+from kvproxy.proxy.forward.headers import RANK_HEADER
+
+#: Block size (in tokens) assumed where the metrics do not name one.
+_ASSUMED_BLOCK_TOKENS = 128
+_MAX_WORDS = 4096
+_WORDS = ("the", "of", "and", "to", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are", "with", "as")
+
+#: Engines get prompts of different lengths, so that what they counted distinguishes them.
+_STEP_WORDS = 7
+
+#: So many data-parallel ranks are tried of one engine: the first ones.
+MAX_TRIED = 16
+_BEYOND, _BAD_REQUEST = 1000, 400
+
+
+@dataclass(frozen=True, slots=True)
+class TrialPlan:
+    """`number` distinguishes the engines; `least_tokens` is the length of prompt that LMCache needs."""
+
+    number: int = 0
+    least_tokens: int = 0
+    events: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TrialTarget:
+    """The engine as a trial needs it; `scrape` reads its metrics, None where it shows none."""
+
+    model: ModelInfo
+    api: Api
+    vllm: VllmClient
+    sources: Sequence[KvEventSource]
+    scrape: Callable[[], Awaitable[EngineMetrics | None]]
+    tools: Tools
+
+
+@dataclass(frozen=True, slots=True)
+class TrialReply:
+    """What one answer says of its prompt."""
+
+    prompt_tokens: int
+    cached_tokens: int | None  # None: the engine does not say
+    token_ids: tuple[int, ...] = ()  # () where the engine does not report them
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What happened. `tokenized` is what `/tokenize` says of the same prompt, or why it does not."""
+
+    model: str
+    chat: bool  # False: the engine has no chat; a text completion was asked for
+    tokenized: tuple[int, ...] | ClientError
+    first: TrialReply
+    second: TrialReply
+    longer: TrialReply | None = None  # the second time, of a longer prompt, where nothing was reused of the first
+    tokenize_s: float = 0.0
+    before: EngineMetrics | None = None
+    after: EngineMetrics | None = None
+    observed: tuple[StreamObservation, ...] = ()
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The prompt's ids as the engine saw them; () when neither answer nor `/tokenize` has them."""
+        if self.first.token_ids:
+            return self.first.token_ids
+        return () if isinstance(self.tokenized, ClientError) else self.tokenized
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    prompt_tokens_details: _Details | None = None
+
+
+class _Choice(msgspec.Struct):
+    prompt_token_ids: list[int] | None = None
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage
+    choices: list[_Choice] = []
+    prompt_token_ids: list[int] | None = None
+
+
+def make_prompt(rng: random.Random, *, words: int) -> str:
+    """At least `words` tokens that no cache holds: the text begins with a number of its own."""
+    nonce = f"{rng.getrandbits(64):016x}"
+    return " ".join([nonce, *(_WORDS[i % len(_WORDS)] for i in range(words))])
+
+
+def count_words(plan: TrialPlan, metrics: EngineMetrics | None, max_model_len: int | None) -> int:
+    """Two blocks and what the plan needs, as far as the model's context allows."""
+    cache = metrics.cache if metrics is not None else None
+    block = (cache.block_tokens if cache is not None else None) or _ASSUMED_BLOCK_TOKENS
+    wanted = max(2 * block, plan.least_tokens) + 16 + plan.number * _STEP_WORDS
+    return min(wanted, _MAX_WORDS, max((max_model_len or _MAX_WORDS * 2) // 2, 1))
+
+
+async def run_trial(target: TrialTarget, plan: TrialPlan) -> Trial:
+    """Raises ClientError when the engine does not answer the prompt."""
+    tools, timeouts = target.tools, target.tools.timeouts
+    before = await target.scrape()
+    text = make_prompt(tools.rng, words=count_words(plan, before, target.model.max_model_len))
+    async with open_streams(clock=tools.clock, wall_clock=tools.wall_clock) as listening:
+        await listening.connect(target.sources, within_s=timeouts.exchange_s)
+        chat, first = await _send_first(target, text)
+        second = await _send(target, text, chat=chat)
+        started = tools.clock()
+        tokenized = await _tokenize(target, text, chat=chat)
+        tokenize_s = tools.clock() - started
+        tokens = first.token_ids or (() if isinstance(tokenized, ClientError) else tokenized)
+        await listening.listen(tokens, within_s=timeouts.late_s)
+        if listening.silent and tokens:
+            await _listen_again(target, listening, len(tokens), chat=chat)
+        await listening.ask_replays(within_s=timeouts.event_s)
+        observed = tuple(listening.observed)
+    longer = await _try_longer(target, first.prompt_tokens, chat=chat) if second.cached_tokens == 0 else None
+    after = await target.scrape()
+    return Trial(target.model.id, chat, tokenized, first, second, longer, tokenize_s, before, after, observed)
+
+
+async def _try_longer(target: TrialTarget, tokens: int, *, chat: bool) -> TrialReply | None:
+    """Hybrid models reuse in long steps, and nothing of a prompt shorter than one."""
+    words = min(_MAX_WORDS, (target.model.max_model_len or 2 * _MAX_WORDS) // 2)
+    if words < 2 * tokens:
+        return None
+    text = make_prompt(target.tools.rng, words=words)
+    await _send(target, text, chat=chat)
+    return await _send(target, text, chat=chat)
+
+
+async def _listen_again(target: TrialTarget, listening: WatchedStreams, words: int, *, chat: bool) -> None:
+    """A publisher that has not yet taken note of a subscription drops what it publishes: once more, with another
+    prompt."""
+    text = make_prompt(target.tools.rng, words=words // 2)
+    ids = (await _send(target, text, chat=chat)).token_ids
+    tokens = ids or await _tokenize(target, text, chat=chat)
+    if not isinstance(tokens, ClientError):
+        await listening.listen(tokens, within_s=target.tools.timeouts.event_s)
+
+
+async def _send_first(target: TrialTarget, text: str) -> tuple[bool, TrialReply]:
+    """A chat; where the engine refuses one (a base model has no template), a text completion."""
+    try:
+        return True, await _send(target, text, chat=True)
+    except Refused as error:
+        if error.status not in (400, 404, 405):
+            raise
+        refusal = error
+    try:
+        return False, await _send(target, text, chat=False)
+    except Refused:
+        raise refusal from None
+
+
+async def send_small(target: TrialTarget, *, chat: bool | None = None) -> bool:
+    """A few words, as a chat if the engine takes one, or as said; whether it was one. Raises ClientError."""
+    text = make_prompt(target.tools.rng, words=_STEP_WORDS)
+    if chat is None:
+        return (await _send_first(target, text))[0]
+    await _send(target, text, chat=chat)
+    return chat
+
+
+async def send_priority(target: TrialTarget, *, chat: bool) -> None:
+    """One more request, with a `priority`. Raises ClientError when the engine does not answer it."""
+    await _send(target, make_prompt(target.tools.rng, words=_STEP_WORDS), chat=chat, priority=1)
+
+
+async def _send(target: TrialTarget, text: str, *, chat: bool, **fields: int) -> TrialReply:
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    options = {"model": target.model.id, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+    body = {**options, **_prompt(text, chat=chat), **fields}
+    answer = await target.api.post(path, body, _Answer, timeout_s=target.tools.timeouts.exchange_s)
+    ids = answer.prompt_token_ids or next((one.prompt_token_ids for one in answer.choices), None) or ()
+    details = answer.usage.prompt_tokens_details
+    return TrialReply(answer.usage.prompt_tokens, None if details is None else details.cached_tokens, tuple(ids))
+
+
+async def _tokenize(target: TrialTarget, text: str, *, chat: bool) -> tuple[int, ...] | ClientError:
+    try:
+        if chat:
+            body = msgspec.json.encode(_prompt(text, chat=True))
+            return tuple((await target.vllm.tokenize_chat(target.model.id, body)).tokens)
+        return tuple((await target.vllm.tokenize_prompt(target.model.id, text)).tokens)
+    except ClientError as error:
+        return error
+
+
+def _prompt(text: str, *, chat: bool) -> dict[str, str | Sequence[dict[str, str]]]:
+    return {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+
+
+@dataclass(frozen=True, slots=True)
+class RankAnswers:
+    """`taken`: the number by which it knows each rank; `reads`: whether it refuses a rank that there is not."""
+
+    taken: dict[int, int]
+    refused: tuple[int, ...]
+    reads: bool
+
+
+async def try_ranks(target: TrialTarget, ranks: Sequence[int]) -> RankAnswers:
+    """Raises ClientError when the engine does not answer without a rank either."""
+    chat = await send_small(target)
+    tried = sorted(ranks)[:MAX_TRIED]
+    first = tried[0] if tried[0] and not await _takes(target, tried[0], chat=chat) else 0  # it may count its own from 0
+    taken, refused = {}, []
+    for rank in tried:
+        if await _takes(target, rank - first, chat=chat):
+            taken[rank] = rank - first
+        else:
+            refused.append(rank)
+    return RankAnswers(taken, tuple(refused), not await _takes(target, tried[-1] + _BEYOND, chat=chat))
+
+
+def asking_for(target: TrialTarget, number: int) -> TrialTarget:
+    """The same engine, by the rank of this number."""
+    return replace(target, api=target.api.with_header(RANK_HEADER.decode(), str(number)))
+
+
+async def _takes(target: TrialTarget, number: int, *, chat: bool) -> bool:
+    try:
+        await send_small(asking_for(target, number), chat=chat)
+    except Refused as error:
+        if error.status != _BAD_REQUEST:
+            raise
+        return False
+    return True

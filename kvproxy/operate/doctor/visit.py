@@ -1,0 +1,234 @@
+"""A visit to everything a configuration names: which checks there are, and running them.
+
+Checks run at the same time, each within its own deadline, and none of them raises. `kvproxy doctor` makes the whole
+visit; `kvproxy serve` makes a light one when it starts, beside the traffic, and logs its findings once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from kvproxy.base.background_task import BackgroundTask
+from kvproxy.base.errors import ClientError, Problem
+from kvproxy.cluster.settings import EnginePriorityMode
+from kvproxy.features.hygiene.agent_prompts import AgentPromptsCheck
+from kvproxy.operate.config.schema import Config
+from kvproxy.operate.doctor.check_configuration import ConfigurationCheck, LimitsCheck, PublicCheck, convert_problems
+from kvproxy.operate.doctor.check_cors import CorsCheck
+from kvproxy.operate.doctor.check_engine_setup import RanksCheck, SglangCheck
+from kvproxy.operate.doctor.check_kv_events import EventSourcesCheck, KvEventsCheck
+from kvproxy.operate.doctor.check_lmcache import ActionsCheck, InstancesCheck, ServiceCheck
+from kvproxy.operate.doctor.check_lookup import BudgetCheck, ChunksCheck, LookupCheck
+from kvproxy.operate.doctor.check_models import (
+    DuplicatesCheck,
+    ModelsCheck,
+    TokenizerCheck,
+    TokenizersCheck,
+    VersionCheck,
+)
+from kvproxy.operate.doctor.check_reachability import ApiCheck, ConnectionCheck, HealthCheck, MetricsCheck
+from kvproxy.operate.doctor.check_trial import (
+    CachingCheck,
+    ClockCheck,
+    GenerateCheck,
+    PriorityCheck,
+    TokenizeCheck,
+    priority_mode,
+)
+from kvproxy.operate.doctor.deployment import Deployment, survey_deployment
+from kvproxy.operate.doctor.report import DoctorReport, Finding, Severity, SkippedCheck, warning
+from kvproxy.operate.doctor.tools import Tools
+
+log = logging.getLogger("kvproxy.doctor")
+
+
+class Check(Protocol):
+    """One question. `calls` is how many exchanges it waits for, one after another, at most: its deadline."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def calls(self) -> int: ...
+    @property
+    def where(self) -> str:
+        """What it looks at."""
+        ...
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        """What it found, good findings included.
+
+        A ClientError means that it could not look; the check that owns the failed exchange says what is wrong.
+        """
+        ...
+
+
+async def run_checks(checks: Iterable[Check], *, timeout_s: float) -> DoctorReport:
+    """Runs all of them; `timeout_s` is for one exchange."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(_run(check, timeout_s), name=f"doctor check {check.name} {check.where}")
+            for check in checks
+        ]
+    results = [task.result() for task in tasks]
+    skipped = [one for one in results if isinstance(one, SkippedCheck)]
+    return DoctorReport.of_findings(
+        [finding for one in results if not isinstance(one, SkippedCheck) for finding in one], skipped
+    )
+
+
+async def _run(check: Check, timeout_s: float) -> Sequence[Finding] | SkippedCheck:
+    deadline_s = check.calls * timeout_s
+    try:
+        async with asyncio.timeout(deadline_s):
+            found = await check.collect_findings()
+    except TimeoutError:
+        found = [warning(check.where, f"not known after {deadline_s:g} s", "the service is slow: raise --timeout")]
+    except ClientError as error:
+        return SkippedCheck(check.name, check.where, str(error).removeprefix(f"{check.where} "))
+    except Exception as error:
+        log.exception("the check %s of %s is broken", check.name, check.where)
+        found = [warning(check.where, f"the check itself failed: {type(error).__name__}", "please report it")]
+    return [replace(one, check=check.name) for one in found]
+
+
+def list_full_checks(deployment: Deployment, problems: Sequence[Problem]) -> list[Check]:
+    """Everything, with two requests of one token to each engine (one more where its KV events were silent, and where it
+    is told a priority)."""
+    return [*_quiet(deployment, problems, trial=True), *_trials(deployment), *_lookups(deployment)]
+
+
+def list_timed_checks(deployment: Deployment) -> list[Check]:
+    """What must run alone, after all the rest: it measures time."""
+    if deployment.lmcache is None or not deployment.engines:
+        return []
+    return [BudgetCheck(deployment.engines, deployment.lmcache)]
+
+
+def list_light_checks(deployment: Deployment, problems: Sequence[Problem] = ()) -> list[Check]:
+    """What can be asked without generating anything."""
+    return list(_quiet(deployment, problems, trial=False))
+
+
+def _quiet(deployment: Deployment, problems: Sequence[Problem], *, trial: bool) -> Iterator[Check]:
+    wall_clock, lmcache = deployment.tools.wall_clock, deployment.lmcache
+    yield ConfigurationCheck(problems, deployment.undiscovered)
+    yield LimitsCheck(deployment)
+    yield PublicCheck(deployment.config)
+    for engine in (*deployment.engines, *filter(None, [deployment.tokenizer])):
+        yield ConnectionCheck(engine.where, engine.origin, engine.try_link, wall_clock)
+        yield ApiCheck(engine)
+    for engine in deployment.engines:
+        yield HealthCheck(engine)
+        yield MetricsCheck(engine)
+        yield EventSourcesCheck(engine, _wants_events(deployment))
+        yield SglangCheck(engine, deployment.config.clusters[engine.cluster], _wants_events(deployment))
+        yield ClockCheck(engine, trial)
+        if not any(spec.name == "cors" for spec in deployment.config.filters):
+            yield CorsCheck(engine)
+    for name, engines in deployment.group_engines():
+        if engines:
+            yield ModelsCheck(deployment, name)
+            yield VersionCheck(deployment, name)
+    if lmcache is not None:
+        yield ConnectionCheck(lmcache.where, lmcache.origin, lmcache.try_link, wall_clock)
+        yield ServiceCheck(lmcache)
+        yield InstancesCheck(deployment, lmcache, trial)
+        yield ActionsCheck(lmcache)
+
+
+def _trials(deployment: Deployment) -> Iterator[Check]:
+    uses_tokens = deployment.lmcache is not None or _wants_events(deployment)
+    for engine in deployment.engines:
+        yield GenerateCheck(engine)
+        yield TokenizeCheck(engine, uses_tokens and deployment.tokenizer is None)
+        if uses_tokens:
+            yield AgentPromptsCheck(engine, deployment.tokenizer or engine)
+        yield CachingCheck(engine)
+        yield KvEventsCheck(engine)
+        yield RanksCheck(engine)
+        if (mode := priority_mode(deployment, engine)) is not EnginePriorityMode.OFF:
+            yield PriorityCheck(engine, mode)
+    for name, engines in deployment.group_engines():
+        if engines:
+            yield TokenizersCheck(deployment, name)
+    if deployment.tokenizer is not None:
+        yield TokenizerCheck(deployment.tokenizer)
+    yield DuplicatesCheck(deployment)
+
+
+def _lookups(deployment: Deployment) -> Iterator[Check]:
+    if deployment.lmcache is None:
+        return
+    for engine in deployment.engines:
+        yield LookupCheck(engine, deployment.lmcache)
+        yield ChunksCheck(engine, deployment.lmcache)
+
+
+def _wants_events(deployment: Deployment) -> bool:
+    return deployment.kvcache is not None and deployment.kvcache.kv_events
+
+
+async def diagnose_setup(
+    config: Config | None, problems: Sequence[Problem] = (), *, tools: Tools, open_files: int | None = None
+) -> DoctorReport:
+    """Everything found. `config` is None when `problems` (those of `kvproxy check`) leave nothing to visit.
+
+    Sends every engine two requests of one token each, at most four. `open_files` is this process's limit; None: asked
+    of the system.
+    """
+    if config is None:
+        return DoctorReport.of_findings(convert_problems(problems))
+    async with tools:
+        deployment = await survey_deployment(config, tools=tools, open_files=open_files)
+        timeout_s = tools.timeouts.exchange_s
+        visited = await run_checks(list_full_checks(deployment, problems), timeout_s=timeout_s)
+        return visited.merge_report(await run_checks(list_timed_checks(deployment), timeout_s=timeout_s))
+
+
+async def diagnose_lightly(config: Config, *, tools: Tools, open_files: int | None = None) -> DoctorReport:
+    """What can be found without generating anything: reachability, models, event sources, instance ids."""
+    async with tools:
+        deployment = await survey_deployment(config, tools=tools, open_files=open_files)
+        return await run_checks(list_light_checks(deployment), timeout_s=tools.timeouts.exchange_s)
+
+
+class StartupDiagnosis(BackgroundTask):
+    """An async context manager: inside it a task visits once. `report` is what it found, None until then;
+    `on_report` is called with it."""
+
+    task_name = "startup visit"
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        tools: Tools | None = None,
+        on_report: Callable[[DoctorReport], None] = lambda report: None,
+    ) -> None:
+        self.report: DoctorReport | None = None
+        self._on_report = on_report
+        self._config = config
+        self._tools = tools
+
+    async def wait_for_report(self) -> DoctorReport:
+        """Waits for the report."""
+        assert self._task is not None, "not entered"
+        await asyncio.wait([self._task])
+        assert self.report is not None, "the visit did not end well"
+        return self.report
+
+    async def _run(self) -> None:
+        try:
+            self.report = await diagnose_lightly(self._config, tools=self._tools or Tools())
+        except Exception:
+            log.exception("the visit to the engines is broken; the proxy works on")
+            return
+        self._on_report(self.report)
+        for one in self.report.findings:
+            level = logging.WARNING if one.severity is Severity.PROBLEM else logging.INFO
+            fix = f"; fix: {one.fix}" if one.fix else ""
+            log.log(level, "[doctor] %s: %s: %s%s", one.check, one.where, one.what, fix)

@@ -1,0 +1,231 @@
+"""One receipt in words: where the request went and why, what else it could have cost, what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvproxy.cluster.routing import selector
+from kvproxy.cluster.routing.registry import POLICIES
+from kvproxy.features.hygiene.causes import ADVICE, PrefixBreak
+from kvproxy.operate.receipts.receipt import Attempt, Receipt, ReceiptCandidate, matched_tokens, prefill_s
+from kvproxy.proxy.filters.access_log import printable
+
+#: What the reasons of the policies and of the cluster mean.
+REASONS = {**selector.REASONS, **{reason: text for kind in POLICIES.values() for reason, text in kind.reasons.items()}}
+
+_HEADER = ("", "endpoint", "cost", "wait", "prefill", "cached", "known from", "in flight", "pending")
+
+
+def explain_receipt(receipt: Receipt) -> str:
+    """Several lines for a terminal."""
+    return "\n".join([*_heading(receipt), *_decisions(receipt), "", *_outcome(receipt)])
+
+
+def explain_decision(decision: Mapping[str, Any]) -> str:
+    """The same from what a running proxy remembers: `/decisions/NUMBER`, with what each candidate would have cost."""
+    said = {name: printable(str(value)) for name, value in decision.items() if value not in (None, "")}
+    about = [f"{name} {said[name]}" for name in ("model", "tenant", "cluster") if name in said]
+    lines = [f"Request {said['request_id']}, ended {said.get('ended_at', '?')}", f"  {', '.join(about) or 'request'}"]
+    if "prompt_tokens" in said:
+        lines.append(f"  prompt of about {said['prompt_tokens']} tokens")
+    reason = said.get("reason", "")
+    meaning = f" ({REASONS[reason]})" if reason in REASONS else ""
+    lines += ["", f"Sent to {said.get('endpoint', 'no endpoint')}"]
+    if reason:
+        lines.append(f"  policy {said.get('policy', '?')}, reason {reason}{meaning}")
+    lines += _remembered_candidates(decision)
+    if "matched_tokens" in said and "endpoint" in said:
+        lines.append(f"  Predicted: {said['matched_tokens']} of {said.get('prompt_tokens', '?')} tokens cached.")
+    tries = int(decision.get("retries") or 0) + 1 if "endpoint" in said else 0
+    happened = f"status {said.get('status', 'none')}, {said.get('end', 'aborted')}"
+    first = "no first byte" if decision.get("ttft_s") is None else f"first byte after {_seconds(decision['ttft_s'])}"
+    lines += [
+        "",
+        f"What happened: {happened}, after {tries} attempt{'s' if tries != 1 else ''}",
+        f"  {first}, over after {_seconds(decision.get('duration_s'))}",
+    ]
+    if "cached_tokens" in said:
+        lines.append(
+            f"  cached by the engine's count: {said['cached_tokens']} of {said.get('prompt_tokens', '?')} tokens"
+        )
+    lines += [
+        "",
+        "Loads and waits of each endpoint are in receipts alone: `receipts: {path: receipts.jsonl}` keeps them.",
+    ]
+    return "\n".join(lines)
+
+
+def _heading(receipt: Receipt) -> Iterator[str]:
+    about = [receipt.kind or "request", *(
+        f"{name} {printable(value)}" for name, value in (
+            ("model", receipt.model), ("client", receipt.client), ("tenant", receipt.tenant),
+            ("session", receipt.session), ("cluster", receipt.cluster)) if value
+    )]  # fmt: skip
+    yield f"Request {printable(receipt.request_id) or '(without an id)'}, ended {receipt.time}"
+    yield f"  {', '.join(about)}{', streamed' if receipt.stream else ''}"
+    if receipt.prompt_tokens is not None:
+        hot = f", the first {receipt.hot_tokens} of them hot" if receipt.hot_tokens else ""
+        yield f"  prompt of about {receipt.prompt_tokens} tokens{hot}"
+
+
+def _decisions(receipt: Receipt) -> Iterator[str]:
+    for number, attempt in enumerate(receipt.attempts, start=1):
+        yield ""
+        yield from _attempt(receipt, attempt, number)
+    if receipt.refusals:
+        yield ""
+        reasons = ", ".join(dict.fromkeys(receipt.refusals))
+        yield f"No endpoint could take it {len(receipt.refusals)} time(s): {reasons}."
+
+
+def _attempt(receipt: Receipt, attempt: Attempt, number: int) -> Iterator[str]:
+    meaning = REASONS.get(attempt.reason)
+    why = f"{attempt.reason} ({meaning})" if meaning else attempt.reason
+    yield f"Attempt {number}, {_seconds(attempt.at_s)} after it was received: {attempt.endpoint}"
+    yield f"  policy {attempt.policy}, reason {why}"
+    if attempt.preference is not None:
+        yield f"  an earlier filter's preference was {attempt.preference}"
+    ordered = sorted(attempt.candidates, key=lambda one: (one.cost is None, one.cost, one.id))
+    yield from _table([_HEADER, *(_row(receipt, attempt, one) for one in ordered)])
+    if attempt.left_out:
+        yield f"  and {attempt.left_out} more"
+    yield from _alternatives(attempt, ordered)
+    yield from _prediction(receipt, attempt)
+    if attempt.failure is not None:
+        yield f"  It failed: {attempt.failure}."
+
+
+def _row(receipt: Receipt, attempt: Attempt, candidate: ReceiptCandidate) -> Sequence[str]:
+    held = receipt.facts.get(candidate.id)
+    cached = str(matched_tokens(receipt, candidate.id)) if receipt.prompt_tokens is not None else "-"
+    if held is not None and held.lower:
+        cached += f" ({', '.join(f'{tokens} {tier.value}' for tier, tokens in held.lower)})"
+    return (
+        ">" if candidate.id == attempt.endpoint else "",
+        candidate.id,
+        "-" if candidate.cost is None else f"{candidate.cost:.4g}",
+        _seconds(candidate.wait_s),
+        _seconds(_prefill_s(receipt, attempt, candidate)),
+        cached,
+        "-" if held is None else f"{held.source.value}, {held.age_s:.1f} s old",
+        str(candidate.in_flight),
+        f"{candidate.pending_tokens} tokens",
+    )
+
+
+def _alternatives(attempt: Attempt, ordered: Sequence[ReceiptCandidate]) -> Iterator[str]:
+    """How the choice compares, by the policy's own costs."""
+    chosen = next((one for one in ordered if one.id == attempt.endpoint), None)
+    others = [one for one in ordered if one.id != attempt.endpoint and one.cost is not None]
+    if chosen is None or chosen.cost is None or not others or others[0].cost is None:
+        return
+    best = others[0]
+    assert best.cost is not None
+    difference = best.cost - chosen.cost
+    if difference >= 0:
+        yield f"  The next best, {best.id}, would have cost {difference:.4g} more."
+    else:
+        yield f"  {best.id} would have cost {-difference:.4g} less."
+
+
+def _prediction(receipt: Receipt, attempt: Attempt) -> Iterator[str]:
+    chosen = next((one for one in attempt.candidates if one.id == attempt.endpoint), None)
+    if chosen is None or receipt.prompt_tokens is None:
+        return
+    text = f"  Predicted: {matched_tokens(receipt, chosen.id)} of {receipt.prompt_tokens} tokens cached"
+    prefill = _prefill_s(receipt, attempt, chosen)
+    if prefill is not None and chosen.wait_s is not None:
+        text += f", first token {_seconds(chosen.wait_s + prefill)} after the decision"
+    yield text + "."
+
+
+def _outcome(receipt: Receipt) -> Iterator[str]:
+    tries = f"{len(receipt.attempts)} attempt{'s' if len(receipt.attempts) != 1 else ''}"
+    where = f"{receipt.endpoint}, " if receipt.endpoint else ""
+    yield f"What happened: {where}status {receipt.status or 'none'}, {receipt.end or 'aborted'}, after {tries}"
+    first = "no first byte" if receipt.ttft_s is None else f"first byte after {_seconds(receipt.ttft_s)}"
+    if receipt.ttft_s is not None and receipt.attempts:
+        first += f" ({_seconds(receipt.ttft_s - receipt.attempts[-1].at_s)} after the decision)"
+    tokens = "" if receipt.completion_tokens is None else f", {receipt.completion_tokens} tokens generated"
+    yield f"  {first}, over after {_seconds(receipt.duration_s)}{tokens}"
+    if receipt.engine_priority is not None:
+        yield _told(receipt.engine_priority)
+    if receipt.cached_tokens is None:
+        yield "  the engine did not say how much it had cached"
+        return
+    prompt = receipt.engine_prompt_tokens
+    expected = 0 if receipt.endpoint is None else matched_tokens(receipt, receipt.endpoint)
+    yield f"  cached by the engine's count: {receipt.cached_tokens} of {prompt or '?'} tokens (predicted {expected})"
+    if receipt.cache_loss:
+        how = _LOSSES.get(receipt.cache_loss, receipt.cache_loss)
+        yield f"  it had lost its cache less than a minute before: {how}"
+    if (lease := receipt.lease) is not None:
+        saved = f", {_seconds(lease.seconds)} of prefill" if lease.seconds else ""
+        yield f"  its conversation's last prompt was under a lease ({lease.why}, by {lease.lever}): {lease.result},"
+        yield f"  {lease.reused} of {lease.tokens} tokens reused{saved}"
+    if (transfer := receipt.transfer) is not None:
+        yield f"  before it went, {transfer.tokens} tokens were to come to {transfer.endpoint} from {transfer.source}:"
+        waited = f"; it waited {_seconds(transfer.waited_s)} for them" if transfer.waited_s else ""
+        yield f"  {transfer.result}, {transfer.moved} tokens moved{waited}"
+    if receipt.prefix_break is not None:
+        yield from _broken(receipt.prefix_break)
+
+
+def _broken(found: PrefixBreak) -> Iterator[str]:
+    what, fix = ADVICE.get(found.cause, (found.cause, ""))
+    took = "" if found.seconds is None else f", {_seconds(found.seconds)} of prefill"
+    yield f"  its session's last prompt was not reused: {what} ({found.part}): {found.tokens} tokens again{took}"
+    if fix:
+        yield f"  what helps: {fix}"
+
+
+_LOSSES = {
+    "restarted": "it restarted",
+    "cleared": "it was told to drop it, as its KV events say",
+    "forgot": "it reused nothing of what it was sent just then",
+    "asleep": "it was put to sleep",
+}
+
+
+def _told(priority: int) -> str:
+    order = "lowest" if priority >= 0 else "highest"
+    made_of = "its prefill there, when it came, its class and its tenant's turn"
+    return f"  sent with priority {priority} ({made_of}; the engine admits the {order} first)"
+
+
+def _prefill_s(receipt: Receipt, attempt: Attempt, candidate: ReceiptCandidate) -> float | None:
+    if attempt.seconds is None or candidate.slowness is None or receipt.prompt_tokens is None:
+        return None
+    return prefill_s(receipt, candidate, attempt.seconds, candidate.slowness)
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f} s" if value >= 1.0 else f"{1000 * value:.1f} ms"
+
+
+def _remembered_candidates(decision: Mapping[str, Any]) -> Iterator[str]:
+    candidates = decision.get("candidates") or ()
+    if not candidates:
+        return
+    rows = [("", "endpoint", "cost", "cached", "known from")]
+    for one in candidates:
+        source, age_s = one.get("source"), one.get("age_s")
+        rows.append(
+            (
+                ">" if one.get("endpoint") == decision.get("endpoint") else "",
+                printable(str(one.get("endpoint"))),
+                "-" if one.get("cost") is None else f"{one['cost']:.4g}",
+                str(one.get("matched_tokens", "-")),
+                "-" if source is None else f"{source}, {age_s or 0:.1f} s old",
+            )
+        )
+    yield from _table(rows)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

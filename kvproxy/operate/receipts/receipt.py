@@ -1,0 +1,189 @@
+"""The format of a receipt, one JSON line each, and what its numbers say. Hashes and lengths, never text of a prompt.
+
+What is left out has its default: 0, or unknown. Readers ignore fields they do not know, so that receipts of other
+versions stay readable; `v` changes when the meaning of a field does.
+
+Which prefixes a recorded prompt shares with others is told by keyed hashes of its blocks, at few depths. A block's
+chained hash names the whole prefix it ends, so a few of them say how much two prompts share. Depths are close together
+at both ends of a prompt and far apart between: where a shared prefix is missed, it is by at most a third of it, or of
+what follows it, whichever is less. A prompt of a million blocks has some 200 depths.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+
+import msgspec
+
+from kvproxy.base.types import EndpointId
+from kvproxy.cluster.routing.policy import Overlap
+from kvproxy.cluster.routing.work import NO_WORK, Backlog, Features, features_of, seconds_of
+from kvproxy.features.hygiene.causes import PrefixBreak
+from kvproxy.proxy.request.exchange import LeaseResult, TransferResult
+
+VERSION = 1
+
+
+class ReceiptCandidate(msgspec.Struct, omit_defaults=True):
+    """An endpoint that could have taken the request, as it stood just before the decision."""
+
+    id: EndpointId
+    in_flight: int = 0
+    pending_requests: int = 0  # without a first token
+    pending_tokens: int = 0  # uncached ones of these
+    resident_tokens: int = 0
+    work: Features = NO_WORK  # pending prefill: requests, uncached tokens, attention work, seconds of onboarding
+    head: Features = NO_WORK  # of it, what the engine was at work on
+    elapsed_s: float = 0.0  # since its latest first token
+    weight: float = 1.0
+    cost: float | None = None  # by the policy, in its own unit
+    slowness: float | None = None  # learned, against the pool
+    wait_s: float | None = None  # estimated, until it would begin
+    held_s: float = 0.0  # pooled prefill seconds of what the router queue held for it
+    live_blocks: int | None = None  # distinct prompt blocks of what is in flight, where they are counted
+    shared_blocks: int = 0  # leading blocks of this prompt among them
+    onboarding_s: float = 0.0  # to bring up what lower tiers there hold of this prompt
+    adapter_s: float | None = None  # until its adapter is loaded there; None: it asked for none
+
+
+class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One placement."""
+
+    at_s: float  # since the request was received
+    endpoint: EndpointId
+    policy: str
+    reason: str
+    candidates: tuple[ReceiptCandidate, ...]
+    left_out: int = 0  # candidates beyond those recorded
+    preference: str | None = None  # what became of a preferred endpoint
+    seconds: Features | None = None  # the pool's learned time for one unit of each kind of work
+    failure: str | None = None  # why it failed, if that was before anything was sent to the client
+
+
+class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One request from its receipt to its end. None: unknown. Times are seconds since it was received."""
+
+    time: str  # of its end, UTC
+    request_id: str
+    end: str
+    duration_s: float
+    v: int = VERSION
+    kind: str = ""
+    model: str = ""
+    tenant: str = ""
+    client: str = ""  # kind of client, one of a few; "": unknown
+    session: str = ""  # keyed hash; equal within one run of the proxy
+    parent: str = ""  # of the session that it was made from; likewise
+    head: str = ""  # keyed hash of the prompt's first bytes; likewise
+    stream: bool = False
+    cluster: str = ""
+    prompt_tokens: int | None = None  # known or estimated before the decision
+    hot_tokens: int = 0
+    prompt_blocks: int = 0  # of about `block_tokens` each
+    block_tokens: float = 0.0
+    prefixes: str = ""  # keyed hashes of the prompt's prefixes; "": unknown, or not to be noted
+    facts: Mapping[EndpointId, Overlap] = {}
+    attempts: tuple[Attempt, ...] = ()
+    refusals: tuple[str, ...] = ()  # why no endpoint could be picked, each time it was tried
+    endpoint: EndpointId | None = None  # the one that answered, or failed last
+    status: int = 0
+    ttft_s: float | None = None
+    engine_priority: int | None = None  # the number by which the engine was told to order it, in milliseconds
+    engine_prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    cache_loss: str = ""  # how the endpoint had lost its cache less than a minute before: restarted, cleared, ...
+    prefix_break: PrefixBreak | None = None  # what was computed again of its session's last prompt, and why
+    lease: LeaseResult | None = None  # what became of the lease on the prompt it goes on from
+    transfer: TransferResult | None = None  # of KV, before it went there
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Receipt)
+
+
+def encode_receipt(receipt: Receipt) -> bytes:
+    """Its line, newline included."""
+    return _encoder.encode(receipt) + b"\n"
+
+
+def decode_receipt(line: bytes) -> Receipt:
+    """The receipt on a line; ValueError when it is none."""
+    try:
+        return _decoder.decode(line)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"not a receipt: {error}") from None
+
+
+def matched_tokens(receipt: Receipt, endpoint: EndpointId) -> int:
+    """Leading tokens it was believed to hold, never more than the prompt has."""
+    held = receipt.facts.get(endpoint)
+    return 0 if held is None else min(held.tokens, receipt.prompt_tokens or 0)
+
+
+def own_work(receipt: Receipt, candidate: ReceiptCandidate) -> Features:
+    """The prefill this request would add there."""
+    matched = matched_tokens(receipt, candidate.id)
+    return features_of((receipt.prompt_tokens or 0) - matched, matched, candidate.onboarding_s)
+
+
+def first_token_s(receipt: Receipt, candidate: ReceiptCandidate, seconds: Features, slowness: float) -> float:
+    """From the decision to the first token there, at these speeds."""
+    return wait_s(candidate, seconds, slowness) + prefill_s(receipt, candidate, seconds, slowness)
+
+
+def wait_s(candidate: ReceiptCandidate, seconds: Features, slowness: float) -> float:
+    """Until it would begin."""
+    if not candidate.pending_requests:
+        return 0.0
+    return Backlog(candidate.work, candidate.head, candidate.elapsed_s).wait_s(seconds, slowness)
+
+
+def prefill_s(receipt: Receipt, candidate: ReceiptCandidate, seconds: Features, slowness: float) -> float:
+    """The request's own prefill there."""
+    return slowness * seconds_of(own_work(receipt, candidate), seconds)
+
+
+#: Bytes of a hash: among ten million of them at one depth, fewer than fifty look like another.
+_BYTES = 5
+#: Of the distance to the nearer end of a prompt, what the next depth may be away.
+_SHARE = 4
+
+
+@lru_cache(1024)
+def prefix_depths(blocks: int) -> tuple[int, ...]:
+    """Depths at which a prompt of so many blocks is named, its end included; multiples of powers of two, so that
+    prompts of different lengths have them in common."""
+    depths, depth = [], 0
+    while depth < blocks:
+        near = min(depth, blocks - depth) // _SHARE
+        step = 1 << max(0, near.bit_length() - 1)
+        depth = (depth // step + 1) * step
+        depths.append(depth)
+    return tuple(depths)
+
+
+def encode_prefixes(blocks: Sequence[int], *, key: bytes) -> str:
+    """The hashes at the depths of a prompt with these blocks, under `key`: a prompt that is guessed cannot be
+    recognised without it, and all processes that have it give it the same names."""
+    keyed, hashes = blake2b(digest_size=_BYTES, key=key), []
+    for depth in prefix_depths(len(blocks)):
+        one = keyed.copy()  # half the time of making it anew
+        one.update(blocks[depth - 1].to_bytes(8, "little"))
+        hashes.append(one.digest())
+    return b64encode(b"".join(hashes)).decode()
+
+
+def decode_prefixes(blocks: int, text: str) -> list[tuple[int, bytes]]:
+    """(depth in blocks, hash), the shallowest first; nothing where the two do not belong together."""
+    try:
+        data = b64decode(text, validate=True)
+    except ValueError:
+        return []
+    depths = prefix_depths(blocks)
+    if len(data) != _BYTES * len(depths):
+        return []
+    return [(depth, data[at : at + _BYTES]) for depth, at in zip(depths, range(0, len(data), _BYTES), strict=True)]

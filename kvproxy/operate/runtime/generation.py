@@ -1,0 +1,250 @@
+"""What one configuration is built into, what outlives it at a reload, and how one generation follows another."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar, cast
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvproxy.base.types import Clock
+from kvproxy.base.upstream.pool import UpstreamPool
+from kvproxy.cache.service import KvCache
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.prober import HttpProbe
+from kvproxy.cluster.routes import Routes
+from kvproxy.cluster.routing.registry import configured, runtime_overrides
+from kvproxy.cluster.settings import ClusterSettings
+from kvproxy.operate.config.schema import Config, FilterSpec
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.filter_settings import DEFAULT_FILTERS
+from kvproxy.proxy.filters.chain import FilterContext, FilterType, Services, WallClock, build_chain
+from kvproxy.proxy.filters.registry import FILTERS, discover
+from kvproxy.proxy.request.body import HeldBodies
+from kvproxy.proxy.request.error_reply import local_reply
+from kvproxy.proxy.request.observer import RequestObserver
+
+log = logging.getLogger("kvproxy")
+
+T = TypeVar("T")
+
+Key = tuple[type, Hashable]
+Close = Callable[[Any], None]
+
+_LOOK_AGAIN_S = 0.1
+Part = AbstractAsyncContextManager[object]
+
+
+class StateStore:
+    """Knows the states of the living generations and nothing else: what none of them uses is forgotten by that."""
+
+    def __init__(self) -> None:
+        self._living: list[GenerationStates] = []  # the oldest first
+
+    def draft_states(self) -> GenerationStates:
+        """For a generation that is being built: it finds what is there, and adds nothing before it is kept."""
+        return GenerationStates(self._living)
+
+
+class GenerationStates:
+    """The states one generation uses; asked for while it is built, kept while it lives."""
+
+    def __init__(self, living: list[GenerationStates]) -> None:
+        self._living = living
+        self._used: dict[Key, object] = {}
+        self._closes: dict[Key, Close] = {}
+
+    def get(
+        self, kind: type[T], name: Hashable, make: Callable[[], T], *, close: Callable[[T], None] | None = None
+    ) -> T:
+        """The state of this kind and name: this generation's, else that of the latest living one that has it, else a
+        new one, whose making must have no effect beyond itself. `close` is called once no living generation uses it.
+        """
+        key = (kind, name)
+        if key not in self._used:
+            earlier = (other._used[key] for other in reversed(self._living) if key in other._used)
+            found = next(earlier, None)
+            self._used[key] = make() if found is None else found
+            if close is not None:
+                self._closes[key] = close
+        return cast("T", self._used[key])
+
+    def next_of(self, kind: type[T], make: Callable[[], T]) -> T:
+        """The state of the next part that asks for this kind without a name: one with the same place among its equals
+        finds it."""
+        place = 0
+        while (kind, place) in self._used:
+            place += 1
+        return self.get(kind, place, make)
+
+    def keep_states(self) -> None:
+        """The generation lives from now on."""
+        self._living.append(self)
+
+    def release_states(self) -> None:
+        """The generation lives no longer: what only it used is closed and forgotten."""
+        self._living.remove(self)
+        for key, close in self._closes.items():
+            state = self._used[key]
+            if any(other._used.get(key) is state for other in self._living):
+                continue
+            try:
+                close(state)
+            except Exception:
+                log.exception("a state that no configuration uses any more cannot be closed")
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What outlives every generation."""
+
+    metrics: Metrics
+    clock: Clock
+    wall_clock: WallClock
+    rng: random.Random
+    pool: UpstreamPool
+    probes: UpstreamPool
+    extra_filters: Mapping[str, FilterType] | None
+    observers: tuple[RequestObserver, ...]
+    bodies: HeldBodies
+
+
+class Generation:
+    """What one configuration makes of the states there are, whole or not at all (ConfigError).
+
+    Making it has no effect. It serves once its `states` are kept, its `parts` entered and `serve` was called. `running`
+    counts its open requests, those in its `chain`.
+    """
+
+    def __init__(self, config: Config, shared: Shared, store: StateStore) -> None:
+        self.config = config
+        self._shared = shared
+        self.running = 0
+        self.states = store.draft_states()
+        self.clusters: dict[str, Cluster] = {
+            name: self.states.get(Cluster, name, partial(self._cluster, name, settings), close=Cluster.close)
+            for name, settings in config.clusters.items()
+        }
+        routes = self.routes = Routes.from_config(config, self.clusters)
+        context = FilterContext(
+            config,
+            shared.metrics,
+            shared.clock,
+            shared.wall_clock,
+            shared.rng,
+            Services(self.clusters, routes, shared.pool, shared.bodies),
+            self.states,
+            observers=list(shared.observers),
+        )
+        specs = config.filters or tuple(FilterSpec(name=name) for name in DEFAULT_FILTERS)
+        extra = shared.extra_filters
+        types = {**(discover({spec.name for spec in specs}) if extra is None else extra), **FILTERS}
+        self.chain: ASGIApp = build_chain(specs, self._not_found, context=context, types=types)
+        self.kvcaches: list[KvCache] = context.kvcaches
+        self._on_serving = context.on_serving
+        self.budgets, self.limits = context.budgets, context.limits
+        #: In the order they are entered; some may be running already, in the generation before.
+        self.parts: list[AbstractAsyncContextManager[object]] = [*self.clusters.values(), *context.lifetimes]
+
+    def begin_serving(self) -> dict[str, dict[str, object]]:
+        """From now on this is the configuration: clusters get its settings, and gauges read what it uses. Answers with
+        the routing parameters that are lost by it, by cluster: those an operator changed about a policy that another
+        one replaces."""
+        lost: dict[str, dict[str, object]] = {}
+        for name, cluster in self.clusters.items():
+            settings, policy = self.config.clusters[name], cluster.policy
+            changed = runtime_overrides(policy, configured(cluster.settings, cluster.settings.policy))
+            if settings != cluster.settings:
+                cluster.reconfigure(settings, probe=self._probe(settings))
+            cluster.show()
+            if changed and cluster.policy is not policy:
+                lost[name] = changed
+        for show in self._on_serving:
+            show()
+        return lost
+
+    def _cluster(self, name: str, settings: ClusterSettings) -> Cluster:
+        shared = self._shared
+        return Cluster(
+            name, settings, metrics=shared.metrics, clock=shared.clock, rng=shared.rng, probe=self._probe(settings)
+        )
+
+    def _probe(self, settings: ClusterSettings) -> HttpProbe:
+        return HttpProbe(self._shared.probes, settings.health)
+
+    async def _not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """What a chain without a router answers."""
+        message = "No filter answered this request."
+        metrics = self._shared.metrics
+        await local_reply(scope, send, status=404, reason="no_filter", message=message, metrics=metrics)
+
+
+class Reloader:
+    """Owns what runs. Leaving it ends everything, in the reverse order of its start."""
+
+    def __init__(self, *, clock: Clock, patience_s: float) -> None:
+        self.ended = 0  # generations
+        self._clock = clock
+        self._patience_s = patience_s
+        self._living: list[Generation] = []
+        self._alive: dict[Part, AsyncExitStack] = {}
+        self._retiring: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Reloader:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._retiring:
+            task.cancel()
+        await asyncio.gather(*self._retiring, return_exceptions=True)
+        await self._end(list(self._alive))
+
+    async def begin_generation(self, generation: Generation) -> None:
+        """Keep its states and start those of its parts that do not run yet; if one cannot start, undo it and raise its
+        error."""
+        generation.states.keep_states()  # at once: the end of an earlier one must not close what this one found
+        self._living.append(generation)
+        try:
+            for part in generation.parts:
+                if part not in self._alive:
+                    stack = AsyncExitStack()
+                    await stack.enter_async_context(part)
+                    self._alive[part] = stack
+        except BaseException:
+            await self._forget(generation)
+            raise
+
+    def retire_generation(self, generation: Generation) -> None:
+        """End what only this one needs, once its last request is over or patience is."""
+        task = asyncio.create_task(self._retire(generation), name="retire generation")
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+
+    async def _retire(self, generation: Generation) -> None:
+        give_up_at = self._clock() + self._patience_s
+        while generation.running and self._clock() < give_up_at:  # noqa: ASYNC110 - a count kept on the hot path
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        await self._forget(generation)
+        self.ended += 1
+
+    async def _forget(self, generation: Generation) -> None:
+        self._living.remove(generation)
+        generation.states.release_states()  # before any wait: a generation built meanwhile must not find what ends here
+        needed = [part for other in self._living for part in other.parts]
+        await self._end([part for part in generation.parts if part not in needed])
+
+    async def _end(self, parts: list[Part]) -> None:
+        for part in reversed(parts):
+            stack = self._alive.pop(part, None)
+            if stack is None:
+                continue
+            try:
+                await stack.aclose()
+            except Exception:
+                log.exception("a part of the proxy did not end well")

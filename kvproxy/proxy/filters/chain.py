@@ -1,0 +1,159 @@
+"""The filter chain: what a filter is built from, and the chain itself, outermost filter first."""
+
+from __future__ import annotations
+
+import difflib
+import random
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from pydantic import ValidationError
+from starlette.types import ASGIApp
+
+from kvproxy.base.errors import ConfigError, Problem
+from kvproxy.base.resilience.retry import RetryBudget
+from kvproxy.base.settings.model import Model
+from kvproxy.base.settings.paths import dotted_path
+from kvproxy.base.types import Clock
+from kvproxy.operate.config.schema import Config, FilterSpec
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.filters.buckets import BucketTable
+from kvproxy.proxy.filters.step import Step, joined
+from kvproxy.proxy.request.observer import RequestObserver
+
+if TYPE_CHECKING:
+    from kvproxy.base.upstream.pool import UpstreamPool
+    from kvproxy.cache.service import KvCache
+    from kvproxy.cluster.cluster import Cluster
+    from kvproxy.cluster.routes import Routes
+    from kvproxy.proxy.request.body import HeldBodies
+
+T = TypeVar("T")
+
+#: The current moment as an aware datetime.
+WallClock = Callable[[], datetime]
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The long-lived things a terminal filter forwards with; the application owns their lives."""
+
+    clusters: Mapping[str, Cluster]
+    routes: Routes
+    pool: UpstreamPool
+    bodies: HeldBodies
+
+
+class States(Protocol):
+    """What outlives a reload: each configuration finds what the ones before it made, as long as one of them serves."""
+
+    def get(self, kind: type[T], name: Hashable, make: Callable[[], T]) -> T:
+        """The state of this kind and name; made without any effect beyond itself where there is none."""
+
+    def next_of(self, kind: type[T], make: Callable[[], T]) -> T:
+        """The state of the next filter that asks for this kind: of several in a chain each finds that of the one which
+        had its place, counted from the innermost."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilterContext:
+    """What every filter may use besides its own settings."""
+
+    config: Config
+    metrics: Metrics
+    clock: Clock
+    wall_clock: WallClock  # for log lines and `created` fields only
+    rng: random.Random
+    services: Services
+    states: States  # what outlives a reload
+    #: What filters bring that must be entered before the first request and left after the last, in order.
+    lifetimes: list[AbstractAsyncContextManager[object]] = field(default_factory=list)
+    #: The services behind `kvcache` filters, for status.
+    kvcaches: list[KvCache] = field(default_factory=list)
+    #: Called when the chain begins to serve: gauges are bound there, since a chain that is built may still be refused.
+    on_serving: list[Callable[[], None]] = field(default_factory=list)
+    #: What limits the retries of routers, and the buckets of rate limits.
+    budgets: list[RetryBudget] = field(default_factory=list)
+    limits: list[BucketTable] = field(default_factory=list)
+    #: Observe every request that reaches the router.
+    observers: list[RequestObserver] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class FilterType:
+    """A kind of filter.
+
+    `settings` is the model its settings are decoded into (its defaults when the configuration gives none); None:
+    `build` gets whatever the configuration says, as plain data. `build(inner, settings, context)` returns the ASGI app
+    and may raise ConfigError, with paths relative to the filter's settings. A `terminal` filter answers by itself:
+    nothing may follow it.
+    """
+
+    settings: type[Model] | None
+    build: Callable[[ASGIApp, Any, FilterContext], ASGIApp]
+    terminal: bool = False
+
+
+def build_chain(
+    specs: Sequence[FilterSpec], terminal: ASGIApp, *, context: FilterContext, types: Mapping[str, FilterType]
+) -> ASGIApp:
+    """The filters of `specs` around `terminal`, the first one outermost.
+
+    Neighbouring steps become one app. `terminal` answers what no filter did. Raises ConfigError with the problems of
+    every filter at once.
+    """
+    problems = _misplaced(specs, types)
+    app = terminal
+    for index in reversed(range(len(specs))):
+        where = f"filters[{index}].{specs[index].name}"
+        try:
+            app = _build_one(specs[index], app, context, types)
+        except ConfigError as error:
+            problems += [Problem(_join(where, p.path), p.message, p.hint) for p in error.problems]
+        except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is a problem of that filter
+            problems.append(Problem(where, f"cannot be built: {type(error).__name__}: {error}"))
+        if isinstance(app, Step):
+            app = joined(app)
+    if problems:
+        raise ConfigError(sorted(problems, key=lambda problem: problem.path))
+    return app
+
+
+def _build_one(spec: FilterSpec, inner: ASGIApp, context: FilterContext, types: Mapping[str, FilterType]) -> ASGIApp:
+    kind = types.get(spec.name)
+    if kind is None:
+        raise ConfigError([Problem("", f"no filter is called {spec.name!r}", _nearest(spec.name, types))])
+    return kind.build(inner, _typed_settings(spec, kind), context)
+
+
+def _typed_settings(spec: FilterSpec, kind: FilterType) -> Any:
+    if kind.settings is None or isinstance(spec.settings, kind.settings):
+        return spec.settings
+    try:
+        return kind.settings.model_validate({} if spec.settings is None else spec.settings)
+    except ValidationError as error:
+        details = error.errors(include_input=False, include_url=False)
+        raise ConfigError([Problem(dotted_path(d["loc"]), d["msg"]) for d in details]) from None
+
+
+def _misplaced(specs: Sequence[FilterSpec], types: Mapping[str, FilterType]) -> list[Problem]:
+    """A terminal filter that is not the last one makes the rest unreachable."""
+    return [
+        Problem(
+            f"filters[{index}].{spec.name}", "answers by itself, so the filters after it are unreachable", "put it last"
+        )
+        for index, spec in enumerate(specs[:-1])
+        if spec.name in types and types[spec.name].terminal
+    ]
+
+
+def _nearest(name: str, types: Mapping[str, FilterType]) -> str:
+    close = difflib.get_close_matches(name, types, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(types))}"
+
+
+def _join(where: str, path: str) -> str:
+    return f"{where}.{path}" if path else where

@@ -1,0 +1,174 @@
+"""Filter `inference_request`: reads the body of an inference request once and parses what routing needs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from kvproxy.base.metrics.collectors import CounterCell
+from kvproxy.base.types import Clock, Headers, InferenceRequest, RequestKind
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.filter_settings import InferenceRequestSettings
+from kvproxy.proxy.filters.chain import FilterContext
+from kvproxy.proxy.filters.step import Step
+from kvproxy.proxy.forward.body_guard import is_guarded
+from kvproxy.proxy.request.body import LONG_BYTES, BodiesFull, BodyReader, BodyRefused, ClientLeft, HeldBodies
+from kvproxy.proxy.request.downstream import Downstream
+from kvproxy.proxy.request.exchange import Exchange
+from kvproxy.proxy.request.parse import decode_body, scan_body
+from kvproxy.proxy.request.session import NO_CALLER, Caller, SessionHeaders
+
+KIND_OF_PATH = {
+    "/v1/chat/completions": RequestKind.CHAT,
+    "/v1/completions": RequestKind.COMPLETION,
+    "/v1/responses": RequestKind.RESPONSES,
+    "/v1/embeddings": RequestKind.EMBEDDINGS,
+    "/v1/messages": RequestKind.MESSAGES,
+}
+
+
+class InferenceRequestFilter(Step):
+    """Puts the raw body and the parsed `InferenceRequest` into the exchange of every request it knows.
+
+    Inner apps receive the body again, unchanged. A body over the limit gets 413, one that does not arrive in time 408;
+    with too much held for others 503. A body that cannot be parsed goes on without an `InferenceRequest`. Other paths
+    and methods pass unread.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, session_header: str, reader: BodyReader, metrics: Metrics, clock: Clock
+    ) -> None:
+        super().__init__(app, metrics=metrics, clock=clock)
+        self._session_headers = SessionHeaders(session_header)
+        self._reader = reader
+        self._pace = asyncio.Lock()
+        self._counted: dict[tuple[str, str], CounterCell] = {}
+
+    def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
+        """Waits only for a body that has not arrived yet, or where others have their turn because it is long."""
+        scope = downstream.scope
+        kind = KIND_OF_PATH.get(scope["path"]) if scope["method"] == "POST" else None
+        if kind is None:
+            return None
+        length, encoded, caller = self._headers(scope["headers"])
+        body = downstream.take_body()
+        if body is None:
+            self._reader.check_length(length)
+            return self._read(exchange, downstream, None if encoded else kind, caller)
+        self._reader.accept_body(body)
+        return self._parse(exchange, downstream, body, None if encoded else kind, caller)
+
+    def after(self, exchange: Exchange, downstream: Downstream) -> None:
+        """The body is held no longer."""
+        held, exchange.held_bytes = exchange.held_bytes, 0
+        if held:
+            self._reader.release(held)
+
+    async def _read(self, exchange: Exchange, downstream: Downstream, kind: RequestKind | None, caller: Caller) -> None:
+        body = await self._reader.read(downstream.receive)
+        waits = self._parse(exchange, downstream, body, kind, caller)
+        if waits is not None:
+            await waits
+
+    def _parse(
+        self, exchange: Exchange, downstream: Downstream, body: bytes, kind: RequestKind | None, caller: Caller
+    ) -> Awaitable[None] | None:
+        exchange.body = body
+        exchange.held_bytes += len(body)
+        downstream.replayed = body
+        if kind is None:
+            return None
+        inference = exchange.inference = decode_body(kind, body, caller)
+        if inference is None:
+            return self._scan(exchange, kind, body, caller)
+        self._take_note(exchange, inference)
+        return asyncio.sleep(0) if len(body) > LONG_BYTES else None
+
+    async def _scan(self, exchange: Exchange, kind: RequestKind, body: bytes, caller: Caller) -> None:
+        exchange.inference, exchange.members = await scan_body(kind, body, caller, pace=self._pace, also=is_guarded)
+        if exchange.inference is not None:
+            self._take_note(exchange, exchange.inference)
+
+    def _take_note(self, exchange: Exchange, inference: InferenceRequest) -> None:
+        if inference.request_id and exchange.names_itself:
+            exchange.request_id = inference.request_id
+        self._count(inference)
+
+    def _count(self, inference: InferenceRequest) -> None:
+        session = "child" if inference.parent_session else "named" if inference.session_key else "none"
+        about = (inference.client, session)
+        counted = self._counted.get(about)
+        if counted is None:
+            counted = self._counted[about] = self.metrics.request.clients.labels(about[0] or "unknown", session)
+        counted.value += 1.0
+
+    def _headers(self, headers: Headers) -> tuple[int, bool, Caller]:
+        """Declared length (0 when it says none), whether the body is compressed, and the caller."""
+        sent, names = dict(headers), self._session_headers.names
+        length, coding = sent.get(b"content-length", b""), sent.get(b"content-encoding", b"")
+        caller = NO_CALLER
+        if not names.isdisjoint(sent):
+            caller = self._session_headers.read({name: sent[name] for name in names & sent.keys()})
+        length_bytes = int(length) if length.isdigit() and len(length) < 20 else 0
+        return length_bytes, coding.strip().lower() not in (b"", b"identity"), caller
+
+
+class ReadIfPossible(InferenceRequestFilter):
+    """Hands on what the filter of the proxy would refuse: a body that is encoded, over a limit or cut off is the app's
+    business."""
+
+    def __init__(self, app: ASGIApp, *, held: HeldBodies, reader: BodyReader, **options: Any) -> None:
+        super().__init__(app, reader=reader, **options)
+        self._held = held
+
+    def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
+        length, encoded, caller = self._headers(downstream.scope["headers"])
+        if encoded or length > self._reader.limit_bytes:
+            return None
+        return self._read(exchange, downstream, KIND_OF_PATH[downstream.scope["path"]], caller)
+
+    async def _read(self, exchange: Exchange, downstream: Downstream, kind: RequestKind | None, caller: Caller) -> None:
+        seen: list[Message] = []
+
+        async def receive() -> Message:
+            message = await downstream.receive()
+            seen.append(message)
+            return message
+
+        try:
+            body = await self._reader.read(receive)
+        except (BodyRefused, ClientLeft):
+            downstream.replay_messages(seen)
+            self._hold(exchange, seen)
+            return
+        seen.clear()
+        waits = self._parse(exchange, downstream, body, kind, caller)
+        if waits is not None:
+            await waits
+
+    def _hold(self, exchange: Exchange, seen: Sequence[Message]) -> None:
+        """Count what is kept for the app, as far as the bound goes."""
+        with contextlib.suppress(BodiesFull):
+            for message in seen:
+                size = len(message.get("body", b""))
+                self._held.hold_bytes(size)
+                exchange.held_bytes += size
+
+
+def build(app: ASGIApp, settings: InferenceRequestSettings, context: FilterContext) -> ASGIApp:
+    """The filter around `app`."""
+    return InferenceRequestFilter(
+        app,
+        session_header=settings.session_header,
+        reader=BodyReader(
+            limit_bytes=context.config.limits.body,
+            timeout_s=context.config.limits.body_timeout,
+            held=context.services.bodies,
+        ),
+        metrics=context.metrics,
+        clock=context.clock,
+    )

@@ -1,0 +1,253 @@
+"""Filter `kvcache`: tells the router how much of each prompt every endpoint holds already. A thin skin: it never
+answers, never raises, and waits only for a configured lookup service, within its deadline."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Collection, Mapping
+from typing import Protocol
+
+import msgspec
+from starlette.types import ASGIApp, Scope
+
+from kvproxy.base.types import Clock, EndpointId
+from kvproxy.cache.overlap.facts import RequestFacts, Result
+from kvproxy.cache.overlap.kv_event_streams import EventStreams, follow_events
+from kvproxy.cache.service import KvCache
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cache.state import CacheState
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.routes import RouteTarget
+from kvproxy.cluster.routing.registry import POLICIES
+from kvproxy.cluster.routing.selector import Decision
+from kvproxy.cluster.settings import ClusterSettings, PolicyName
+from kvproxy.features.transfers.copy_watch import follow_copy
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.filter_settings import CachedTokens, RouterSettings
+from kvproxy.proxy.filters.chain import FilterContext
+from kvproxy.proxy.filters.router import RouterFilter
+from kvproxy.proxy.filters.step import Step
+from kvproxy.proxy.forward.body_guard import tenant_salt
+from kvproxy.proxy.request.downstream import Downstream
+from kvproxy.proxy.request.exchange import Exchange
+from kvproxy.proxy.request.observer import RequestObserver, notify
+
+log = logging.getLogger("kvproxy.kvcache")
+
+#: Where other apps on the way find the endpoint that holds most of the prompt.
+STATE_KEY = "llm_preferred_endpoint_id"
+
+
+def prefers(settings: KvCacheSettings, policy: PolicyName) -> bool:
+    """Whether the largest match is to be preferred to what the policy would choose."""
+    if settings.prefer is not None:
+        return settings.prefer
+    return bool(settings.lmcache_endpoint) and not POLICIES[policy].uses_overlap
+
+
+def needs_facts(settings: KvCacheSettings, cluster: ClusterSettings) -> bool:
+    """Whether something makes use of what endpoints hold: a policy (the cluster's own, its shadow, one that clients may
+    ask for), a preference, a header that names it, LMCache, KV events, or a snapshot. (Receipts do as well.)"""
+    policies = (cluster.policy, cluster.shadow_policy, *cluster.client_policies)
+    return (
+        any(POLICIES[policy].uses_overlap for policy in policies if policy is not None)
+        or any(prefers(settings, policy) for policy in policies if policy is not None)
+        or bool(settings.preference_header or settings.lmcache_endpoint or settings.snapshot.path)
+        or settings.kv_events
+    )
+
+
+class ResolvesRoutes(Protocol):
+    """The routes, as far as the filter needs them."""
+
+    def resolve(self, path: str, model: str) -> RouteTarget | None: ...
+
+
+class KvCacheFilter(Step):
+    """Puts facts and preference into the exchange, and an observer that tells what became of the request. Requests to
+    clusters in `idle` pass without: nothing there makes use of facts."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        service: KvCache,
+        *,
+        routes: ResolvesRoutes,
+        prefer: Mapping[str, bool],
+        idle: Collection[str] = (),
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        super().__init__(app, metrics=metrics, clock=clock)
+        self._service = service
+        self._routes = routes
+        self._prefer = prefer  # by cluster
+        self._idle = idle
+        self._header = service.settings.preference_header.lower().encode()
+        self._announces = bool(self._header) or not isinstance(app, RouterFilter)  # there is an app behind to read it
+
+    def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
+        """Waits only for a lookup service."""
+        scope = downstream.scope
+        if self._header:  # no client can set it, whatever becomes of the request
+            scope["headers"] = [pair for pair in scope["headers"] if pair[0] != self._header]
+        request = exchange.inference
+        if request is None or exchange.body is None:
+            return None
+        try:
+            target = self._routes.resolve(scope["path"], request.model)
+            if target is None or target.cluster.name in self._idle:
+                return None
+            if "facts_began" in exchange.hooks:
+                notify(RequestObserver.facts_began, exchange)
+            if exchange.isolated:
+                salt = tenant_salt(exchange.tenant, request.cache_salt)
+                request = msgspec.structs.replace(request, cache_salt=salt)
+            facts = self._service.gather(
+                request, exchange.body, cluster=target.cluster, model=target.upstream_model, tenant=exchange.tenant
+            )
+            if facts.wants_lookup:
+                return self._look_up(facts, exchange, scope)
+            self._hand_over(facts, exchange, scope)
+        except Exception:
+            log.exception("[kvcache] no facts for this request")
+        if "facts_known" in exchange.hooks:
+            notify(RequestObserver.facts_known, exchange)
+        return None
+
+    async def _look_up(self, facts: RequestFacts, exchange: Exchange, scope: Scope) -> None:
+        try:
+            await self._service.look_up(facts)
+            self._hand_over(facts, exchange, scope)
+        except Exception:
+            log.exception("[kvcache] no facts for this request")
+        notify(RequestObserver.facts_known, exchange)
+
+    def _hand_over(self, facts: RequestFacts, exchange: Exchange, scope: Scope) -> None:
+        exchange.facts = facts.overlaps
+        prefers = self._prefer[facts.cluster.name]
+        if self._announces:
+            announce(scope, facts.preferred, header=self._header)
+        if prefers:
+            exchange.preferred = facts.preferred
+        learning = KvCacheLearning(self._service, facts, prefers)
+        exchange.facts_source = learning.refresh
+        if self._service.leasing is not None:
+            exchange.attach(self._service.leasing.watch(facts))
+        if self._service.on_demand is not None:
+            follow_copy(self._service.on_demand, exchange, facts)
+        exchange.observers += (learning,)
+        exchange.hooks |= KvCacheLearning.hooks
+
+
+class KvCacheLearning(RequestObserver, msgspec.Struct, eq=False):
+    """Tells the service where one request goes and how it ends, and asks it again for facts that a wait made old.
+
+    It is told of the exchange, not holding it: a cycle would keep the body until the collector comes by.
+    """
+
+    _service: KvCache
+    _facts: RequestFacts
+    _prefers: bool
+
+    def refresh(self, exchange: Exchange) -> None:
+        """The router asks before it places a request that had to wait; an endpoint announced earlier stays."""
+        try:
+            self._service.refresh(self._facts)
+        except Exception:
+            log.exception("[kvcache] this request is placed by the facts from before its wait")
+            return
+        exchange.facts = self._facts.overlaps
+        if self._prefers:
+            exchange.preferred = self._facts.preferred
+
+    def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
+        """The endpoint will hold the prompt."""
+        self._service.placed(self._facts, decision.endpoint.id)
+
+    def finished(self, exchange: Exchange, now: float) -> None:
+        """Learn from it, and do what is to be done about it."""
+        result, state = result_of(exchange), self._service.state
+        self._service.finished(self._facts, result)
+        if state.losses.known:
+            exchange.outcome.cache_loss = state.losses.recent_reason(self._facts.cluster.name, result.endpoint)
+        if self._facts.text is not None:
+            exchange.outcome.prefix_break = state.breaks.finished(self._facts, result)
+
+
+def announce(scope: Scope, preferred: EndpointId | None, *, header: bytes) -> None:
+    """Tell the apps behind which endpoint holds most, if any, also in a header (b"": none); no client can set it."""
+    if header:
+        scope["headers"] = [pair for pair in scope["headers"] if pair[0] != header]
+    if preferred is not None:
+        scope.setdefault("state", {})[STATE_KEY] = preferred
+        if header:
+            scope["headers"].append((header, preferred.encode()))
+
+
+def result_of(exchange: Exchange) -> Result:
+    """How the request went, for the service. A first byte of a good answer means that the prompt was prefilled,
+    whatever came after it."""
+    outcome = exchange.outcome
+    return Result(
+        endpoint=outcome.endpoint,
+        prefilled=outcome.ttft_s is not None and 200 <= outcome.status < 300 and outcome.end != "engine_error",
+        prompt_tokens=outcome.prompt_tokens,
+        cached_tokens=outcome.cached_tokens,
+        media_tokens=outcome.media_tokens,
+        completion_tokens=outcome.completion_tokens,
+        response_id=outcome.response_id,
+        request_id=exchange.request_id,
+        tenant=exchange.tenant,
+    )
+
+
+def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> ASGIApp:
+    """The filter around `app`, and its service among the context's lifetimes; `app` itself when switched off."""
+    if not settings.enabled:
+        return app
+    clusters: Mapping[str, Cluster] = context.services.clusters
+    state = context.states.next_of(CacheState, lambda: CacheState.empty(metrics=context.metrics, clock=context.clock))
+    served = frozenset(clusters.items())
+    streams = None
+    if settings.kv_events:  # the same ones while nothing about them changes, since the engines would repeat everything
+        streams = context.states.get(
+            EventStreams,
+            (state, settings.kv_event_sources, settings.request_timeout, served),
+            lambda: follow_events(settings, clusters, context.metrics, context.clock),
+        )
+        context.lifetimes.append(streams)
+    service = context.states.get(
+        KvCache,  # the same one while nothing changes for it
+        (state, settings, served),
+        lambda: KvCache(
+            settings,
+            clusters=clusters,
+            metrics=context.metrics,
+            clock=context.clock,
+            wall_clock=lambda: context.wall_clock().timestamp(),
+            rng=context.rng,
+            state=state,
+            streams=streams,
+        ),
+    )
+    context.lifetimes.append(service)
+    context.kvcaches.append(service)
+    context.on_serving.append(service.show)
+    configured = context.config.clusters  # the clusters may still have older policies
+    prefer = {name: prefers(settings, one.policy) for name, one in configured.items()}
+    told = bool(context.config.receipts.path) or any(
+        isinstance(spec.settings, RouterSettings) and spec.settings.cached_tokens is CachedTokens.PREDICTED
+        for spec in context.config.filters
+    )
+    idle = frozenset(name for name, one in configured.items() if not (told or needs_facts(settings, one)))
+    return KvCacheFilter(
+        app,
+        service,
+        routes=context.services.routes,
+        prefer=prefer,
+        idle=idle,
+        metrics=context.metrics,
+        clock=context.clock,
+    )

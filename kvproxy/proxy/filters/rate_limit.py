@@ -1,0 +1,171 @@
+"""Filter `rate_limit`: requests and tokens a minute, per tenant or per client address."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import math
+
+from starlette.types import ASGIApp, Scope
+
+from kvproxy.base.errors import ConfigError, Problem
+from kvproxy.base.types import Clock, Headers
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.filter_settings import RateLimitSettings
+from kvproxy.proxy.filters.buckets import Buckets, BucketTable, Limit, TokenBucket
+from kvproxy.proxy.filters.chain import FilterContext
+from kvproxy.proxy.filters.step import Step
+from kvproxy.proxy.request.downstream import Downstream
+from kvproxy.proxy.request.error_reply import LocalReply
+from kvproxy.proxy.request.exchange import Exchange
+from kvproxy.proxy.request.observer import RequestObserver
+
+_BYTES_PER_TOKEN = 4
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n")  # a stream carries about one token an event
+#: What engines answer on these is generated text, so that its bytes say about how many tokens it took.
+_GENERATING = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/responses", "/v1/messages"),
+        "/generate",
+    }
+)
+
+
+class RateLimitFilter(Step):
+    """Refuses with 429 and `retry-after` what is over a limit.
+
+    A request costs one request at once. Its tokens are charged when it is over, by the engine's count or else an
+    estimate, so that a bucket may go into debt, and no request gets in before the debt is paid.
+    """
+
+    def __init__(self, app: ASGIApp, *, buckets: Buckets, metrics: Metrics, clock: Clock) -> None:
+        super().__init__(app, metrics=metrics, clock=clock)
+        self._limits = buckets.limits
+        self._buckets = buckets
+
+    def show(self) -> None:
+        """The gauges read it from now on."""
+        bounds, buckets = self.metrics.bounds, self._buckets
+        buckets.serve()
+        bounds.queue_depth.labels("rate_limit").set_function(lambda: len(buckets))
+        bounds.queue_limit.labels("rate_limit").set(buckets.max_keys)
+
+    def before(self, exchange: Exchange, downstream: Downstream) -> None:
+        """The request is counted, or refused."""
+        now, scope = self.clock(), downstream.scope
+        buckets = self._buckets.of(bucket_key(exchange.tenant, scope), now)
+        if any(bucket.wait_s(1.0, now) for bucket in buckets):
+            raise self._refusal(buckets, now)
+        if self._limits[0].kind == "requests":
+            buckets[0].charge(1.0, now)
+        downstream.further_headers += self._standing(buckets, now)
+        if self._limits[-1].kind == "tokens":
+            exchange.attach(TokenCharge(buckets[-1], scope["path"]))
+
+    def _standing(self, buckets: tuple[TokenBucket, ...], now: float) -> Headers:
+        pairs = zip(self._limits, buckets, strict=True)
+        return [header for limit, bucket in pairs for header in standing(limit, bucket, now)]
+
+    def _refusal(self, buckets: tuple[TokenBucket, ...], now: float) -> LocalReply:
+        wait_s, limit = max(
+            ((bucket.wait_s(1.0, now), limit) for limit, bucket in zip(self._limits, buckets, strict=True)),
+            key=lambda pair: pair[0],
+        )
+        self.metrics.bounds.rate_limited.labels(limit.kind).inc()
+        retry_after_s = math.ceil(wait_s)
+        message = f"Over the limit of {limit.per_minute:g} {limit.kind} per minute; retry in {retry_after_s} s."
+        headers = [(b"retry-after", b"%d" % retry_after_s), *self._standing(buckets, now)]
+        return LocalReply(429, "rate_limit_exceeded", message, headers=headers)
+
+
+class TokenCharge(RequestObserver):
+    """Charges one request's tokens to its bucket when it is over."""
+
+    def __init__(self, bucket: TokenBucket, path: str) -> None:
+        self._bucket = bucket
+        self._path = path
+        self._events = self._answer_bytes = 0
+        self._head: Headers = []
+
+    def response_started(self, exchange: Exchange, status: int, headers: Headers) -> None:
+        """The head tells what an answer that does not count its tokens is made of."""
+        self._head = headers
+
+    def body_piece(self, exchange: Exchange, piece: bytes) -> None:
+        """Counts what the engine answers."""
+        self._events += sum(map(piece.count, _EVENT_ENDS))
+        self._answer_bytes += len(piece)
+
+    def finished(self, exchange: Exchange, now: float) -> None:
+        """By the engine's count, else an estimate."""
+        told = exchange.outcome.completion_tokens is not None
+        answered = 0 if told else _generated(self._path, self._head, self._events, self._answer_bytes)
+        self._bucket.charge(tokens_used(exchange, answered, exchange.received_bytes), now)
+
+
+def standing(limit: Limit, bucket: TokenBucket, now: float) -> Headers:
+    """`x-ratelimit-limit-*`, `-remaining-*` and `-reset-*` as OpenAI's clients read them."""
+    suffix = limit.kind.encode()
+    reset_s = bucket.wait_s(bucket.capacity, now)
+    return [
+        (b"x-ratelimit-limit-" + suffix, b"%d" % limit.per_minute),
+        (b"x-ratelimit-remaining-" + suffix, b"%d" % max(0.0, bucket.level(now))),
+        (b"x-ratelimit-reset-" + suffix, b"%.3fs" % reset_s),
+    ]
+
+
+def _generated(path: str, head: Headers, events: int, answer_bytes: int) -> int:
+    """About how many tokens an answer took that does not say: those of a stream's events, else of its bytes."""
+    names = {name.lower(): value for name, value in head}
+    streams = names.get(b"content-type", b"").startswith(b"text/event-stream")
+    if streams and b"content-encoding" not in names:
+        return events
+    return answer_bytes // _BYTES_PER_TOKEN if path in _GENERATING else 0
+
+
+def tokens_used(exchange: Exchange, answered: int, sent_bytes: int) -> int:
+    """Tokens to charge for a finished request of `sent_bytes`.
+
+    The engine's counts where it gave them. Without any, or of an answer that was cut short, they are estimated from the
+    prompt's bytes (all of the body where that says nothing) and the answer (`answered`: about how many tokens it took);
+    what was refused before or by the engine costs nothing.
+    """
+    outcome, inference = exchange.outcome, exchange.inference
+    prompt, completion = outcome.prompt_tokens, outcome.completion_tokens
+    refused = outcome.end == "completed" and outcome.status >= 400
+    if prompt is None and completion is None and (refused or outcome.end == "local_reply"):
+        return 0
+    asked_bytes = 0 if inference is None else inference.prompt.size_bytes
+    if prompt is None:
+        prompt = (asked_bytes or sent_bytes) // _BYTES_PER_TOKEN
+        if completion is None:
+            completion = answered if asked_bytes or sent_bytes else 0  # none for a question about models, say
+    return prompt + (completion or 0)
+
+
+def bucket_key(tenant: str, scope: Scope) -> str:
+    """What a request counts for: its tenant, or its IPv4 address or IPv6 network of 64 bits (one customer's)."""
+    if tenant:
+        return f"tenant {tenant}"
+    client = scope.get("client")
+    host: str = client[0][:64] if client else "unknown"
+    if ":" in host:
+        with contextlib.suppress(ValueError):
+            address = ipaddress.IPv6Address(host)
+            host = str(address.ipv4_mapped) if address.ipv4_mapped else f"{int(address) >> 64:x}::/64"
+    return f"address {host}"
+
+
+def build(app: ASGIApp, settings: RateLimitSettings, context: FilterContext) -> ASGIApp:
+    """The filter around `app`. Raises ConfigError when nothing is limited."""
+    rates = (("requests", settings.requests_per_minute), ("tokens", settings.tokens_per_minute))
+    limits = tuple(Limit(kind, rate, settings.burst) for kind, rate in rates if rate)
+    if not limits:
+        hint = "set requests_per_minute or tokens_per_minute"
+        raise ConfigError([Problem("", "nothing is limited", hint)])
+    table = context.states.next_of(BucketTable, BucketTable)
+    context.limits.append(table)
+    buckets = Buckets(limits, settings.max_keys, table)
+    under_limits = RateLimitFilter(app, buckets=buckets, metrics=context.metrics, clock=context.clock)
+    context.on_serving.append(under_limits.show)
+    return under_limits

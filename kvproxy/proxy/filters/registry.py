@@ -1,0 +1,78 @@
+"""Every filter by name: those shipped here, and other distributions' from the entry-point group `kvproxy.filters`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from importlib import metadata
+
+from kvproxy.base.errors import ConfigError, Problem
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.features.normalize import normalize
+from kvproxy.features.tracing import tracing
+from kvproxy.proxy.filter_settings import (
+    AccessLogSettings,
+    AuthSettings,
+    CorsSettings,
+    InferenceRequestSettings,
+    NormalizeSettings,
+    RateLimitSettings,
+    RequestIdSettings,
+    RouterSettings,
+    TracingSettings,
+)
+from kvproxy.proxy.filters import access_log, auth, cors, inference_request, kvcache, rate_limit, request_id, router
+from kvproxy.proxy.filters.chain import FilterType
+
+GROUP = "kvproxy.filters"
+
+
+FILTERS: dict[str, FilterType] = {
+    "access_log": FilterType(AccessLogSettings, access_log.build),
+    "auth": FilterType(AuthSettings, auth.build),
+    "cors": FilterType(CorsSettings, cors.build),
+    "inference_request": FilterType(InferenceRequestSettings, inference_request.build),
+    "kvcache": FilterType(KvCacheSettings, kvcache.build),
+    "normalize": FilterType(NormalizeSettings, normalize.build),
+    "rate_limit": FilterType(RateLimitSettings, rate_limit.build),
+    "request_id": FilterType(RequestIdSettings, request_id.build),
+    "router": FilterType(RouterSettings, router.build, terminal=True),
+    "tracing": FilterType(TracingSettings, tracing.build),
+}
+
+
+def _installed() -> Iterable[metadata.EntryPoint]:
+    return metadata.entry_points(group=GROUP)
+
+
+def discover(
+    wanted: Collection[str] | None = None, *, installed: Callable[[], Iterable[metadata.EntryPoint]] = _installed
+) -> dict[str, FilterType]:
+    """Other distributions' filters by name; with `wanted`, only those are imported, so that an unused one does no harm.
+
+    Raises ConfigError that names the distribution of every filter that cannot be loaded, is not a FilterType, or
+    takes a name that is taken.
+    """
+    found: dict[str, FilterType] = {}
+    problems: list[Problem] = []
+    for entry in installed():
+        if wanted is not None and entry.name not in wanted:
+            continue
+        taken = entry.name in FILTERS or entry.name in found
+        loaded = "its name is taken already" if taken else _load(entry)
+        if isinstance(loaded, FilterType):
+            found[entry.name] = loaded
+        else:
+            source = entry.dist.name if entry.dist else entry.value
+            problems.append(Problem("filters", f"filter {entry.name!r} of {source}: {loaded}"))
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _load(entry: metadata.EntryPoint) -> FilterType | str:
+    """The filter type an entry point names, or what is wrong with it."""
+    try:
+        loaded = entry.load()
+    except Exception as error:  # noqa: BLE001 - foreign code: whatever its import raises is that filter's problem
+        return f"cannot be loaded: {type(error).__name__}: {error}"
+    return loaded if isinstance(loaded, FilterType) else f"{entry.value} is not a FilterType"

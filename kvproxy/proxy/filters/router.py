@@ -1,0 +1,323 @@
+"""The last filter: finds the cluster, forwards, and turns errors into local replies (the only filter that does)."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvproxy.base.errors import QueueFull, UnsafeRequest
+from kvproxy.base.resilience.retry import RetryBudget
+from kvproxy.base.types import CONNECTION, Headers
+from kvproxy.base.upstream.pool import Timeouts
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.routes import Routes, RouteTarget
+from kvproxy.operate.config.schema import Config
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.filter_settings import CachedTokens, RequestIdSettings, RouterSettings
+from kvproxy.proxy.filters.chain import FilterContext
+from kvproxy.proxy.forward import models as model_list
+from kvproxy.proxy.forward.body_guard import BodyGuard, with_model
+from kvproxy.proxy.forward.cached_count import CachedCounts
+from kvproxy.proxy.forward.forwarder import Forwarder, Forwarding, GaveUp, HeldReply
+from kvproxy.proxy.forward.headers import RequestHeaders
+from kvproxy.proxy.forward.metrics import RouteMetrics
+from kvproxy.proxy.forward.models import ModelList, ServedModels
+from kvproxy.proxy.forward.no_answer import reply_of
+from kvproxy.proxy.forward.public import PublicPaths, PublicSide
+from kvproxy.proxy.forward.relay import DisconnectWatcher, new_arming
+from kvproxy.proxy.forward.request_body import RequestBody, Uploads
+from kvproxy.proxy.request.body import LONG_BYTES, ClientLeft
+from kvproxy.proxy.request.downstream import Downstream
+from kvproxy.proxy.request.error_reply import LocalReply, error_event, refuse
+from kvproxy.proxy.request.exchange import QUEUE_FULL, SCOPE_KEY, Exchange
+from kvproxy.proxy.request.observer import RequestObserver, notify
+
+_SHOWN_CHARS = 64  # of a name that a client chose
+
+
+@dataclass(frozen=True, slots=True)
+class RouterParts:
+    """What the router is made of; put together by the application."""
+
+    routes: Routes
+    forwarder: Forwarder
+    models: ModelList
+    headers: RequestHeaders
+    metrics: RouteMetrics
+    public: PublicSide
+    guard: BodyGuard
+    uploads: Uploads
+    debug_header: bytes
+    trust_clients: bool = False
+    policy_header: bytes = b""  # b"": no cluster lets clients choose
+    observers: Sequence[RequestObserver] = ()
+
+
+def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> RouterFilter:
+    """The router for these settings; `inner` is never called, since the router answers everything."""
+    config, services, metrics = context.config, context.services, context.metrics
+    retry = config.retry
+    request_id = next((spec.settings for spec in config.filters if spec.name == "request_id"), None)
+    policy_header = settings.policy_header.lower().encode()
+    id_header = request_id.header if isinstance(request_id, RequestIdSettings) else RequestIdSettings().header
+    headers = RequestHeaders(
+        request_id_header=id_header.lower().encode(), dropped=[policy_header], own=_preference_headers(config)
+    )
+    models = ModelList(
+        tuple(services.clusters.values()),
+        config.routes,
+        pool=services.pool,
+        metrics=metrics,
+        clock=context.clock,
+        via=headers.via,
+    )
+    budget = RetryBudget(share=retry.budget, min_per_second=retry.min_per_second)
+    context.budgets.append(budget)
+    served = ServedModels(models.names, clock=context.clock, change=models.has_adapters)
+    context.lifetimes.append(served)
+    return RouterFilter(
+        RouterParts(
+            routes=services.routes,
+            forwarder=Forwarder(
+                pool=services.pool,
+                timeouts=Timeouts(config.timeouts.connect, config.timeouts.first_byte, config.timeouts.idle),
+                retry=retry,
+                budget=budget,
+                metrics=metrics,
+                clock=context.clock,
+                rng=context.rng,
+                cached_counts=_cached_counts(settings, metrics),
+            ),
+            models=models,
+            headers=headers,
+            metrics=RouteMetrics(metrics, clusters=services.clusters, routes=config.routes, served=served.serves),
+            public=PublicSide(
+                PublicPaths(settings.paths, prefixes=[route.prefix for route in config.routes]),
+                health_path=settings.health_path,
+                clusters=services.clusters,
+                metrics=metrics,
+                clock=context.clock,
+            ),
+            guard=BodyGuard(),
+            uploads=Uploads(
+                limit_bytes=config.limits.body,
+                timeout_s=config.limits.body_timeout,
+                held=services.bodies,
+                max_streams=config.pool.max_connections // 2,
+            ),
+            debug_header=settings.debug_header.lower().encode(),
+            trust_clients=settings.trust_clients,
+            policy_header=policy_header if any(one.client_policies for one in config.clusters.values()) else b"",
+            observers=context.observers,
+        )
+    )
+
+
+def _cached_counts(settings: RouterSettings, metrics: Metrics) -> CachedCounts | None:
+    if settings.cached_tokens is CachedTokens.OFF:
+        return None
+    return CachedCounts(settings.cached_tokens is CachedTokens.PREDICTED, metrics)
+
+
+def _preference_headers(config: Config) -> list[bytes]:
+    """What `kvcache` adds for engines, whatever it is called."""
+    settings = [spec.settings for spec in config.filters if isinstance(spec.settings, KvCacheSettings)]
+    return [one.preference_header.lower().encode() for one in settings if one.preference_header]
+
+
+class RouterFilter:
+    """Terminal ASGI app of the chain."""
+
+    def __init__(self, parts: RouterParts) -> None:
+        self._parts = parts
+        self._clock = parts.forwarder.clock
+        self._observers = (parts.metrics, *parts.observers)
+        self._hooks = frozenset[str]().union(*(observer.hooks for observer in self._observers))
+        routed = parts.public.exact - model_list.ADAPTER_PATHS
+        self._routed_paths = frozenset(path for path in routed if not path.startswith(model_list.PATH))
+        self._arming = new_arming()
+        self._pace = asyncio.Lock()
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
+        if scope["type"] != "http":
+            return _nothing()
+        exchange: Exchange = scope.get(SCOPE_KEY) or Exchange.of(scope, now=self._clock())
+        downstream = Downstream.of(exchange, scope, receive, send)
+        if scope["path"] in self._routed_paths:
+            return self._route(exchange, downstream)  # as it is: a coroutine around it would be resumed with it
+        return self._answer(exchange, downstream)
+
+    async def _answer(self, exchange: Exchange, downstream: Downstream) -> None:
+        """A path that not every request asks for: a page of the proxy's own, the models, or routed after all."""
+        parts, scope = self._parts, downstream.scope
+        path: str = scope["path"]
+        if path not in parts.public.exact and await parts.public.answered(scope, downstream.send):
+            parts.metrics.observe_end(exchange)
+            notify(RequestObserver.finished, exchange, self._clock())
+        elif path.startswith(model_list.PATH) and model_list.is_asked_for(scope):
+            await self._list_models(scope, downstream)
+        else:
+            await self._route(exchange, downstream)
+            if path in model_list.ADAPTER_PATHS:
+                parts.models.forget()
+
+    async def _route(self, exchange: Exchange, downstream: Downstream) -> None:
+        """Forwards the request, or answers in place of an engine."""
+        parts, scope, body = self._parts, downstream.scope, None
+        exchange.observers += self._observers
+        exchange.hooks |= self._hooks
+        exchange.trusted = exchange.trusted or parts.trust_clients
+        if "received" in exchange.hooks:
+            notify(RequestObserver.received, exchange, self._clock())
+        watcher = DisconnectWatcher(scope.get(CONNECTION), downstream.receive, self._arming)
+        try:
+            target = self._target(exchange, scope)
+            body = RequestBody.of(downstream.receive, scope["headers"], whole=exchange.body, uploads=parts.uploads)
+            head = parts.headers.build_head(scope, request_id=exchange.request_id, trusted=exchange.trusted)
+            forwarding = Forwarding.of(
+                parts.forwarder,
+                exchange,
+                cluster=target.cluster,
+                model=target.upstream_model or (exchange.inference.model if exchange.inference else ""),
+                head=head,
+                body=body,
+                downstream=downstream,
+                debug=exchange.debug or (exchange.may_debug and parts.debug_header in head.repeated.sent),
+            )
+            whole = body.whole
+            if whole is not None and len(whole) > LONG_BYTES:
+                await asyncio.sleep(0)
+            if whole is None or target.upstream_model or not parts.guard.passes(whole, exchange):
+                await self._make_ready(body, exchange, target, scope["headers"])
+            connection = downstream.connection
+            task = asyncio.current_task(None if connection is None else connection.loop)
+            if body.consumed:
+                watcher.arm(task)
+            else:
+                body.on_consumed = functools.partial(watcher.arm, task)
+            await forwarding.run(task)
+        except GaveUp as error:
+            await self._give_up(exchange, error, downstream)
+        except LocalReply as why:
+            if exchange.outcome.status or downstream.status:
+                # An engine's answer is on its way already: all that is left is to cut it.
+                exchange.outcome.end = "local_reply"
+            else:
+                await self._refuse(why, downstream)
+        except QueueFull as error:
+            await self._refuse(_queue_full(error), downstream)
+        except UnsafeRequest as error:
+            message = f"This request cannot be forwarded safely: {error}"
+            await self._refuse(LocalReply(400, "unsafe_request", message), downstream)
+        except ClientLeft:
+            exchange.outcome.client_left()
+        except asyncio.CancelledError:
+            exchange.outcome.client_left()
+            if not watcher.caused_cancellation():
+                raise
+        finally:
+            if downstream.connection is None or not downstream.complete:  # else it is told of no disconnect any more
+                watcher.disarm()
+            if body is not None:
+                body.release_bytes()
+            notify(RequestObserver.finished, exchange, self._clock())
+
+    def _target(self, exchange: Exchange, scope: Scope) -> RouteTarget:
+        """Where the request goes. Raises LocalReply where there is no such place, or not by the policy asked for."""
+        parts, model = self._parts, exchange.inference.model if exchange.inference else ""
+        target = parts.routes.resolve(scope["path"], model)
+        if target is None:
+            if model:
+                raise LocalReply(404, "unknown_model", f"The model `{model[:200]}` does not exist.")
+            raise LocalReply(404, "no_route", "No route leads there.")
+        exchange.outcome.cluster = target.cluster.name
+        exchange.tells_priority = target.cluster.tells_priority
+        if parts.policy_header:
+            exchange.policy = chosen_policy(scope["headers"], parts.policy_header, target.cluster)
+        return target
+
+    async def _make_ready(self, body: RequestBody, exchange: Exchange, target: RouteTarget, received: Headers) -> None:
+        """The body as engines get it: without what clients may not say, salted, with its name for the model."""
+        guard = self._parts.guard
+        if not body.consumed:
+            await body.read_beginning(whole=lambda start: guard.looks_at(start, exchange, received))
+        whole = body.whole
+        if whole is None:
+            return
+        if not guard.passes(whole, exchange):
+            body.whole = whole = await guard.checked(whole, exchange, received)
+        if target.upstream_model:
+            named = exchange.inference.model if exchange.inference else ""
+            body.whole = await with_model(whole, target.upstream_model, named=named, pace=self._pace)
+
+    async def _list_models(self, scope: Scope, downstream: Downstream) -> None:
+        try:
+            self._parts.headers.check_loop(next((value for name, value in scope["headers"] if name == b"via"), None))
+        except LocalReply as why:
+            await self._refuse(why, downstream)
+        else:
+            await self._parts.models.answer(scope, downstream.send)
+
+    async def _give_up(self, exchange: Exchange, error: GaveUp, downstream: Downstream) -> None:
+        """An engine's own error answer if there is one, else ours."""
+        why = error.why
+        if downstream.status:
+            await self._end_stream(exchange, error, downstream)
+        elif isinstance(why, HeldReply):
+            exchange.outcome.status, exchange.outcome.end = why.status, "completed"
+            why.endpoint.metrics.count_request(why.status)
+            await downstream.start(why.status, why.headers, why.body, more=False)
+        else:
+            await self._refuse(reply_of(why, error.cluster, exchange.outcome.endpoint, self._clock()), downstream)
+
+    async def _end_stream(self, exchange: Exchange, error: GaveUp, downstream: Downstream) -> None:
+        """Send the failure as an event: the client has the head of a stream already, and nothing came behind it."""
+        why, kind = error.why, exchange.inference.kind if exchange.inference else None
+        exchange.outcome.status, exchange.outcome.end = downstream.status, "upstream_died"
+        if not isinstance(why, HeldReply):
+            reply = reply_of(why, error.cluster, exchange.outcome.endpoint, self._clock())
+            event = error_event(kind, message=str(reply), reason=reply.reason)
+        elif why.status == downstream.status:
+            event = why.body  # which is an error event of the engine's own
+        else:
+            event = error_event(kind, message=f"The engine answered {why.status}.", reason=f"status_{why.status}")
+        await downstream.write(event, more=False)
+
+    async def _refuse(self, why: LocalReply, downstream: Downstream) -> None:
+        metrics = self._parts.metrics.catalog
+        await refuse(why, downstream.scope, downstream.receive, downstream.send, metrics=metrics)
+
+
+async def _nothing() -> None:
+    """The answer to a scope of another type than http."""
+
+
+def _queue_full(error: QueueFull) -> LocalReply:
+    after = (b"retry-after", b"%d" % math.ceil(error.retry_after_s))
+    return LocalReply(429, QUEUE_FULL, "Too many requests are waiting; try again later.", headers=[after])
+
+
+def chosen_policy(headers: Headers, name: bytes, cluster: Cluster) -> str:
+    """The policy that header `name` asks for; "" without the header. Raises LocalReply where this cluster
+    does not offer it."""
+    asked = next((value for header, value in headers if header == name), b"").decode("latin-1").strip()
+    if not asked:
+        return ""
+    named = cluster.policies.named
+    if not named:
+        raise _not_offered(f"The policy `{asked[:_SHOWN_CHARS]}` was asked for, and clients cannot choose one here.")
+    if asked not in named:
+        offered = ", ".join(named)
+        raise _not_offered(f"The policy `{asked[:_SHOWN_CHARS]}` is not on offer here; these are: {offered}.")
+    return asked
+
+
+def _not_offered(message: str) -> LocalReply:
+    return LocalReply(400, "policy_not_offered", message)

@@ -1,0 +1,128 @@
+"""Filters that only act before and after a request, and the ASGI app that runs neighbouring ones together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Sequence
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvproxy.base.types import Clock, Headers
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.request.body import ClientLeft
+from kvproxy.proxy.request.downstream import Downstream
+from kvproxy.proxy.request.error_reply import LocalReply, refuse
+from kvproxy.proxy.request.exchange import SCOPE_KEY, Exchange
+
+logger = logging.getLogger("kvproxy.filters")
+
+
+class Step:
+    """A filter around `app` that sees a request before it and after it, and nothing between.
+
+    What one request needs between the two goes into its exchange, or into an observer of it. By itself a step is an
+    ASGI app like every filter; in a chain, neighbouring steps run in one.
+    """
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, clock: Clock) -> None:
+        self.app = app
+        self.metrics = metrics
+        self.clock = clock
+        self._alone: StepRun | None = None
+
+    def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
+        """The request comes in; an awaitable is awaited. `downstream.scope` may be changed, its headers by a new list.
+
+        Raises LocalReply to have the proxy answer, ClientLeft if there is no client to answer; the steps before this
+        one see the head of the answer, this one and those after it do not.
+        """
+        return None
+
+    def response_started(self, exchange: Exchange, status: int, headers: Headers) -> None:
+        """The head of the response goes out; the list may be changed in place. Innermost step first."""
+
+    def after(self, exchange: Exchange, downstream: Downstream) -> None:
+        """The request is over, whatever its end, if it came as far as this step's `before`. Innermost step first."""
+
+    async def answers(self, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Whether a scope of another type than http (a websocket, a lifespan) was answered here."""
+        return False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._alone is None:
+            self._alone = joined(self)
+        await self._alone(scope, receive, send)
+
+
+def joined(outer: Step) -> StepRun:
+    """The step and those right behind it as one app."""
+    inner = outer.app
+    if isinstance(inner, Step):
+        inner = joined(inner)
+    if isinstance(inner, StepRun):
+        return StepRun((outer, *inner.steps), inner.app)
+    return StepRun((outer,), inner)
+
+
+def _own(step: Step, name: str) -> bool:
+    return getattr(type(step), name) is not getattr(Step, name)
+
+
+class StepRun:
+    """Neighbouring steps, the outermost first, around `app`. Hooks that a step leaves alone are not called."""
+
+    def __init__(self, steps: Sequence[Step], app: ASGIApp) -> None:
+        self.steps = tuple(steps)
+        self.app = app
+        self._clock = steps[0].clock
+        self._metrics = steps[0].metrics
+        numbered = list(enumerate(self.steps))
+        self._befores = [(at, step.before) for at, step in numbered if _own(step, "before")]
+        self._heads = [(at, step.response_started) for at, step in reversed(numbered) if _own(step, "response_started")]
+        self._afters = [(at, step.after) for at, step in reversed(numbered) if _own(step, "after")]
+        self._hooks = tuple(hook for _, hook in self._heads)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._other(scope, receive, send)
+            return
+        exchange: Exchange | None = scope.get(SCOPE_KEY)
+        if exchange is None:
+            exchange = scope[SCOPE_KEY] = Exchange(received_at=self._clock())
+        downstream = Downstream.begin(exchange, scope, receive, send, self._hooks)
+        reached = crash = None
+        try:
+            for at, before in self._befores:
+                reached = at
+                waits = before(exchange, downstream)
+                if waits is not None:
+                    await waits
+            reached = None
+            await self.app(downstream.scope, downstream.receive, downstream.send)
+        except LocalReply as why:
+            if reached is None:
+                raise
+            downstream.hooks = tuple(hook for at, hook in self._heads if at < reached)
+            await refuse(why, downstream.scope, receive, downstream.send, metrics=self._metrics)
+        except ClientLeft:
+            if reached is None:
+                raise
+            exchange.outcome.client_left()
+        except Exception as error:
+            crash = type(error).__name__
+            raise
+        finally:
+            for at, after in self._afters:
+                if reached is None or at <= reached:
+                    try:
+                        after(exchange, downstream)
+                    except Exception:
+                        logger.exception("a filter failed after a request: %s", type(self.steps[at]).__name__)
+            if "ended" in exchange.hooks:
+                downstream.end(crash or "")
+
+    async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
+        for step in self.steps:
+            if await step.answers(scope, receive, send):
+                return
+        await self.app(scope, receive, send)

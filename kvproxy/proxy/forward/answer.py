@@ -1,0 +1,110 @@
+"""What an engine's answer means: the status it really has, the short body of an error, the verdict on its engine, and
+where the next attempt goes if there is to be one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import re
+
+from kvproxy.base.errors import EngineReportedError, UpstreamError
+from kvproxy.base.resilience.retry import full_jitter_s
+from kvproxy.base.types import EndpointId
+from kvproxy.base.upstream.response import UpstreamResponse
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.pick import AttemptOutcome
+from kvproxy.operate.config.schema import RetrySettings
+from kvproxy.proxy.request.usage import error_status
+
+#: An error answer kept while another endpoint is tried is no longer than this; a longer one goes down as it comes.
+_MAX_HELD_BYTES = 64 * 1024
+_NO_MODEL = re.compile(
+    rb'"param"\s*:\s*"model"|(?:model|adapter)[^"]{0,300}(?:does not exist|not found|not loaded)', re.I
+)
+#: The one 5xx that is about the request: every engine of the kind answers it alike.
+NOT_IMPLEMENTED = 501
+#: Nor is its body waited for longer than this.
+_ERROR_BODY_S = 1.0
+
+
+async def read_beginning(response: UpstreamResponse, first: bytes) -> tuple[int, bytes]:
+    """The status, or that of an error that a stream begins with, and as much as makes its first event whole, if it is
+    one and its end is on the way."""
+    if first.startswith((b"data:", b"event:", b":")):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ERROR_BODY_S):
+                while not (response.complete or first.endswith(b"\n") or len(first) > _MAX_HELD_BYTES):
+                    first += await response.next_chunk()
+    return error_status(first, first=True) or response.status, first
+
+
+async def read_short(response: UpstreamResponse, first: bytes) -> tuple[bytes, bool]:
+    """The body of an error, and whether that is all to be had: it is short, or its rest stalls."""
+    body = first
+    try:
+        async with asyncio.timeout(_ERROR_BODY_S):
+            while not response.complete and len(body) <= _MAX_HELD_BYTES:
+                body += await response.next_chunk()
+    except TimeoutError:
+        return body, True
+    return (body + (response.take() or b""), True) if response.complete else (body, False)
+
+
+def names_no_model(body: bytes) -> bool:
+    """Whether an engine's 404 says that it does not serve the model (vLLM), and not that there is no such path."""
+    return _NO_MODEL.search(body) is not None
+
+
+def verdict_on(status: int, error: UpstreamError | None) -> AttemptOutcome:
+    """Of an answer that was no success."""
+    if isinstance(error, EngineReportedError) and error.status < 500:
+        return AttemptOutcome.CLIENT_ERROR
+    if error is not None or (status >= 500 and status != NOT_IMPLEMENTED):
+        return AttemptOutcome.FAILURE
+    return AttemptOutcome.CLIENT_ERROR
+
+
+class Attempts:
+    """The history of one request's attempts.
+
+    An endpoint may ask for several attempts on itself (its own `retry`); then every other engine is tried once, since
+    the ranks of one fail together; after such a round all are eligible again.
+    """
+
+    __slots__ = ("_in_a_row", "_retry", "_rng", "_rounds", "_tried", "again")
+
+    def __init__(self, retry: RetrySettings, *, rng: random.Random) -> None:
+        self._retry = retry
+        self._rng = rng
+        self._tried: set[EndpointId] = set()
+        self._rounds = 0
+        self._in_a_row = 0
+        self.again: EndpointId | None = None  # the endpoint whose own retry is next
+
+    @property
+    def excluded(self) -> frozenset[EndpointId]:
+        """Endpoints tried in this round."""
+        return frozenset(self._tried)
+
+    def count_failure(self, endpoint: Endpoint) -> float | None:
+        """Seconds to pause before the next attempt; None when this endpoint's failure is to be the answer."""
+        own = endpoint.retry
+        self._in_a_row += 1
+        if own is not None and self._in_a_row < own.attempts:
+            self.again = endpoint.id
+            return min(own.max_backoff, own.backoff * own.multiplier ** (self._in_a_row - 1))
+        self.again = None
+        self._in_a_row = 0
+        self._tried.add(endpoint.id)
+        self._tried.update(endpoint.engine.members)
+        return 0.0 if own is None or own.fallback else None
+
+    def next_round(self) -> float | None:
+        """All endpoints were tried: seconds to pause (full jitter) until all are eligible again, None if they are."""
+        if not self._tried:
+            return None
+        self._tried.clear()
+        self._rounds += 1
+        retry = self._retry
+        return full_jitter_s(self._rounds, base_s=retry.backoff, max_s=retry.max_backoff, rng=self._rng)

@@ -1,0 +1,227 @@
+"""One attempt's question to an engine: what is added for it (its credential, the rank, a priority), and asked again
+without what it refuses."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine
+
+import msgspec
+
+from kvproxy.base.types import EndpointId, Headers, RequestKind
+from kvproxy.base.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.pick import Pick
+from kvproxy.cluster.routing.policy import NO_FACTS
+from kvproxy.cluster.settings import PriorityOrder
+from kvproxy.proxy.forward.answer import read_beginning, read_short
+from kvproxy.proxy.forward.headers import RequestHead
+from kvproxy.proxy.forward.request_body import RequestBody
+from kvproxy.proxy.request.exchange import Exchange
+from kvproxy.proxy.request.usage import ERROR_MARK
+
+#: The response, its status or that of an error that a stream begins with, and the piece that is there.
+Answer = tuple[UpstreamResponse, int, bytes]
+
+_BAD_REQUEST = 400
+#: The largest priority a header may ask for, and the negative of the least.
+MAX_PRIORITY = 100
+#: SGLang reads the rank here, too: newer versions for Responses, older ones for the others. (A client's own is cut out
+#: by the guard; a trusted one's comes later in the body and wins.)
+_RANK_MEMBER = b'"routed_dp_rank":%d,'
+_WITH_FIELD = frozenset({RequestKind.CHAT, RequestKind.COMPLETION, RequestKind.RESPONSES})
+#: What engines call a data-parallel rank that they do not have: vLLM and SGLang, and vLLM's front end in Rust, which
+#: does not say that it is for the rank.
+_NO_SUCH_RANK = re.compile(rb"data.parallel.rank|dp.rank|engine-core error", re.IGNORECASE)
+
+#: Statuses of engines that take no `priority`: vLLM where it is not enabled, schemas that know no such field, SGLang
+#: with `--abort-on-priority-when-disabled`.
+_REFUSING_PRIORITY = frozenset({400, 422, 503})
+_ORDERED = frozenset({RequestKind.CHAT, RequestKind.COMPLETION, RequestKind.MESSAGES, RequestKind.RESPONSES})
+_PRIORITY_MEMBER = b'"priority":%d,'
+
+
+class Asking(msgspec.Struct, eq=False):
+    """What all attempts of one request have in common. What an engine may not know (a `priority`, the data-parallel
+    rank) costs no request its answer: it is asked once more without, at once."""
+
+    exchange: Exchange
+    pool: UpstreamPool
+    timeouts: Timeouts
+    cluster: Cluster
+    method: bytes
+    target: bytes
+    head: RequestHead
+    body: RequestBody
+    #: The data-parallel rank that a trusted client asks for itself: its word stands.
+    own_rank: bytes | None
+    #: Called with a response whose head came before its body.
+    on_head: Callable[[Pick, UpstreamResponse], None]
+
+    @property
+    def level(self) -> int:
+        """Of the request's class: what the configured header says, larger first."""
+        header = self.cluster.settings.queue.priority_header
+        return priority_of(self.head.headers, header.lower().encode()) if header else 0
+
+    def other_ranks(self) -> frozenset[EndpointId]:
+        """Endpoints that a request for its own rank cannot mean; none where no engine is known to have that rank."""
+        asked = self.own_rank or b""
+        ranked = {one.id: b"%d" % one.rank for one in self.cluster.endpoints if one.rank is not None}
+        return frozenset(one for one, rank in ranked.items() if rank != asked and asked in ranked.values())
+
+    def ask_engine(self, pick: Pick) -> Coroutine[None, None, Answer]:
+        """The engine's answer. (A coroutine around `_send` would be resumed with it.)"""
+        endpoint, head = pick.endpoint, self.head
+        if endpoint.authorization is not None:
+            head = head.with_credential(endpoint.authorization)
+        if self.exchange.trace_parent:
+            head = head.with_trace_parent(self.exchange.trace_parent)
+        if endpoint.rank is None or self.own_rank is not None:
+            return self._ask(pick, head)
+        return self._ask_rank(pick, head, endpoint.engine.ranks.number(endpoint.rank))
+
+    def _rank_member(self, pick: Pick, number: int) -> bytes:
+        """The field for engines that do not read the header everywhere."""
+        inference = self.exchange.inference
+        if not pick.endpoint.engine.ranks.in_body or inference is None or inference.kind not in _WITH_FIELD:
+            return b""
+        return _RANK_MEMBER % number if inference.model or inference.prompt.parts else b""
+
+    async def _ask_rank(self, pick: Pick, head: RequestHead, number: int) -> Answer:
+        response, status, first = await self._ask(pick, head.with_rank(number), self._rank_member(pick, number))
+        if status != _BAD_REQUEST or self.body.whole is None:
+            return response, status, first
+        first, refused = await _refused(response, first, lambda error: _NO_SUCH_RANK.search(error) is not None)
+        if not refused:
+            return response, status, first
+        named = b"rank" in first.lower()
+        response, status, first = await self._ask(pick, head)
+        if status < 400:
+            self.cluster.ranks.record_refusal(pick.endpoint, number, named=named)
+        return response, status, first
+
+    def _ask(self, pick: Pick, head: RequestHead, member: bytes = b"") -> Coroutine[None, None, Answer]:
+        """`member` is written in front of those of the body."""
+        whole = self.body.whole
+        if whole is None:
+            return self._send(pick, head, self.body.take())
+        if self.exchange.tells_priority:
+            start, at = with_priority(whole, self.exchange, self.cluster, pick, level=self.level)
+            if start:
+                return self._ask_with_priority(pick, head, whole, start, at, member)
+        start, rest = in_front(whole, member) if member else (b"", whole)
+        return self._send(pick, head, rest, start=start)
+
+    async def _ask_with_priority(
+        self, pick: Pick, head: RequestHead, whole: bytes, start: bytes, at: int, member: bytes
+    ) -> Answer:
+        response, status, first = await self._send(pick, head, memoryview(whole)[at:], start=start + member)
+        if status not in _REFUSING_PRIORITY:
+            return response, status, first
+        first, refused = await _refused(response, first, names_priority)
+        if not refused:
+            return response, status, first
+        self.exchange.outcome.engine_priority = None
+        start, rest = in_front(whole, member)
+        response, status, first = await self._send(pick, head, rest, start=start)
+        if status < 400:
+            pick.endpoint.refused_priority()
+        return response, status, first
+
+    async def _send(
+        self,
+        pick: Pick,
+        head: RequestHead,
+        body: bytes | memoryview | AsyncIterator[bytes] | None,
+        *,
+        start: bytes = b"",
+    ) -> Answer:
+        response = await self.pool.request(
+            pick.endpoint.origin,
+            self.method,
+            self.target,
+            head.own if self.body.whole is not None else head.own + self.body.framing,
+            body,
+            start=start,
+            timeouts=self.timeouts,
+            early=False,
+            on_head=functools.partial(self.on_head, pick),
+            repeated=head.repeated,
+        )
+        status, first = response.status, b""
+        try:
+            if status < 500:  # the first piece is there, or the end
+                first = response.take() or b""
+                if status == 200 and ERROR_MARK in first:  # an engine that died in its prefill streams an error
+                    status, first = await read_beginning(response, first)
+            return response, status, first
+        except BaseException:
+            response.abort()
+            raise
+
+
+def in_front(body: bytes, member: bytes) -> tuple[bytes, memoryview]:
+    """The beginning of a JSON object, its brace and the member, and the rest of it."""
+    at = body.index(b"{") + 1
+    return body[:at] + member, memoryview(body)[at:]
+
+
+async def _refused(response: UpstreamResponse, first: bytes, names: Callable[[bytes], bool]) -> tuple[bytes, bool]:
+    """What was read of an error, and whether `names` finds its cause there: then the response is done with."""
+    try:
+        first, complete = await read_short(response, first)
+    except BaseException:
+        response.abort()
+        raise
+    refused = complete and names(first)
+    if refused:
+        response.abort()
+    return first, refused
+
+
+def names_priority(error: bytes) -> bool:
+    """Whether an engine's error may be about the field."""
+    return b"priority" in error.lower()
+
+
+def with_priority(body: bytes, exchange: Exchange, cluster: Cluster, pick: Pick, *, level: int) -> tuple[bytes, int]:
+    """The beginning of the body, its brace and the member, and how much of `body` that stands for; (b"", 0) where the
+    request carries none.
+
+    The body is a JSON object without such a member of its own: what was parsed as a request has at least one member,
+    and the guard has cut a client's own.
+    """
+    exchange.outcome.engine_priority = None  # an earlier attempt's
+    inference, endpoint, now = exchange.inference, pick.endpoint, cluster.priority.clock()
+    if inference is None or inference.kind not in _ORDERED or not (inference.model or inference.prompt.parts):
+        return b"", 0
+    if not endpoint.priority.sends(now):
+        return b"", 0
+    if own := exchange.own_priority:
+        own = own if endpoint.priority.order is PriorityOrder.HIGHEST_FIRST else -own
+        level += max(-MAX_PRIORITY, min(MAX_PRIORITY, own))
+    urgency = cluster.priority.urgency_s(
+        exchange.facts or NO_FACTS,
+        endpoint.id,
+        received_at=exchange.received_at,
+        now=now,
+        level=level,
+        tenant=exchange.tenant,
+        endpoints=len(cluster.endpoints),
+    )
+    number = endpoint.priority.number(urgency, pick, now, hidden=pick.reservation.hidden)
+    exchange.outcome.engine_priority = number
+    endpoint.metrics.engine_priority("sent")
+    at = body.index(b"{") + 1
+    return body[:at] + _PRIORITY_MEMBER % number, at
+
+
+def priority_of(headers: Headers, name: bytes) -> int:
+    """The integer in header `name`, from -100 to 100; 0 when there is none."""
+    value = next((value for header, value in headers if header == name), b"0")
+    try:
+        return max(-MAX_PRIORITY, min(MAX_PRIORITY, int(value)))
+    except ValueError:
+        return 0

@@ -1,0 +1,419 @@
+"""What is changed in a request body: fields by which engines talk to each other are cut out of an untrusted client's, a
+tenant's salt is put in, a model gets the name its engines know, and where the proxy tells engines the `priority` of a
+request, a client's own is cut out. Every other byte stays as the client sent it.
+
+With `kv_transfer_params` and its like a client can crash a decoder or have another user's KV cache read into its own
+request: they are between proxies and engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from xxhash import xxh3_128_hexdigest
+
+from kvproxy.base.json_scan import (
+    MAX_DECODED_BYTES,
+    Edit,
+    Members,
+    NotAnObject,
+    Span,
+    Steps,
+    Unreadable,
+    apply_edits,
+    cut_members,
+    find_members,
+    run_in_turns,
+    scan_to_replace_model,
+)
+from kvproxy.base.json_scan import replace_model as replaced_model
+from kvproxy.base.types import Headers
+from kvproxy.proxy.forward.request_body import START_BYTES
+from kvproxy.proxy.request.body import BodyUnchecked
+from kvproxy.proxy.request.exchange import Exchange
+
+#: Fields no client may set: transfers of KV (vLLM) or encoder caches, and which data-parallel rank serves.
+CONTROL_FIELDS = frozenset(
+    {
+        "kv_transfer_params",
+        "ec_transfer_params",
+        "routed_dp_rank",
+        "data_parallel_rank",
+        "disagg_prefill_dp_rank",
+    }
+)
+#: Beginnings of further ones: SGLang's meeting point of prefill and decode, and where KV is pulled from.
+CONTROL_PREFIXES = ("bootstrap_", "remote_")
+
+#: vLLM copies the members of this one into the same place `kv_transfer_params` goes to.
+_CARRIER = "vllm_xargs"
+_SALT = "cache_salt"
+_PRIORITY = "priority"
+
+_SUSPICIOUS = (b"_transfer_params", b'"bootstrap_', b'"remote_', b"_rank", b"vllm_xargs", b"\\u00")
+_PRIORITY_LETTERS = (b'"priority"', b"\\u00")
+_NAMED = CONTROL_FIELDS | {_CARRIER}
+
+#: Beyond this size and this many colons a strict parse of the names could take long.
+_LARGE_BYTES = 256 * 1024
+_MANY_COLONS = 20_000
+_RECODED_BYTES = 1024 * 1024
+_SLICE_BYTES = 512 * 1024
+#: Of a longer body the names are looked for beside its messages.
+_SHORTENED_BYTES = 8 * 1024
+_PROMPT_NAMES = (b'"messages":', b'"prompt":', b'"input":')
+_SEPARATORS = (b",", b", ")
+_MAX_NUMBER_BYTES = 32
+_MAX_SALT_BYTES = 64 * 1024  # of a longer one the digest counts
+_BOM = b"\xef\xbb\xbf"
+_NOT_UTF8 = "JSON is UTF-8 (RFC 8259), and in another encoding it cannot be checked"
+_LONGEST_NEEDLE = max(map(len, _SUSPICIOUS))
+
+#: How a body begins that may hold a JSON object, in UTF-16 and UTF-32 too. A form begins with its boundary's `--`.
+_MAY_BE_OBJECT = re.compile(rb"[ \t\r\n\0\xef\xbb\xbf\xfe\xff]*+(?:\{|\Z)")
+
+_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+class Unchecked(Exception):
+    """The body may hold such a field, or needs a salt, and cannot be read; the text is for the client."""
+
+
+class BodyGuard:
+    """Bodies of clients that are not trusted hold nothing that is between proxies and engines."""
+
+    def __init__(self) -> None:
+        self._pace = asyncio.Lock()
+
+    def looks_at(self, start: bytes, exchange: Exchange, headers: Headers) -> bool:
+        """Whether all of a body that begins so is needed. A form with files is no JSON: such uploads stream."""
+        return (exchange.isolated or not exchange.trusted or exchange.tells_priority) and not _is_form(start, headers)
+
+    def passes(self, body: bytes, exchange: Exchange) -> bool:
+        """Whether an engine may get it as it is, which is so for nearly every body."""
+        if exchange.isolated:
+            return False
+        if exchange.trusted and not exchange.tells_priority:
+            return True
+        body = _beside_messages(body, exchange)
+        if exchange.trusted:
+            return _has_no_priority(body, exchange.members)
+        return needs_no_change(body, exchange.members, priority=exchange.tells_priority)
+
+    async def checked(self, body: bytes, exchange: Exchange, headers: Headers) -> bytes:
+        """The body as an engine may get it. Raises BodyUnchecked."""
+        known = exchange.members
+        if self.passes(body, exchange):
+            return body
+        if exchange.body is None and _is_form(body, headers):
+            return body
+        if exchange.isolated and (salted := _salted_at_once(body, exchange)) is not None:
+            return salted
+        encoded = _is_encoded(headers)
+        try:
+            clean = body
+            if not exchange.trusted:
+                clean = await without_control_fields(body, encoded=encoded, known=known, pace=self._pace)
+            if exchange.isolated:
+                own = exchange.inference.cache_salt if exchange.inference is not None else None
+                known = known if clean is body else None
+                tenant = exchange.tenant
+                clean = await with_salt(clean, tenant=tenant, own=own, encoded=encoded, known=known, pace=self._pace)
+            if exchange.tells_priority:
+                known = exchange.members if clean is body else None
+                clean = await self._without_priority(clean, exchange, encoded=encoded, known=known)
+        except Unchecked as error:
+            raise BodyUnchecked(f"The request body is refused: {error}.", encoded=encoded) from None
+        return clean
+
+    async def _without_priority(
+        self, body: bytes, exchange: Exchange, *, encoded: bool, known: Members | None
+    ) -> bytes:
+        """The body without a `priority`, which the exchange is told of if it is a trusted client's."""
+        if _has_no_priority(body, known) or (encoded and exchange.trusted):
+            return body
+        if encoded:
+            raise Unchecked("with a content-encoding it cannot be checked for a priority, send it plain")
+        if known is None:
+            text = _in_utf8(body)
+            if not await _occurs(_PRIORITY_LETTERS, text):
+                return body
+            if text is not body:
+                return _not_an_object(body, text)
+        try:
+            members = known
+            if members is None:
+                members = await run_in_turns(find_members(body, _PRIORITY.__eq__), self._pace)
+        except NotAnObject:
+            return body
+        except Unreadable as error:
+            raise Unchecked(f"{error}, which cannot be checked for a priority") from None
+        found = [member for member in members.found if member.name == _PRIORITY]
+        if not found:
+            return body
+        if exchange.trusted:
+            exchange.own_priority = _integer(body, found[-1].value)
+        return await run_in_turns(apply_edits(body, cut_members(found)), self._pace)
+
+
+def tenant_salt(tenant: str, own: str | None) -> str:
+    """The salt of a tenant's prompts, its own salt (if it has one) included: equal for equal ones, in every proxy."""
+    digest = hashlib.blake2b(b"%d:" % len(tenant), digest_size=16, person=b"kvproxy-tenant")
+    digest.update((tenant + (own or "")).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def is_control(name: str) -> bool:
+    """Whether a top-level member of this name is between proxies and engines."""
+    return name in CONTROL_FIELDS or name.startswith(CONTROL_PREFIXES)
+
+
+def is_guarded(name: str) -> bool:
+    """Whether the guard has to know of a top-level member of this name."""
+    return name in (_CARRIER, _SALT, _PRIORITY) or is_control(name)
+
+
+def without_messages(body: bytes, messages: Sequence[bytes]) -> bytes:
+    """A body, parsed as strict JSON, with the same names at its top and without its messages: what is left of a long
+    one is parsed in a tenth of the time. The body itself where they are not found as clients commonly write them.
+
+    What is cut out are whole values in an array or the whole value of a member, and another one stands in their place:
+    the second quote of what is searched for ends a name (a text would go on behind it, and a quote within one has a
+    backslash before it), so a value begins right behind it. Whichever member that is, no other one is lost with it.
+    """
+    for separator in _SEPARATORS:
+        values = separator.join(messages)
+        for name in _PROMPT_NAMES:
+            if (at := body.find(name)) < 0:
+                continue
+            at += len(name)
+            at += body.startswith(b" ", at)
+            if body.startswith(b"[", at):
+                at += 1
+            elif len(messages) > 1:
+                continue
+            if values and body.startswith(values, at):
+                return body[:at] + b"0" + body[at + len(values) :]
+    return body
+
+
+def needs_no_change(body: bytes, known: Members | None = None, *, priority: bool = False) -> bool:
+    """Whether it surely holds no such field, nor a `priority` where that matters: by the guarded members that are
+    `known` from a scan, or by one strict parse of the names alone. False: it must be looked at."""
+    if known is not None:
+        named = (_CARRIER, _PRIORITY) if priority else (_CARRIER,)
+        return not any(is_control(member.name) or member.name in named for member in known.found)
+    names = _names(body)
+    return names is not None and not (priority and _PRIORITY in names) and _are_clients(names)
+
+
+def _are_clients(names: Mapping[str, object]) -> bool:
+    """None of them is between proxies and engines."""
+    if not _NAMED.isdisjoint(names):
+        return False
+    for name in names:  # noqa: SIM110 - a generator would cost more, and every request asks
+        if name.startswith(CONTROL_PREFIXES):
+            return False
+    return True
+
+
+def _beside_messages(body: bytes, exchange: Exchange) -> bytes:
+    """The body, or as much of a long one as has its names."""
+    inference = exchange.inference
+    if exchange.members is None and inference is not None and body is exchange.body and len(body) > _SHORTENED_BYTES:
+        return without_messages(body, inference.prompt.parts)
+    return body
+
+
+def _salted_at_once(body: bytes, exchange: Exchange) -> bytes | None:
+    """What `checked` makes of nearly all bodies of isolated tenants; None if there is more to it than a salt."""
+    names = None if exchange.members is not None else _names(_beside_messages(body, exchange))
+    if names is None or _SALT in names or (exchange.tells_priority and _PRIORITY in names):
+        return None
+    if not (exchange.trusted or _are_clients(names)):
+        return None
+    return _with_salt_in_front(body, exchange.tenant, None, last=not names)
+
+
+def _has_no_priority(body: bytes, known: Members | None) -> bool:
+    if known is not None:
+        return not any(member.name == _PRIORITY for member in known.found)
+    names = _names(body)
+    return names is not None and _PRIORITY not in names
+
+
+def _integer(body: bytes, span: Span) -> int:
+    """As engines read it, a text or `5.0` included. Raises Unchecked."""
+    try:
+        value = json.loads(body[span.start : min(span.end, span.start + _MAX_NUMBER_BYTES)])
+        if isinstance(value, bool) or int(value) != float(value):
+            raise ValueError
+        return int(value)
+    except (ValueError, TypeError, OverflowError):
+        raise Unchecked("`priority` is no integer") from None
+
+
+def _names(body: bytes) -> dict[str, msgspec.Raw] | None:
+    """None: not within milliseconds, or not in strict JSON."""
+    if len(body) > MAX_DECODED_BYTES or (len(body) > _LARGE_BYTES and body.count(b":") > _MANY_COLONS):
+        return None
+    try:
+        return _decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+async def without_control_fields(
+    body: bytes, *, pace: asyncio.Lock, encoded: bool = False, known: Members | None = None
+) -> bytes:
+    """The body without them, wherever a lenient parser would find them. Raises Unchecked.
+
+    `encoded`: the client declared a content coding; then only what is plain JSON all the same can be checked. `known`:
+    the guarded members, if a scan has found them.
+    """
+    if not body or needs_no_change(body, known):
+        return body
+    if encoded:
+        raise Unchecked("with a content-encoding it cannot be checked, send it plain")
+    if known is None:
+        text = _in_utf8(body)
+        if not await _occurs(_SUSPICIOUS, text):
+            return body
+        if text is not body:
+            return _not_an_object(body, text)
+    try:
+        return await run_in_turns(_cut_out(body, known), pace)
+    except NotAnObject:
+        return body
+    except Unreadable as error:
+        raise Unchecked(f"{error}, which cannot be checked for engines' control fields") from None
+
+
+def _cut_out(body: bytes, known: Members | None) -> Steps[bytes]:
+    if known is None:
+        known = yield from find_members(body, is_guarded)
+    edits = cut_members(member for member in known.found if is_control(member.name))
+    for member in known.found:
+        if member.name == _CARRIER and body[member.value.start : member.value.start + 1] == b"{":
+            carried = yield from find_members(body, is_control, inside=member.value)
+            edits += cut_members(carried.found)
+    return (yield from apply_edits(body, sorted(edits))) if edits else body
+
+
+async def with_salt(
+    body: bytes,
+    *,
+    tenant: str,
+    pace: asyncio.Lock,
+    own: str | None = None,
+    encoded: bool = False,
+    known: Members | None = None,
+) -> bytes:
+    """The body, a JSON object, with the tenant's salt in place of the client's own. Raises Unchecked.
+
+    `own` is the client's salt where it is known already. What is no JSON object stays: no engine makes a prompt of it.
+    """
+    names = _names(body) if known is None else None
+    if names is not None and _SALT not in names:
+        return _with_salt_in_front(body, tenant, own, last=not names)
+    if encoded and names is None and body:
+        raise Unchecked("with a content-encoding it cannot be salted, send it plain")
+    if known is None and (text := _in_utf8(body)) is not body:
+        return _not_an_object(body, text)
+    try:
+        if known is None:
+            known = await run_in_turns(find_members(body, is_guarded), pace)
+    except NotAnObject:
+        return body
+    except Unreadable as error:
+        raise Unchecked(f"{error}, which cannot be salted") from None
+    salts = [member for member in known.found if member.name == _SALT]
+    own = _text(body, salts[-1].value) if own is None and salts else own
+    at = known.opening + 1
+    member = _salt_member(tenant, own, last=known.total == len(salts))
+    return await run_in_turns(apply_edits(body, [Edit(at, at, member), *cut_members(salts)]), pace)
+
+
+def _with_salt_in_front(body: bytes, tenant: str, own: str | None, *, last: bool) -> bytes:
+    at = body.index(b"{") + 1
+    return b"".join((body[:at], _salt_member(tenant, own, last=last), body[at:]))
+
+
+def _salt_member(tenant: str, own: str | None, *, last: bool) -> bytes:
+    return b'"cache_salt":"%s"%s' % (tenant_salt(tenant, own).encode(), b"" if last else b",")
+
+
+def _text(body: bytes, span: Span) -> str | None:
+    """A salt as text, whatever its type; null is none."""
+    if span.end - span.start > _MAX_SALT_BYTES:
+        return xxh3_128_hexdigest(memoryview(body)[span.start : span.end])
+    value = body[span.start : span.end]
+    try:
+        salt = json.loads(value)
+    except (ValueError, RecursionError):
+        return value.decode("latin-1")
+    return None if salt is None else salt if isinstance(salt, str) else value.decode("latin-1")
+
+
+def _in_utf8(body: bytes) -> bytes:
+    """The body itself, or what Python's parsers make of one in UTF-16 or UTF-32. Raises Unchecked."""
+    encoding = json.detect_encoding(body)
+    if encoding.startswith("utf-8"):
+        return body
+    if len(body) > _RECODED_BYTES:
+        raise Unchecked(_NOT_UTF8)
+    try:
+        return body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
+    except UnicodeError:
+        return b""  # nor can an engine read it
+
+
+def _not_an_object(body: bytes, text: bytes) -> bytes:
+    """The body, whose text was in another encoding. Raises Unchecked for an object."""
+    if text.removeprefix(_BOM).lstrip(b" \t\r\n").startswith(b"{"):
+        raise Unchecked(_NOT_UTF8)
+    return body
+
+
+async def _occurs(letters: Sequence[bytes], body: bytes) -> bool:
+    """Whether the letters of such a name occur anywhere, also in an escaped spelling; in slices, so that others run."""
+    for at in range(0, len(body), _SLICE_BYTES):
+        piece = body[at : at + _SLICE_BYTES + _LONGEST_NEEDLE]
+        if any(needle in piece for needle in letters):
+            return True
+        await asyncio.sleep(0)
+    return False
+
+
+def _is_encoded(headers: Headers) -> bool:
+    return any(
+        name == b"content-encoding" and value.strip().lower() not in (b"", b"identity") for name, value in headers
+    )
+
+
+def _is_form(body: bytes, headers: Headers) -> bool:
+    """By its first bytes too: engines that read JSON whatever the header says would find what was not looked at."""
+    if _MAY_BE_OBJECT.match(body[:START_BYTES]):
+        return False
+    return any(
+        name == b"content-type" and value.strip().lower().startswith(b"multipart/form-data") for name, value in headers
+    )
+
+
+async def with_model(body: bytes, model: str, *, named: str, pace: asyncio.Lock) -> bytes:
+    """`body` (a JSON object) with its top-level `model`, which is `named`, replaced; scanned in steps if it is long.
+
+    A body that is not a JSON object is returned as it is: the engine's own error is what the client should see.
+    """
+    replaced = replaced_model(body, model, named=named)
+    if replaced is not None:
+        return replaced
+    try:
+        return await run_in_turns(scan_to_replace_model(body, model), pace)
+    except Unreadable:
+        return body

@@ -1,0 +1,499 @@
+"""Carries one request to an engine and its answer back; before the first byte went down it may try another endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import functools
+import random
+from dataclasses import dataclass
+
+import msgspec
+from starlette.types import Scope
+
+from kvproxy.base.errors import (
+    ConnectError,
+    EndpointUnhealthy,
+    PoolFull,
+    ResponseHeadTooLarge,
+    UpstreamError,
+)
+from kvproxy.base.resilience.retry import RetryBudget
+from kvproxy.base.types import Clock, EndpointId, Headers
+from kvproxy.base.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.pick import AttemptOutcome, Pick
+from kvproxy.cluster.router_queue import RouterQueue
+from kvproxy.cluster.routing.policy import NO_FACTS, FactSource, PickRequest
+from kvproxy.cluster.routing.selector import Decision
+from kvproxy.cluster.screening import Refusal
+from kvproxy.operate.config.schema import RetrySettings
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.forward.answer import NOT_IMPLEMENTED, Attempts, names_no_model, read_short, verdict_on
+from kvproxy.proxy.forward.asking import Asking
+from kvproxy.proxy.forward.cached_count import CachedCounts
+from kvproxy.proxy.forward.headers import RequestHead, describe_decision, response_headers
+from kvproxy.proxy.forward.relay import Relay, is_comment, is_event_stream
+from kvproxy.proxy.forward.request_body import RequestBody
+from kvproxy.proxy.request.downstream import Downstream
+from kvproxy.proxy.request.exchange import CLIENT_CLOSED_REQUEST, MAX_REMEMBERED, Exchange
+from kvproxy.proxy.request.observer import RequestObserver, notify
+
+_IDEMPOTENT = frozenset({b"GET", b"HEAD", b"OPTIONS", b"PUT", b"DELETE"})
+_NOT_FOUND = 404
+_NONE_EXCLUDED: frozenset[EndpointId] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldReply:
+    """An engine's 5xx answer, kept in case no other endpoint does better."""
+
+    endpoint: Endpoint
+    status: int
+    headers: Headers
+    body: bytes
+
+
+class GaveUp(Exception):
+    """No endpoint delivered; nothing was sent downstream. `why`: the last failure, or why none could be tried."""
+
+    def __init__(self, why: UpstreamError | HeldReply | Refusal, cluster: Cluster) -> None:
+        super().__init__("no endpoint delivered")
+        self.why = why
+        self.cluster = cluster
+
+
+class _Next(enum.Enum):
+    DELIVERED = enum.auto()
+    RETRY = enum.auto()
+    GIVE_UP = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarder:
+    """What every forwarded request shares."""
+
+    pool: UpstreamPool
+    timeouts: Timeouts
+    retry: RetrySettings
+    budget: RetryBudget
+    metrics: Metrics
+    clock: Clock
+    rng: random.Random
+    cached_counts: CachedCounts | None = None
+
+
+class Delivery(msgspec.Struct, eq=False):
+    """The way down to the client: which header fields it gets, and whether it has them already."""
+
+    exchange: Exchange
+    downstream: Downstream
+    debug: bool = False
+
+    @property
+    def began(self) -> bool:
+        """The head of a response was sent."""
+        return self.downstream.status != 0
+
+    def headers_of(self, pick: Pick, response: UpstreamResponse) -> Headers:
+        """Return the fields of this engine's response as the client gets them."""
+        headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
+        if self.debug:
+            headers.append((b"x-kvproxy-decision", describe_decision(pick, pick.policy, self.exchange.facts).encode()))
+        return headers
+
+    def pass_head(self, pick: Pick, response: UpstreamResponse) -> None:
+        """Send the head of an event stream before its first event: clients and proxies before this one see that the
+        engine took the request. Another engine may still be tried behind it."""
+        connection, inference = self.downstream.connection, self.exchange.inference
+        if connection is None or self.began or inference is None or not inference.stream:
+            return
+        if response.status == 200 and connection.writable and is_event_stream(response.headers):
+            with contextlib.suppress(RuntimeError):  # of a field that no response may have; the relay raises it again
+                self.downstream.start_now(200, self.headers_of(pick, response))
+
+
+class Forwarding(msgspec.Struct, eq=False):
+    """One request on its way. `run` ends with the answer delivered, or raises GaveUp before anything was sent. (A
+    struct: one is made in C.)"""
+
+    _shared: Forwarder
+    _exchange: Exchange
+    _cluster: Cluster
+    _model: str
+    _asking: Asking
+    _delivery: Delivery
+    _earlier: Attempts | None = None  # once one failed
+    _holder: EndpointId | None = None  # of the history, once another endpoint proved not to know it
+    _last: UpstreamError | HeldReply | Refusal = Refusal.NO_ENDPOINTS
+    _suspects: list[tuple[Pick, str]] = []  # failed attempts, and how, until it is known what is to blame
+    _task: asyncio.Task[object] | None = None
+    _asked_elsewhere: bool = False  # for a model that the first engine did not know
+    _given_back: str | None = None  # by an unhealthy endpoint: "" to be retried, else why it is not
+
+    @classmethod
+    def of(
+        cls,
+        shared: Forwarder,
+        exchange: Exchange,
+        *,
+        cluster: Cluster,
+        model: str,
+        head: RequestHead,
+        body: RequestBody,
+        downstream: Downstream,
+        debug: bool = False,
+    ) -> Forwarding:
+        """That of the request of `downstream`, to be sent with this head and body."""
+        scope = downstream.scope
+        method: str = scope["method"]
+        raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
+        query: bytes = scope["query_string"]
+        target = raw_path + b"?" + query if query else raw_path
+        rank = head.repeated.rank if exchange.trusted else None
+        delivery = Delivery(exchange, downstream, debug)
+        asking = Asking(
+            exchange,
+            shared.pool,
+            shared.timeouts,
+            cluster,
+            method.encode(),
+            target,
+            head,
+            body,
+            rank,
+            delivery.pass_head,
+        )
+        return cls(shared, exchange, cluster, model, asking, delivery)
+
+    async def run(self, task: asyncio.Task[object] | None) -> None:
+        """Attempt, and attempt again, within the attempts, the retry budget and what may safely be sent twice. `task`
+        is the one this runs in."""
+        self._task = task
+        shared = self._shared
+        now = shared.clock()
+        shared.budget.count_request(now)
+        try:
+            while True:
+                queue = self._cluster.queue
+                verdict = self._decide(now)
+                if verdict is Refusal.NO_ENDPOINTS and queue is not None and queue.awaits:
+                    verdict = await queue.wait_for_endpoint(self._decide_refreshed, self._exchange.facts or NO_FACTS)
+                    queue, now = self._cluster.queue, shared.clock()
+                if (
+                    queue is None
+                    or isinstance(verdict, Refusal)
+                    or self._exchange.outcome.attempts
+                    or queue.admits(verdict, now)
+                ):
+                    pick = self._take(verdict, now)
+                else:
+                    pick = await self._wait_in(queue, verdict, now)
+                if pick is None:
+                    pause_s = self._earlier.next_round() if self._earlier is not None else None
+                    if pause_s is None:
+                        raise GaveUp(self._last, self._cluster)
+                else:
+                    next_step = await self._attempt(pick)
+                    if next_step is _Next.DELIVERED:
+                        return
+                    pause_s = self._count_failed(pick.endpoint) if next_step is _Next.RETRY else None
+                    if pause_s is None:
+                        raise GaveUp(self._last, self._cluster)
+                if pause_s:
+                    await asyncio.sleep(pause_s)
+                now = shared.clock()
+        finally:
+            if self._suspects:
+                self._blame_suspects()
+
+    async def _wait_in(self, queue: RouterQueue, decision: Decision[Endpoint], now: float) -> Pick | None:
+        """The first attempt may have to wait for its turn; a request that was let in once does not queue again."""
+        notify(RequestObserver.queued, self._exchange, decision, now)
+        return await queue.wait(
+            decision, self._decide_refreshed, self._take, tenant=self._exchange.tenant, level=self._asking.level
+        )
+
+    def _take(self, decision: Decision[Endpoint] | Refusal, now: float) -> Pick | None:
+        """Notify, reserve: no await since the decision, so that nothing comes between a choice and its load."""
+        if isinstance(decision, Refusal):
+            self._cluster.count_refusal(self._pick_request(), decision)
+            notify(RequestObserver.refused, self._exchange, decision.value, now)
+            if not self._exchange.outcome.attempts:
+                self._last = decision
+            return None
+        notify(RequestObserver.placed, self._exchange, decision, now)
+        return self._cluster.reserve(decision, now)
+
+    def _decide_refreshed(self, now: float) -> Decision[Endpoint] | Refusal:
+        """After a wait, in which others with the same prompt may have gone somewhere."""
+        if self._exchange.facts_source is not None:
+            self._exchange.facts_source(self._exchange)
+        return self._decide(now)
+
+    def _decide(self, now: float) -> Decision[Endpoint] | Refusal:
+        asked, copier = self._pick_request(), self._exchange.copier
+        if copier is not None and self._earlier is None:
+            asked = copier.offer(asked, now)
+        return self._cluster.decide(asked, now)
+
+    def _count_failed(self, endpoint: Endpoint) -> float | None:
+        if self._earlier is None:
+            self._earlier = Attempts(self._shared.retry, rng=self._shared.rng)
+        return self._earlier.count_failure(endpoint)
+
+    def _pick_request(self) -> PickRequest:
+        exchange, earlier = self._exchange, self._earlier
+        inference, preferred = exchange.inference, None if exchange.policy else exchange.preferred
+        excluded = _NONE_EXCLUDED if earlier is None else earlier.excluded
+        if self._asking.own_rank is not None:
+            excluded |= self._asking.other_ranks()
+        return PickRequest(
+            model=self._model,
+            session_key=inference.affinity_key if inference else None,
+            facts=exchange.facts or NO_FACTS,
+            preferred=preferred if earlier is None else earlier.again or self._holder or preferred,
+            excluded=excluded,
+            streams=inference is not None and inference.stream,
+            prompt_head=inference.head if inference else b"",
+            policy=exchange.policy,
+        )
+
+    async def _attempt(self, pick: Pick) -> _Next:
+        outcome, decision = self._exchange.outcome, pick.decision
+        outcome.attempts += 1
+        outcome.endpoint = pick.endpoint.id
+        outcome.policy, outcome.pick_reason = decision.policy, decision.reason
+        if len(decision.candidates) <= MAX_REMEMBERED:
+            outcome.candidates, outcome.costs = decision.candidates, decision.costs
+        response: UpstreamResponse | None = None
+        pick.on_unhealthy(self._give_back)
+        try:
+            if "attempt_began" in self._exchange.hooks:
+                notify(RequestObserver.attempt_began, self._exchange, pick)
+            if self._exchange.copier is not None and await self._exchange.copier.wait(self._exchange):
+                pick.begin(self._exchange.facts or NO_FACTS, self._cluster.speeds, self._shared.clock())
+            response, status, first = await self._asking.ask_engine(pick)
+            if self._delivery.began and not (status == 200 and is_event_stream(response.headers)):
+                await self._cannot_follow(pick, response, first)
+            if status >= 500 and status != NOT_IMPLEMENTED:
+                first, whole = await read_short(response, first)
+                if whole:
+                    return self._server_error(pick, response, first, status)
+            elif status == _NOT_FOUND and self._is_history_elsewhere(pick.endpoint):
+                first, whole = await read_short(response, first)
+                if whole:
+                    return self._not_here(pick, response, first)
+            elif status == _NOT_FOUND and self._may_know_elsewhere(pick):
+                first, whole = await read_short(response, first)
+                if whole and names_no_model(first):
+                    return self._unknown_model(pick, response, first)
+            return await self._deliver(pick, response, first)
+        except UpstreamError as error:
+            return self._failed(pick, error)
+        except asyncio.CancelledError:
+            if not self._interrupted_by_give_back():
+                raise
+            return self._move_away(pick)
+        finally:
+            if response is not None and not response.complete:
+                response.abort()
+            if not pick.reservation.released:
+                pick.endpoint.metrics.count_request(CLIENT_CLOSED_REQUEST)
+                pick.settle(AttemptOutcome.CANCELLED, now=self._shared.clock())
+
+    def _failed(self, pick: Pick, error: UpstreamError) -> _Next:
+        """Nothing reached the client yet (a relay in progress ends its own failures)."""
+        shared = self._shared
+        now = shared.clock()
+        if isinstance(error, PoolFull):
+            pick.settle(AttemptOutcome.BUSY, now=now)
+        elif isinstance(error, ConnectError):
+            pick.settle(AttemptOutcome.FAILURE, now=now)
+        elif isinstance(error, ResponseHeadTooLarge):
+            pick.settle(AttemptOutcome.CLIENT_ERROR, now=now)
+        else:
+            self._suspect(pick, error.reason, now)
+        self._last = error
+        pick.endpoint.metrics.attempt_failure(error.reason)
+        if isinstance(error, ResponseHeadTooLarge):
+            return self._after_failure(error.reason, "same_anywhere")
+        unprocessed = isinstance(error, ConnectError | PoolFull)
+        return self._after_failure(error.reason, self._why_no_retry(unprocessed=unprocessed))
+
+    def _server_error(self, pick: Pick, response: UpstreamResponse, body: bytes, status: int) -> _Next:
+        """A 5xx, or a 200 whose first event is an error (an engine that died in its prefill answers so).
+
+        The short answer is kept and another endpoint tried if that is allowed.
+        """
+        busy = status == 503
+        now = self._shared.clock()
+        if busy:
+            pick.settle(AttemptOutcome.BUSY, now=now)
+        else:
+            self._suspect(pick, f"status_{status}", now)
+        self._hold_reply(pick, response, body)
+        reason = "busy" if busy else "status_5xx"
+        pick.endpoint.metrics.attempt_failure(reason)
+        return self._after_failure(reason, self._why_no_retry(unprocessed=busy))
+
+    def _hold_reply(self, pick: Pick, response: UpstreamResponse, body: bytes) -> None:
+        headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
+        if not response.complete:
+            headers = [(name, value) for name, value in headers if name != b"content-length"]
+        self._last = HeldReply(pick.endpoint, response.status, headers, body)
+
+    def _is_history_elsewhere(self, endpoint: Endpoint) -> bool:
+        """Whether another endpoint answered what the request goes on from: engines keep responses to themselves."""
+        facts = self._exchange.facts
+        if facts is None or self._exchange.inference is None or self._exchange.inference.continues is None:
+            return False
+        holders = (name for name, one in facts.by_endpoint.items() if one.source is FactSource.SESSION)
+        self._holder = next(holders, None)
+        return self._holder is not None and self._holder != endpoint.id
+
+    def _not_here(self, pick: Pick, response: UpstreamResponse, body: bytes) -> _Next:
+        """The endpoint does not know what the request goes on from; it is sent to the one that does."""
+        pick.settle(AttemptOutcome.CLIENT_ERROR, now=self._shared.clock())
+        self._hold_reply(pick, response, body)
+        return self._after_failure("history_elsewhere", self._why_no_retry(unprocessed=True))
+
+    def _may_know_elsewhere(self, pick: Pick) -> bool:
+        """Whether another engine is to be asked for a model that this one may not know: once a request."""
+        if self._asked_elsewhere or not self._model or self._exchange.inference is None:
+            return False
+        engine, endpoints = pick.endpoint.engine, self._cluster.endpoints
+        return any(one.engine is not engine and one.serves(self._model) for one in endpoints)
+
+    def _unknown_model(self, pick: Pick, response: UpstreamResponse, body: bytes) -> _Next:
+        """An adapter that this engine has not loaded, or has no more. Its answer is kept in case no other knows it."""
+        self._asked_elsewhere = True
+        pick.settle(AttemptOutcome.CLIENT_ERROR, now=self._shared.clock())
+        engine = pick.endpoint.engine
+        self._cluster.adapters.record_missing(str(engine.id), engine.adapters, self._model)
+        self._hold_reply(pick, response, body)
+        pick.endpoint.metrics.attempt_failure("unknown_model")
+        return self._after_failure("unknown_model", self._why_no_retry(unprocessed=True))
+
+    def _suspect(self, pick: Pick, how: str, now: float) -> None:
+        """The attempt failed; the endpoint is to blame if another one serves the request."""
+        pick.suspend(now)
+        self._suspects.append((pick, how))
+
+    def _blame_suspects(self, *, proven: bool = False) -> None:
+        """What fails in the same way on several endpoints and is served by none says nothing about any of them."""
+        verdicts, now = self._cluster.verdicts, self._shared.clock()
+        suspects, self._suspects = self._suspects, []
+        for pick, how in suspects:
+            shared = not proven and any(
+                kind == how and one.endpoint.engine is not pick.endpoint.engine for one, kind in suspects
+            )
+            if shared:
+                verdicts.record_shared_failure(how, now)
+            spared = shared or (not proven and self._is_spared(pick.endpoint, how, now))
+            pick.blame(AttemptOutcome.UNPROVEN if spared else AttemptOutcome.FAILURE, now)
+
+    def _is_spared(self, endpoint: Endpoint, reason: str, now: float) -> bool:
+        client = client_of(self._exchange, self._delivery.downstream.scope)
+        verdicts = self._cluster.verdicts
+        return verdicts.is_spared(endpoint, self._model, reason=reason, client=client, now=now)
+
+    def _give_back(self) -> None:
+        """The endpoint that this attempt waits on is unhealthy: interrupt the wait if that helps.
+
+        Without another endpoint to go to it may as well wait on, since verdicts on all of them are often wrong; without
+        budget the next failed probe asks again; one that can never be sent again ends now.
+        """
+        if self._given_back is not None or not self._cluster.may_serve(self._model, self._shared.clock()):
+            return
+        refusal = self._why_no_retry(unprocessed=False)
+        if refusal not in ("outage", "budget"):
+            assert self._task is not None
+            self._given_back = refusal
+            self._task.cancel()
+
+    def _interrupted_by_give_back(self) -> bool:
+        """Whether the cancellation just caught is that of `_give_back` alone."""
+        return self._given_back is not None and self._task is not None and self._task.uncancel() == 0
+
+    def _move_away(self, pick: Pick) -> _Next:
+        pick.settle(AttemptOutcome.CANCELLED, now=self._shared.clock())  # its probes have judged the endpoint
+        self._last = error = EndpointUnhealthy(f"{pick.endpoint.id} became unhealthy before it answered")
+        pick.endpoint.metrics.attempt_failure(error.reason)
+        refusal, self._given_back = self._given_back or "", None
+        return self._after_failure(error.reason, refusal)
+
+    def _why_no_retry(self, *, unprocessed: bool) -> str:
+        """Why the request may not be sent again, a metric label; "" if it may, which is then taken from the budget."""
+        shared = self._shared
+        safe = unprocessed or self._exchange.inference is not None or self._asking.method in _IDEMPOTENT
+        if not (safe and self._asking.body.replayable):
+            return "not_replayable"
+        if self._exchange.outcome.attempts >= shared.retry.attempts:
+            return "attempts"
+        now = shared.clock()
+        if self._cluster.verdicts.has_outage(self._model, now):
+            return "outage"
+        return "" if shared.budget.withdraw_retry(now) else "budget"
+
+    def _after_failure(self, reason: str, refusal: str) -> _Next:
+        metrics = self._shared.metrics
+        notify(RequestObserver.attempt_failed, self._exchange, reason, self._shared.clock())
+        if refusal:
+            metrics.request.retries_refused.labels(refusal).inc()
+            return _Next.GIVE_UP
+        metrics.request.retries.labels(reason).inc()
+        return _Next.RETRY
+
+    def _note_first_token(self, pick: Pick) -> None:
+        now = self._shared.clock()
+        pick.first_token(now)
+        self._exchange.outcome.ttft_s = now - self._exchange.received_at
+        if "first_byte" in self._exchange.hooks:
+            notify(RequestObserver.first_byte, self._exchange, now)
+
+    async def _cannot_follow(self, pick: Pick, response: UpstreamResponse, first: bytes) -> None:
+        """End a stream whose head came from an attempt that failed, and that this answer cannot go on with."""
+        first, _ = await read_short(response, first)
+        self._hold_reply(pick, response, first)
+        pick.endpoint.metrics.count_request(response.status)
+        pick.settle(verdict_on(response.status, None), now=self._shared.clock())
+        raise GaveUp(self._last, self._cluster)
+
+    async def _deliver(self, pick: Pick, response: UpstreamResponse, first: bytes) -> _Next:
+        if self._suspects and response.status < 500:
+            self._blame_suspects(proven=True)
+        begins_later = first.startswith(b":") and is_comment(first)
+        if not begins_later:
+            self._note_first_token(pick)
+        counts = self._shared.cached_counts
+        count = None if counts is None else counts.follow(self._exchange, response)
+        relay = Relay(self._exchange, response, self._delivery.downstream, self._asking.method == b"POST", count)
+        if begins_later:
+            relay.on_event = functools.partial(self._note_first_token, pick)
+        error = await relay.run(self._delivery.headers_of(pick, response), first)
+        now = self._shared.clock()
+        succeeded = error is None and response.status < 400
+        verdict = AttemptOutcome.SUCCESS if succeeded else verdict_on(response.status, error)
+        if verdict is AttemptOutcome.FAILURE:
+            reason = error.reason if error is not None else f"status_{response.status}"
+            if self._is_spared(pick.endpoint, reason, now):
+                verdict = AttemptOutcome.UNPROVEN
+        if error is not None and verdict is not AttemptOutcome.CLIENT_ERROR:
+            pick.endpoint.metrics.attempt_failure(error.reason)
+        pick.endpoint.metrics.count_request(response.status)
+        pick.settle(verdict, now=now)
+        policies, outcome = self._cluster.policies, self._exchange.outcome
+        if policies.hears_reuse and outcome.cached_tokens is not None:
+            self._cluster.observe_reuse(pick, outcome.cached_tokens, now)
+        if succeeded and outcome.completion_tokens is not None:
+            policies.observe_answer(pick.endpoint.id, pick.reservation, outcome.completion_tokens, now)
+        return _Next.DELIVERED
+
+
+def client_of(exchange: Exchange, scope: Scope) -> str:
+    """Return the name of the client's API key, or its address where no key is asked for."""
+    address = scope.get("client")
+    return exchange.tenant or (str(address[0]) if address else "")

@@ -1,0 +1,268 @@
+"""Raw pieces from an engine's response to the client, until the end or until the client leaves: nothing is parsed on
+the way, the end is looked at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+from starlette.types import Receive
+
+from kvproxy.base.errors import EngineReportedError, UpstreamError
+from kvproxy.base.types import ClientConnection, Headers, RequestKind
+from kvproxy.base.upstream.pool import UpstreamResponse
+from kvproxy.proxy.forward.cached_count import MAX_HELD_BYTES, CachedCount
+from kvproxy.proxy.request.body import SharedTimer
+from kvproxy.proxy.request.downstream import Downstream
+from kvproxy.proxy.request.error_reply import error_event
+from kvproxy.proxy.request.exchange import Exchange
+from kvproxy.proxy.request.usage import ERROR_MARK, error_status, read_response_id, read_usage
+
+#: Of an answer's end, what is looked at of all pieces but the last.
+TAIL_BYTES = 16 * 1024
+#: Pieces its last events may come in, however the network cuts them.
+LAST_PIECES = 4
+_NO_PIECES = deque[bytes](maxlen=0)
+#: That end an event.
+_BLANK_LINES = (b"\n\n", b"\n\r\n", b"\r\r")
+#: Content types of answers that may count tokens.
+_TELLING = (b"application/json", b"text/event-stream")
+
+#: Most unary replies are over by then and need no watcher (a task waiting on `receive` costs 11 us).
+ARM_DELAY_S = 0.02
+#: Where armed watchers wait for their delay to pass.
+Arming = SharedTimer["DisconnectWatcher"]
+
+
+class Relay(msgspec.Struct, eq=False):
+    """Sends one response down. From the first byte on nothing is retried: a break is reported, never hidden.
+
+    A piece in the middle of a stream goes on in the call that brings it, without waking this request's task, as long as
+    the client takes what it gets.
+    """
+
+    _exchange: Exchange
+    _response: UpstreamResponse
+    _downstream: Downstream
+    _post: bool = False
+    _count: CachedCount | None = None  # None: answers go down as they are
+    #: Called before the first piece that is an event, where comments came before it: they are no sign of a token.
+    on_event: Callable[[], None] | None = None
+    _first: bytes = b""
+    _last: deque[bytes] = _NO_PIECES  # of a stream, until its end; of any other answer all there is
+    _failure: Exception | None = None  # of a piece that could not be passed on
+
+    async def run(self, headers: Headers, first: bytes) -> UpstreamError | None:
+        """The failure that cut the response short; None when it was complete. The client knows either way."""
+        response, downstream, outcome = self._response, self._downstream, self._exchange.outcome
+        status = outcome.status = response.status
+        chunk = self._first = first
+        if self._count is not None and not self._count.streams:
+            chunk = await self._hold(chunk)
+        streams = bool(chunk) and not response.complete
+        try:
+            if streams:
+                self._last = deque((chunk,), LAST_PIECES)
+                count = self._count
+                begun = chunk if count is None else count.next_piece(chunk)
+                if downstream.status:
+                    await downstream.write(begun, more=True)
+                else:
+                    await downstream.start(status, headers, begun, more=True)
+                if self.on_event is not None:
+                    await self._pass_comments(self.on_event)
+                if downstream.connection is not None:
+                    response.on_piece = self._pass_on
+                while not response.complete:
+                    piece = response.take()
+                    if piece is None:
+                        await response.changed()
+                    elif piece:
+                        self._last.append(piece)
+                        if count is None or (piece := count.next_piece(piece)):
+                            await downstream.write(piece, more=True)
+                chunk = b""
+            if rest := response.take():  # complete: what came since the last piece goes with it
+                chunk += rest
+        except UpstreamError as error:
+            if self._failure is not None:
+                raise self._failure from None
+            await self._tell_broken(headers, error)
+            return error
+        finally:
+            response.on_piece = None
+        outcome.end = "completed"
+        if not streams:
+            whole = chunk if self._count is None else self._count.finish(chunk)
+            if downstream.status:
+                await downstream.write(whole, more=False)
+            else:
+                headers = headers if whole is chunk else _with_length(headers, len(whole))
+                await downstream.start(status, headers, whole, more=False)
+            return read_end(self._exchange, status, headers, first=self._first, tail=chunk, post=self._post)
+        if chunk:
+            self._last.append(chunk)
+        await downstream.write(chunk if self._count is None else self._count.finish(chunk), more=False)
+        *earlier, last = self._last
+        tail = b"".join(earlier)[-TAIL_BYTES:] + last
+        return read_end(self._exchange, status, headers, first=self._first, tail=tail, post=self._post)
+
+    async def _pass_comments(self, on_event: Callable[[], None]) -> None:
+        """Pass pieces on until one is an event, or the end came."""
+        response, comments_only = self._response, True
+        while comments_only and not response.complete:
+            piece = await response.next_chunk()
+            if piece:
+                comments_only = is_comment(piece)
+                if not comments_only:
+                    on_event()
+                self._last.append(piece)
+                if self._count is None or (piece := self._count.next_piece(piece)):
+                    await self._downstream.write(piece, more=True)
+
+    async def _hold(self, first: bytes) -> bytes:
+        """An answer that is not streamed, whole, so that its length can change; of a longer one, or one that breaks
+        off, its beginning."""
+        response, pieces, held_bytes = self._response, [first], len(first)
+        with contextlib.suppress(UpstreamError):  # told behind what came before it
+            while not response.complete and held_bytes <= MAX_HELD_BYTES:
+                pieces.append(await response.next_chunk())
+                held_bytes += len(pieces[-1])
+        if not response.complete or held_bytes > MAX_HELD_BYTES:
+            self._count = None
+        return b"".join(pieces)
+
+    def _pass_on(self, piece: bytes) -> bool:
+        """A piece has arrived while the task waits for one; False: the task has to take it, and wait for the client."""
+        downstream = self._downstream
+        connection = downstream.connection
+        if connection is None or not connection.writable:
+            return False
+        self._last.append(piece)
+        if self._count is not None and not (piece := self._count.next_piece(piece)):
+            return True
+        try:
+            if "body_piece" not in self._exchange.hooks:
+                connection.write(piece, more=True)
+                downstream.sent_bytes += len(piece)
+            else:
+                downstream.write_now(piece)
+        except Exception as error:  # noqa: BLE001 - the task that waits raises it, as if it had written
+            self._failure = error
+            self._response.abort()
+        return True
+
+    async def _tell_broken(self, headers: Headers, error: UpstreamError) -> None:
+        """An event stream that broke between two events ends with an error event; anything else is left incomplete,
+        which cuts the connection: clients drop an unfinished event."""
+        self._exchange.outcome.end = "upstream_died"
+        if not is_event_stream(headers):
+            return
+        kind = self._exchange.inference.kind if self._exchange.inference else None
+        tail = b"".join(self._last)[-4:]
+        if self._count is None and tail and not tail.endswith(_BLANK_LINES):  # with it only whole events went down
+            return
+        message = "The engine failed in the middle of this response."
+        event = error_event(kind, message=message, reason=error.reason)
+        await self._downstream.write(event, more=False)
+
+
+def read_end(
+    exchange: Exchange, status: int, headers: Headers, *, first: bytes, tail: bytes, post: bool
+) -> UpstreamError | None:
+    """What an answer's `first` piece and its `tail` say: token counts, for the outcome, or the error that it is."""
+    inference, outcome = exchange.inference, exchange.outcome
+    if inference is None:
+        if not (post and _may_tell_usage(headers)):  # no body hides it
+            return None
+    elif status == 200 and ERROR_MARK in tail and (reported := error_status(tail)) is not None:
+        if reported >= 500:  # else a client's mistake, found late
+            outcome.end = "engine_error"
+        return EngineReportedError("the engine ended its stream with an error event", status=reported)
+    head = first if inference is None or inference.kind is RequestKind.MESSAGES else b""
+    usage = read_usage(tail, head, native=inference is None)
+    if usage is not None:
+        outcome.prompt_tokens = usage.prompt_tokens
+        outcome.cached_tokens = usage.cached_tokens
+        outcome.media_tokens = usage.media_tokens
+        outcome.completion_tokens = usage.completion_tokens
+    if inference is not None and inference.continuable:
+        outcome.response_id = read_response_id(first)
+    return None
+
+
+def is_event_stream(headers: Headers) -> bool:
+    """Return True if an answer's fields announce events without a length."""
+    fields = dict(headers)
+    return fields.get(b"content-type", b"").startswith(b"text/event-stream") and b"content-length" not in fields
+
+
+def is_comment(piece: bytes) -> bool:
+    """Return True if a piece of an event stream has comments (`: keep-alive`) and blank lines alone."""
+    return all(line.startswith((b":", b"\r")) or not line for line in piece.split(b"\n"))
+
+
+def _with_length(headers: Headers, length: int) -> Headers:
+    return [(name, b"%d" % length if name == b"content-length" else value) for name, value in headers]
+
+
+def _may_tell_usage(headers: Headers) -> bool:
+    return any(name == b"content-type" and value.startswith(_TELLING) for name, value in headers)
+
+
+def new_arming(delay_s: float = ARM_DELAY_S) -> Arming:
+    """One for all requests of a router."""
+    return SharedTimer(delay_s, DisconnectWatcher.start)
+
+
+class DisconnectWatcher(msgspec.Struct, eq=False):
+    """Cancels the task it was armed in when the client is gone: our listener tells it, under another `receive` does.
+
+    The request body must have been read before arming. Works like `asyncio.timeout`: the task that catches the
+    cancellation asks `caused_cancellation()` whether it was this watcher's, and re-raises it otherwise.
+    """
+
+    _connection: ClientConnection | None  # None: another server's client
+    _receive: Receive
+    _arming: Arming
+    _task: asyncio.Task[object] | None = None
+    _watch: asyncio.Task[None] | None = None
+    gone: bool = False
+
+    def arm(self, task: asyncio.Task[object] | None = None) -> None:
+        """Start watching on behalf of this task; None: the current one."""
+        self._task = task or asyncio.current_task()
+        if self._connection is not None:
+            self._connection.on_disconnect(self._left)
+        else:
+            self._arming.add(self)
+
+    def disarm(self) -> None:
+        """Stop watching; nothing is cancelled from here on."""
+        if self._connection is not None:
+            self._connection.on_disconnect(None)
+        elif self._watch is not None:
+            self._watch.cancel()
+        else:
+            self._arming.remove(self)
+
+    def caused_cancellation(self) -> bool:
+        """Whether the cancellation just caught came from here and from nowhere else."""
+        return self.gone and self._task is not None and self._task.uncancel() == 0
+
+    def start(self) -> None:
+        """Wait for the disconnect message from now on."""
+        self._watch = asyncio.get_running_loop().create_task(self._wait(), name="disconnect watcher")
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            continue
+        self._left()
+
+    def _left(self) -> None:
+        self.gone = True
+        assert self._task is not None
+        self._task.cancel()

@@ -1,0 +1,380 @@
+"""One request and its response on a client's connection: as ASGI messages, as plain calls (ClientConnection), and the
+response's head as bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from http import HTTPStatus
+from operator import itemgetter
+from typing import Any, Protocol
+
+import msgspec
+
+from kvproxy.base.socket_writes import write_pieces
+from kvproxy.base.types import Headers
+from kvproxy.proxy.listener.http_date import HttpDate
+from kvproxy.proxy.request.error_reply import error_body
+
+logger = logging.getLogger(__name__)
+
+#: Unread request body held for a slow app before reading from the client pauses.
+HIGH_WATER_BYTES = 64 * 1024
+#: What a piece of it counts for besides: a million chunks of one byte are no megabyte.
+_PIECE_BYTES = 64
+#: A smaller piece is copied behind its head, which costs less than another buffer of a write.
+_JOINED_BYTES = 16 * 1024
+_BODILESS = frozenset({204, 304})
+_INTERNAL_ERROR = b"Internal Server Error"
+
+#: What a header name may have, and what a head may have besides the ends of its lines.
+_TOKEN = b"!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyz"
+_TEXT = b"\t " + bytes(range(0x21, 0x7F)) + bytes(range(0x80, 0x100))
+_NAME = itemgetter(0)
+_PHRASES = {status.value: status.phrase.encode("ascii") for status in HTTPStatus}
+_STATUS_LINES = {status: b"HTTP/1.1 %d %b" % (status, _PHRASES.get(status, b"")) for status in range(200, 600)}
+
+
+class Connection(Protocol):
+    """The client's connection as its requests use it."""
+
+    transport: asyncio.Transport
+    loop: asyncio.AbstractEventLoop
+    tasks: set[asyncio.Task[None]]
+    dates: HttpDate
+    reading_paused: bool
+    waiters: list[asyncio.Future[None]]
+
+    def pause_reading(self) -> None:
+        """A slow app has enough of the request body."""
+        ...
+
+    def read_on(self) -> None:
+        """The app took what there was of the body."""
+        ...
+
+    def unwanted(self, size_bytes: int) -> None:
+        """So much of a body came after its answer."""
+        ...
+
+    def may_read_rest(self, arrived_bytes: int) -> bool:
+        """Return True if the rest of a body of which so much arrived is known to be short enough to be dropped."""
+        ...
+
+    async def wait(self) -> None:
+        """Until `wake`."""
+        ...
+
+    def wake(self) -> None:
+        """Something changed for an app that waits."""
+        ...
+
+    def response_ended(self, cycle: RequestCycle) -> None:
+        """The response is complete."""
+        ...
+
+    def close(self) -> None:
+        """What was written still goes out, nothing else."""
+        ...
+
+
+class RequestCycle(msgspec.Struct, eq=False):
+    """The request's state between its head and the end of its response. Keeps no scope: that keeps the cycle. (A
+    struct: one is made in C.)
+
+    A head sent by ASGI is held until the first piece of the body or the end of the loop's present turn, whichever comes
+    first: one system call for a short response, and no delay for a head whose body takes long.
+    """
+
+    _connection: Connection
+    loop: asyncio.AbstractEventLoop
+    _head_request: bool
+    _http_1_0: bool
+    keep_alive: bool
+    _expects_continue: bool
+    writable: bool = True
+    disconnected: bool = False
+    body_complete: bool = False  # all of the request arrived
+    response_started: bool = False
+    response_complete: bool = False
+    ends_by_close: bool = False  # the response, for want of a length and of chunks
+    task: asyncio.Task[None] | None = None
+    _pieces: list[bytes] = []
+    _buffered_bytes: int = 0
+    _arrived_bytes: int = 0
+    _body_taken: bool = False  # with its end
+    _on_disconnect: Callable[[], None] | None = None
+    _head: bytes = b""  # encoded, not written yet
+    _bodiless: bool = False
+    _chunked: bool = False
+    _left_bytes: int | None = None  # of the body, as its length announced it
+
+    async def run(self, app: Any, scope: Any) -> None:
+        """Lets the app answer; one that breaks the rules is logged, and its client gets 500 or a cut connection.
+
+        The task leaves the running ones here, since a done callback costs another turn of the loop.
+        """
+        try:
+            await app(scope, self.receive, self.send)
+            if not self.response_complete and not self.disconnected:
+                self._break_off(scope)
+        except BaseException as error:  # whatever it raises, also when the drain cancelled it
+            logger.error("Exception in ASGI application\n", exc_info=error)
+            self._fail()
+        finally:
+            self._on_disconnect = None
+            if self.task is not None:
+                self._connection.tasks.discard(self.task)
+
+    # what the connection says
+
+    @property
+    def full(self) -> bool:
+        """The app has enough of the body for now."""
+        return self._buffered_bytes > HIGH_WATER_BYTES
+
+    def body_arrived(self, pieces: Sequence[bytes], size_bytes: int, *, ended: bool = False) -> None:
+        """Held until the app takes it; nothing of it once the response is complete. `ended`: so is the request."""
+        self.body_complete = ended
+        self._arrived_bytes += size_bytes
+        if self.response_complete:
+            self._connection.unwanted(size_bytes)
+            return
+        self._pieces += pieces
+        self._buffered_bytes += size_bytes + _PIECE_BYTES * len(pieces)
+        if self._buffered_bytes > HIGH_WATER_BYTES:
+            self._connection.pause_reading()
+        if self._connection.waiters:
+            self._connection.wake()
+
+    def client_left(self) -> None:
+        """The response has no reader any more."""
+        if not self.disconnected and not self.response_complete:
+            self.disconnected = self.writable = True
+            self._head = b""
+            self._connection.wake()
+            if self._on_disconnect is not None:
+                self._on_disconnect()
+
+    # ClientConnection
+
+    def take_body(self) -> bytes | None:
+        if not self.body_complete or self._body_taken or self.disconnected:
+            return None
+        self._body_taken = True
+        pieces = self._pieces
+        return pieces.pop() if len(pieces) == 1 and not self._connection.reading_paused else self._take_pieces()
+
+    def on_disconnect(self, callback: Callable[[], None] | None) -> None:
+        self._on_disconnect = callback
+        if self.disconnected and callback is not None:
+            callback()
+
+    def start(
+        self, status: int, headers: Iterable[tuple[bytes, bytes]], first_piece: bytes = b"", *, more: bool
+    ) -> None:
+        if self.disconnected:
+            return
+        self._start(status, headers)
+        self.write(first_piece, more=more)
+
+    def write(self, piece: bytes, *, more: bool) -> None:
+        if self.disconnected:
+            return
+        if self.response_complete or not self.response_started:
+            raise RuntimeError("the response is complete" if self.response_complete else "the response has no head")
+        left_bytes = self._left_bytes
+        if left_bytes is not None and not self._bodiless:
+            self._left_bytes = left_bytes = left_bytes - len(piece)
+            if left_bytes < 0 or (left_bytes and not more):
+                raise RuntimeError("the response body is not as long as its content-length")
+        head, self._head = self._head, b""
+        if self._bodiless:
+            piece = b""
+        end = b""
+        if self._chunked:
+            end = b"" if more else b"0\r\n\r\n"
+            if piece:
+                head = b"%b%x\r\n" % (head, len(piece))
+                end = b"\r\n" + end
+        if len(piece) > _JOINED_BYTES and (head or end):
+            write_pieces(self._connection.transport, (head, piece, end))
+        elif end:
+            self._connection.transport.write(b"%b%b%b" % (head, piece, end))
+        elif head or piece:
+            self._connection.transport.write(head + piece)
+        if not more:
+            self.response_complete = True
+            if self._connection.waiters:
+                self._connection.wake()
+            self._connection.response_ended(self)
+
+    async def drain(self) -> None:
+        while not self.writable:
+            await self._connection.wait()
+
+    # ASGI
+
+    async def receive(self) -> dict[str, Any]:
+        """The next part of the request: everything of its body that arrived, or that the client is gone."""
+        if self._expects_continue:
+            self._send_continue()
+        while not self._pieces and (self._body_taken or not self.body_complete):
+            if self.disconnected or self.response_complete:
+                return {"type": "http.disconnect"}
+            await self._connection.wait()
+        if self.disconnected or self.response_complete:
+            return {"type": "http.disconnect"}
+        self._body_taken = self.body_complete
+        return {"type": "http.request", "body": self._take_pieces(), "more_body": not self._body_taken}
+
+    async def send(self, message: Any) -> None:
+        """Writes once the client takes more; a client that is gone takes everything."""
+        if not self.writable:
+            await self.drain()
+        kind = message["type"]
+        if kind == "http.response.body":
+            self.write(message.get("body", b""), more=message.get("more_body", False))
+        elif kind != "http.response.start":
+            raise RuntimeError(f"unexpected ASGI message {kind!r}")
+        elif not self.disconnected:
+            self._start(message["status"], message.get("headers", ()))
+            self.loop.call_soon(self._flush_head)
+
+    # the parts
+
+    def _take_pieces(self) -> bytes:
+        pieces, self._pieces, self._buffered_bytes = self._pieces, [], 0
+        if self._connection.reading_paused:
+            self._connection.read_on()
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _send_continue(self) -> None:
+        """The interim answer, unless the client did not wait for it."""
+        self._expects_continue = False
+        if not (self._pieces or self.body_complete or self.disconnected):
+            self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        if self.response_started:
+            raise RuntimeError("the response has started already")
+        if not self.body_complete and self.keep_alive:
+            # A client that waits for "100 Continue" may send its body now or not: what follows could be either. The
+            # rest of a long body costs the connection: a client that is not told would send its next request there.
+            self.keep_alive = not self._expects_continue and self._connection.may_read_rest(self._arrived_bytes)
+        self._expects_continue = False
+        self._bodiless = status in _BODILESS or self._head_request
+        head, self._left_bytes, self.keep_alive = encode_head(
+            status,
+            headers,
+            bodiless=self._bodiless,
+            http_1_0=self._http_1_0,
+            keep_alive=self.keep_alive,
+            date=self._connection.dates.line(self.loop.time()),
+        )
+        if self._left_bytes is None and not self._bodiless:
+            self.ends_by_close = self._http_1_0
+            self._chunked = not self._http_1_0
+        self._head = head
+        self.response_started = True
+
+    def _flush_head(self) -> None:
+        head, self._head = self._head, b""
+        if head:
+            self._connection.transport.write(head)
+
+    def _break_off(self, scope: Any) -> None:
+        """The app returned too early: after a head on purpose, since only a broken connection tells the client then."""
+        target = f"{scope['method']} {scope['raw_path'][:200].decode('ascii', 'backslashreplace')}"
+        if self.response_started:
+            logger.warning("the answer to %s broke off: its client's connection is cut", target)
+        else:
+            logger.error("no answer to %s: the app returned without one", target)
+        self._fail()
+
+    def _fail(self) -> None:
+        """500, or a cut connection where a response is on its way; a client that has all of its own is let be."""
+        if self.response_complete or self.disconnected:
+            return
+        if self.response_started:
+            self._flush_head()
+            self._connection.close()
+            return
+        headers = [
+            (b"content-type", b"text/plain; charset=utf-8"),
+            (b"content-length", b"%d" % len(_INTERNAL_ERROR)),
+            (b"connection", b"close"),
+        ]
+        self.start(500, headers, _INTERNAL_ERROR, more=False)
+
+
+def encode_head(
+    status: int,
+    headers: Iterable[tuple[bytes, bytes]],
+    *,
+    bodiless: bool,
+    http_1_0: bool,
+    keep_alive: bool,
+    date: bytes = b"",
+) -> tuple[bytes, int | None, bool]:
+    """The head, the length it states for the body (None: chunked, or for HTTP/1.0 ended by the close), and whether the
+    connection is kept.
+
+    Framing is the listener's: a transfer-encoding in `headers` is dropped. `date` is a line for those without that
+    field. Raises RuntimeError for a status, a name or
+    a value that no response may have.
+    """
+    fields = list(headers)
+    names = list(map(_NAME, fields))
+    unsafe = b"".join(names).translate(None, _TOKEN)
+    if unsafe:  # a capital letter, or none that a name may have
+        fields = [(name.lower(), value) for name, value in fields]
+        names = [name for name, _ in fields]
+        unsafe = b"".join(names).translate(None, _TOKEN)
+    if b"transfer-encoding" in names:
+        fields = [pair for pair in fields if pair[0] != b"transfer-encoding"]
+    lines = [_STATUS_LINES.get(status, b"\0"), *map(b": ".join, fields)]
+    length_bytes = _stated_length(fields, names) if b"content-length" in names else None
+    if length_bytes is None and not bodiless and not http_1_0:
+        lines.append(b"transfer-encoding: chunked")
+    if date and b"date" not in names:
+        lines.append(date)
+    if b"connection" in names and any(name == b"connection" and b"close" in value.lower() for name, value in fields):
+        keep_alive = False
+    elif not keep_alive:
+        lines.append(b"connection: close")
+    lines.append(b"\r\n")
+    head = b"\r\n".join(lines)
+    # One look at everything joined costs a tenth of a check per field: without all that it may have, our own ends of
+    # its lines are left.
+    if unsafe or b"" in names or head.translate(None, _TEXT) != b"\r\n" * len(lines):
+        raise RuntimeError("a response head with a status or with characters that are not allowed")
+    return head, length_bytes, keep_alive
+
+
+def _stated_length(fields: list[tuple[bytes, bytes]], names: list[bytes]) -> int:
+    value = fields[names.index(b"content-length")][1]
+    if names.count(b"content-length") > 1 or not value.isdigit() or len(value) > 18:
+        raise RuntimeError("a content-length that is no number, or a second one")
+    return int(value)
+
+
+def error_response(status: HTTPStatus, message: str, *, reason: str, path: str = "") -> tuple[Headers, bytes]:
+    """Header fields and body of an answer of the listener's own; it ends the connection."""
+    body = error_body(path, status.value, reason=reason, message=message)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"connection", b"close"),
+    ]
+    if status is HTTPStatus.SERVICE_UNAVAILABLE:
+        headers.append((b"retry-after", b"1"))
+    return headers, body
+
+
+def raw_error(status: HTTPStatus, message: str, *, date: bytes) -> bytes:
+    """The answer to what is no request: no path says which API the client speaks."""
+    headers, body = error_response(status, message, reason=status.name.lower())
+    head, _, _ = encode_head(status.value, headers, bodiless=False, http_1_0=False, keep_alive=False, date=date)
+    return head + body

@@ -1,0 +1,293 @@
+"""Runs an ASGI app on a socket inside the current event loop: a uvicorn server as an async context manager."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import logging
+import os
+import re
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from kvproxy.base.background_task import cancel_tasks
+from kvproxy.base.errors import ConfigError, Problem
+from kvproxy.proxy.listener.http_date import HttpDate
+from kvproxy.proxy.listener.parser import ListenerLimits
+from kvproxy.proxy.listener.protocol import ClientProtocol
+from kvproxy.proxy.listener_settings import ListenerTls
+
+logger = logging.getLogger(__name__)
+
+#: Whose server makes our protocols: the range of pyproject.toml (a test compares them); its first and last are tested.
+UVICORN = "uvicorn>=0.35,<0.55"
+_LOOK_AGAIN_S = 0.005
+_BACKLOG = 2048
+_SAY_AGAIN_S = 60.0
+
+#: In the tables of Linux: the state of a socket that listens.
+_LISTENING = "0A"
+
+
+def require_uvicorn(version: str) -> None:
+    """Raises ConfigError for a uvicorn whose server may treat our protocol otherwise than the tested ones do."""
+    first, end = (tuple(map(int, bound.split("."))) for bound in re.findall(r"[0-9.]+", UVICORN))
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or not first <= tuple(map(int, numbers.groups())) < end:
+        problem = Problem(f"uvicorn {version}", "kvproxy's listener is not made for it", f"pip install '{UVICORN}'")
+        raise ConfigError([problem])
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers and its ticking: `stop` ends it."""
+
+    def __init__(
+        self, config: uvicorn.Config, *, drain_s: float, cut_grace_s: float, hurry: asyncio.Event | None
+    ) -> None:
+        super().__init__(config)
+        self.stop = asyncio.Event()
+        self._drain_s = drain_s
+        self._cut_grace_s = cut_grace_s
+        self._hurry = hurry or asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def main_loop(self) -> None:
+        await self.stop.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Idle connections end with their next request or after the idle time, requests within the drain time,
+        everything else after it."""
+        state = self.server_state
+        for server in self.servers:
+            server.close()
+        for one in sockets or ():
+            one.close()
+        for connection in list(state.connections):
+            connection.shutdown()
+        await self._quiet(self._drain_s, self._hurry)
+        if state.connections or state.tasks:
+            logger.warning("cut %d connections that outlived the drain", len(state.connections))
+        for connection in list(state.connections):
+            connection.transport.abort()
+        await self._quiet(self._cut_grace_s, asyncio.Event())  # their apps see the disconnect and end by themselves
+        await cancel_tasks(state.tasks)
+        for server in self.servers:
+            await server.wait_closed()
+
+    async def _quiet(self, limit_s: float, hurry: asyncio.Event) -> None:
+        """Returns once no request runs and no connection is open, at `limit_s`, or in a hurry."""
+        state = self.server_state
+        loop = asyncio.get_running_loop()
+        end = loop.time() + limit_s
+        while (state.connections or state.tasks) and loop.time() < end and not hurry.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_AGAIN_S)  # uvicorn's sets of connections and tasks tell no one
+
+
+class Server:
+    """Serves `app` from `__aenter__` on.
+
+    Leaving stops accepting, answers the next request of an idle connection with `connection: close` (or closes it after
+    `limits.closing_idle_s`), lets running requests end for at most `drain_s` (or until `hurry` is set), then cuts what
+    is left and gives its apps `cut_grace_s` to notice before they are cancelled. `limits` bound what clients may
+    hold; `on_refused` is called for each connection beyond them. `sockets` listen already, maybe for other processes
+    too; they are closed when it stops accepting.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        sockets: Sequence[socket.socket] | None = None,
+        drain_s: float = 5.0,
+        cut_grace_s: float = 1.0,
+        hurry: asyncio.Event | None = None,
+        tls: ListenerTls | None = None,
+        limits: ListenerLimits | None = None,
+        on_refused: Callable[[], object] = lambda: None,
+        **options: Any,
+    ) -> None:
+        require_uvicorn(uvicorn.__version__)
+        self._host = host
+        self._tls = tls is not None
+        self._limits = limits or ListenerLimits()
+        self._on_refused = on_refused
+        self._silent_until = 0.0  # loop time
+        if tls is not None:
+            options |= {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.private_key}
+            if tls.client_ca:
+                options |= {"ssl_ca_certs": tls.client_ca, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+        defaults: dict[str, Any] = {
+            "http": functools.partial(ClientProtocol, limits=self._limits, on_refused=self._refused, dates=HttpDate()),
+            "loop": "none",
+            "ws": "none",
+            "lifespan": "off",
+            "access_log": False,
+            "log_config": None,
+            "server_header": False,
+            "date_header": False,  # ours is made once a second, and only where an engine sent none
+            "proxy_headers": False,  # the router filter decides which to believe
+        }
+        config = uvicorn.Config(app, host=host, port=port, **(defaults | options))
+        self._server = _Server(config, drain_s=drain_s, cut_grace_s=cut_grace_s, hurry=hurry)
+        self._sockets = None if sockets is None else list(sockets)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """The bound port (also when asked for port 0)."""
+        port: int = self._server.servers[0].sockets[0].getsockname()[1]
+        return port
+
+    @property
+    def connections(self) -> int:
+        """Open ones."""
+        return len(self._server.server_state.connections)
+
+    @property
+    def url(self) -> str:
+        """Base URL."""
+        return url_of(self._host, self.port, tls=self._tls)
+
+    @property
+    def stopping(self) -> bool:
+        """It accepts no further connection."""
+        return any(not server.is_serving() for server in self._server.servers)
+
+    async def __aenter__(self) -> Server:
+        self._task = asyncio.create_task(self._serve(), name=f"server {self._host}")
+        while not self._server.started:
+            if self._task.done():
+                await self._task
+                raise OSError(f"cannot listen on {self._host}:{self._server.config.port}")
+            await asyncio.sleep(0.002)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.stop.set()
+        if self._task is not None:
+            await self._task
+
+    def _refused(self) -> None:
+        self._on_refused()
+        now = asyncio.get_running_loop().time()
+        if now >= self._silent_until:
+            self._silent_until = now + _SAY_AGAIN_S
+            count = self._limits.max_connections
+            logger.warning("clients are refused: all %d connections of %s are taken", count, self.url)
+
+    async def _serve(self) -> None:
+        logging.getLogger("uvicorn.error").addFilter(_is_no_bind_error)  # the exception below says it, and more
+        try:
+            await self._server.serve(self._sockets)
+        except SystemExit as error:  # uvicorn's word for "cannot bind"
+            raise OSError(_why_not(self._host, self._server.config.port, error.__context__)) from error
+
+
+def url_of(host: str, port: int, *, tls: bool) -> str:
+    """The base URL of a listener."""
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+async def bind_sockets(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen at every address the host has, for processes that share them. OSError says what to do."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    bound: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            one = socket.socket(family, kind, protocol)
+            bound.append(one)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            one.bind(address)
+            one.listen(_BACKLOG)
+            one.setblocking(False)
+    except OSError as error:
+        for one in bound:
+            one.close()
+        raise OSError(_why_not(host, port, error)) from error
+    return bound
+
+
+def _is_no_bind_error(record: logging.LogRecord) -> bool:
+    return not isinstance(record.msg, OSError)
+
+
+def _why_not(host: str, port: int, cause: BaseException | None) -> str:
+    """What to do about a socket that cannot be bound; uvicorn exits while it handles the cause."""
+    what = f"cannot listen on {host}:{port}"
+    if not isinstance(cause, OSError):
+        return what
+    if cause.errno == errno.EADDRINUSE:
+        holder = holder_of(port)
+        return f"{what}: the port is taken{f' by {holder}' if holder else ''}; end that, or listen on another one"
+    if cause.errno == errno.EADDRNOTAVAIL:
+        return f"{what}: this machine has no such address"
+    if cause.errno == errno.EACCES:
+        return f"{what}: not allowed; ports below 1024 need root or CAP_NET_BIND_SERVICE"
+    return f"{what}: {cause.strerror or cause}"
+
+
+@contextlib.asynccontextmanager
+async def serve(app: Any, **options: Any) -> AsyncIterator[str]:
+    """The base URL of `app`, served for the length of the block."""
+    async with Server(app, **options) as server:
+        yield server.url
+
+
+def holder_of(port: int, *, proc: Path = Path("/proc")) -> str:
+    """Which process listens on a port, for the message when it is taken: `python3 (pid 4711)`, or empty where this user
+    may not see it, and where this is not Linux."""
+    sockets = {f"socket:[{inode}]" for inode in _inodes(port, proc)}
+    if not sockets:
+        return ""
+    for process in proc.iterdir():
+        if process.name.isdigit() and _holds(process, sockets):
+            return f"{_name_of(process)} (pid {process.name})"
+    return ""
+
+
+def _inodes(port: int, proc: Path) -> Iterator[str]:
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = (proc / "net" / table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+                yield fields[9]
+
+
+def _holds(process: Path, sockets: set[str]) -> bool:
+    try:
+        return any(_target(file) in sockets for file in (process / "fd").iterdir())
+    except OSError:
+        return False
+
+
+def _target(file: Path) -> str:
+    try:
+        return os.readlink(file)
+    except OSError:
+        return ""
+
+
+def _name_of(process: Path) -> str:
+    try:
+        return (process / "comm").read_text().strip()
+    except OSError:
+        return "a process"

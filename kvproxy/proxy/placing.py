@@ -1,0 +1,140 @@
+"""What a request is placed by, and how other programs are told where to: for `/pick` and for Envoy alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from kvproxy.base.types import Clock, EndpointId, Headers, InferenceRequest
+from kvproxy.cache.overlap.facts import RequestFacts
+from kvproxy.cache.service import KvCache
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.routes import Routes, RouteTarget
+from kvproxy.cluster.routing.policy import NO_FACTS, PickRequest
+from kvproxy.cluster.screening import Refusal
+from kvproxy.operate.config.schema import Config
+from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.filters.kvcache import prefers
+from kvproxy.proxy.forward.headers import RANK_HEADER
+from kvproxy.proxy.request.error_reply import LocalReply
+from kvproxy.proxy.request.observer import RequestObserver
+from kvproxy.proxy.request.session import NO_CALLER, Caller, SessionHeaders
+
+NO_ENDPOINTS: frozenset[EndpointId] = frozenset()
+
+
+_MAX_ID_BYTES = 128
+_MESSAGES = {
+    404: "No engine serves this model.",
+    429: "The engines have as much to do as they take; try again later.",
+    503: "No engine can take this request now.",
+}
+
+
+class PickerTarget(Protocol):
+    """The running proxy, as far as requests that others carry need it. Asked again for every request: a reload may have
+    replaced any part."""
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def routes(self) -> Routes: ...
+    @property
+    def clusters(self) -> Mapping[str, Cluster]: ...
+    @property
+    def kvcache(self) -> KvCache | None: ...
+    @property
+    def metrics(self) -> Metrics: ...
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def observers(self) -> Sequence[RequestObserver]: ...
+
+
+def pick_request(
+    inference: InferenceRequest | None,
+    target: RouteTarget,
+    facts: RequestFacts | None,
+    service: KvCache | None,
+    *,
+    streams: bool,
+    policy: str = "",
+    excluded: frozenset[EndpointId] = NO_ENDPOINTS,
+) -> PickRequest:
+    """What the decision is asked. `streams`: its first token will be told of."""
+    prefer = service is not None and prefers(service.settings, target.cluster.settings.policy)
+    return PickRequest(
+        model=target.upstream_model or ("" if inference is None else inference.model),
+        session_key=None if inference is None else inference.affinity_key,
+        facts=NO_FACTS if facts is None else facts.overlaps,
+        preferred=facts.preferred if prefer and facts is not None and not policy else None,
+        excluded=excluded,
+        streams=streams,
+        prompt_head=b"" if inference is None else inference.head,
+        policy=policy,
+    )
+
+
+def rank_headers(endpoint: Endpoint) -> dict[str, str]:
+    """What the request has to carry to be served there: the data-parallel rank, where that is what was chosen."""
+    return {} if endpoint.rank is None else {RANK_HEADER.decode(): str(endpoint.engine.ranks.number(endpoint.rank))}
+
+
+def address_of(endpoint: Endpoint) -> str:
+    """`host:port`, as Envoy names an endpoint."""
+    host = endpoint.origin.host
+    return f"[{host}]:{endpoint.origin.port}" if ":" in host else f"{host}:{endpoint.origin.port}"
+
+
+def list_endpoints(cluster: Cluster, asked: PickRequest, chosen: Endpoint, now: float, *, most: int) -> list[Endpoint]:
+    """The chosen endpoint, and up to `most` to go to if it cannot be reached, in order: each is where the same decision
+    leads without those before it. One at the same address, or of another rank number, is none."""
+    found, excluded = [chosen], asked.excluded | {chosen.id}
+    while len(found) <= most:
+        verdict = cluster.decide(msgspec.structs.replace(asked, excluded=excluded, preferred=None), now)
+        if isinstance(verdict, Refusal):
+            break
+        excluded |= {verdict.endpoint.id}
+        known = address_of(verdict.endpoint) in map(address_of, found)
+        if not known and rank_headers(verdict.endpoint) == rank_headers(chosen):
+            found.append(verdict.endpoint)
+    return found
+
+
+def read_headers(headers: Headers, sessions: SessionHeaders) -> tuple[Caller, bool, str]:
+    """Who asks, whether the body is compressed, and the id that the request has."""
+    said, encoded, request_id = {}, False, b""
+    for name, value in headers:
+        if name in sessions.names:
+            said[name] = value
+        elif name == b"content-encoding":
+            encoded = value.strip().lower() not in (b"", b"identity")
+        elif name == b"x-request-id":
+            request_id = value[:_MAX_ID_BYTES]
+    return sessions.read(said) if said else NO_CALLER, encoded, request_id.decode("latin-1")
+
+
+def outside_subset(subset: frozenset[str] | None, cluster: Cluster) -> frozenset[EndpointId]:
+    """Endpoints that may not be picked, since neither their address nor their host is named; None: any may."""
+    if subset is None:
+        return NO_ENDPOINTS
+    return frozenset(
+        each.id for each in cluster.endpoints if address_of(each) not in subset and each.origin.host not in subset
+    )
+
+
+def refusal_reply(refusal: Refusal, outside: frozenset[EndpointId]) -> LocalReply:
+    """What the client gets where no endpoint may take its request."""
+    if refusal is Refusal.MODEL_NOT_SERVED:
+        return LocalReply(404, refusal.value, _MESSAGES[404])
+    if refusal is Refusal.SATURATED:
+        return shed_reply(429, refusal.value)
+    return shed_reply(503, "subset" if outside and refusal is Refusal.ALL_TRIED else refusal.value)
+
+
+def shed_reply(status: int, reason: str, retry_after_s: int = 1) -> LocalReply:
+    """It may come again."""
+    return LocalReply(status, reason, _MESSAGES[status], headers=[(b"retry-after", b"%d" % retry_after_s)])

@@ -1,0 +1,228 @@
+"""The one way to watch a request: a base class with a hook for each stage, the call of a hook, and the observer that
+keeps the latest requests.
+
+Metrics, kvcache learning, receipts, tracing and rate limits are observers, too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count, takewhile
+from typing import Any, ClassVar, TypeAlias, TypeVarTuple, Unpack
+
+from kvproxy.base.types import EndpointId, Headers
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.pick import Pick
+from kvproxy.cluster.routing.policy import NO_FACTS, OverlapFacts
+from kvproxy.cluster.routing.selector import Decision
+from kvproxy.proxy.request.exchange import MAX_REMEMBERED, Exchange, Outcome, result_of
+
+log = logging.getLogger("kvproxy.request")
+
+Ts = TypeVarTuple("Ts")
+
+HOOKS = (
+    "facts_began",
+    "facts_known",
+    "received",
+    "queued",
+    "placed",
+    "refused",
+    "attempt_began",
+    "attempt_failed",
+    "first_byte",
+    "finished",
+    "response_started",
+    "body_piece",
+    "ended",
+)
+#: A request as it is kept, in the order of the fields above but without its number, and with when the request came in
+#: place of its duration: a tuple costs a fraction of an object. No prompt text, and nothing that keeps a body alive.
+_Kept: TypeAlias = tuple[float, float, str, str, str, bool, OverlapFacts, Outcome]
+#: Cluster, endpoint (None: none was reached) and result, with the number of requests.
+Tally = dict[tuple[str, EndpointId | None, str], int]
+#: Cluster, endpoint (None: none was reached) and cause of failure, with the number of requests.
+FailureTally = dict[tuple[str, EndpointId | None, str], int]
+
+
+class RequestObserver:
+    """Hears of the stages of a request, in this order; every hook does nothing unless a subclass overrides it.
+
+    One observer may serve all requests (`context.observers`) or one (`exchange.attach`, with which it lives as long as
+    the request; it must not hold the exchange, which would be a cycle). A hook must not wait. What it raises is logged
+    and fails no request. `now` is the proxy's clock, in seconds.
+    """
+
+    __slots__ = ()
+
+    #: Names of the hooks a class overrides; the others are not called.
+    hooks: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.hooks = frozenset(name for name in HOOKS if getattr(cls, name) is not getattr(RequestObserver, name))
+
+    def facts_began(self, exchange: Exchange) -> None:
+        """The prompt is about to be matched against what endpoints hold."""
+
+    def facts_known(self, exchange: Exchange) -> None:
+        """What can be known in time is known."""
+
+    def received(self, exchange: Exchange, now: float) -> None:
+        """The router begins with the request: it is read, and will be routed."""
+
+    def queued(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
+        """It begins to wait in the router queue; where it would go now may have changed when its turn comes."""
+
+    def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
+        """An endpoint was chosen; its load does not count the request yet. A retry is placed again."""
+
+    def refused(self, exchange: Exchange, refusal: str, now: float) -> None:
+        """No endpoint may take the request."""
+
+    def attempt_began(self, exchange: Exchange, pick: Pick) -> None:
+        """The request is about to be sent to the endpoint of its pick."""
+
+    def attempt_failed(self, exchange: Exchange, reason: str, now: float) -> None:
+        """Nothing of this attempt reached the client; another one may follow."""
+
+    def first_byte(self, exchange: Exchange, now: float) -> None:
+        """The first byte of an answer's body came from the endpoint."""
+
+    def finished(self, exchange: Exchange, now: float) -> None:
+        """The request is over, whatever its end; called once."""
+
+    def response_started(self, exchange: Exchange, status: int, headers: Headers) -> None:
+        """The head of the response goes to the client."""
+
+    def body_piece(self, exchange: Exchange, piece: bytes) -> None:
+        """A piece of the response's body went to the client."""
+
+    def ended(self, exchange: Exchange, status: int, crash: str) -> None:
+        """All filters are through with the request, also with one that never reached the router: `status` was sent (0:
+        nothing), an exception of type `crash` (mostly "") came out."""
+
+
+def notify(hook: Callable[[RequestObserver, Exchange, Unpack[Ts]], None], exchange: Exchange, *args: *Ts) -> None:
+    """Calls this hook of every observer of the exchange that has it, such as `notify(RequestObserver.finished,
+    exchange, now)`. An observer that fails is logged, and the others go on.
+
+    Where few requests have an observer with the hook, look into `exchange.hooks` first: that is cheaper than a call.
+    """
+    name = hook.__name__
+    for observer in exchange.observers:
+        if name in observer.hooks:
+            try:
+                getattr(observer, name)(exchange, *args)
+            except Exception:
+                log.exception("an observer of requests failed: %s at `%s`", type(observer).__name__, name)
+
+
+@dataclass(frozen=True, slots=True)
+class RecentRequest:
+    """One finished request."""
+
+    number: int  # of the requests finished since the start, counted from 1
+    ended_at: float  # on the proxy's clock
+    duration_s: float
+    request_id: str
+    tenant: str
+    model: str
+    streamed: bool
+    facts: OverlapFacts  # at the last pick; of a fleet of more than MAX_REMEMBERED only what the endpoint held
+    outcome: Outcome
+
+    @property
+    def prompt_tokens(self) -> int:
+        """As known before the pick; 0: unknown."""
+        return self.facts.prompt_tokens
+
+    @property
+    def matched_tokens(self) -> int:
+        """Of the prompt's tokens, what the endpoint that served was believed to hold."""
+        endpoint = self.outcome.endpoint
+        return 0 if endpoint is None else self.facts.matched_tokens(endpoint)
+
+    @property
+    def result(self) -> str:
+        """What became of it, one of RESULTS."""
+        return result_of(self.outcome.end, self.outcome.status)
+
+
+class RecentDecisions(RequestObserver):
+    """Bounded in requests. `finished` is called once a request and costs about a microsecond."""
+
+    def __init__(self, limit: int = 1000) -> None:
+        self._kept: deque[_Kept] = deque(maxlen=limit)
+        self._tally: Tally = {}
+        self._failures: FailureTally = {}
+        self._recorded = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def finished(self, exchange: Exchange, now: float) -> None:
+        """The request is over."""
+        outcome, inference, facts = exchange.outcome, exchange.inference, exchange.facts
+        facts, endpoint = facts or NO_FACTS, outcome.endpoint
+        if len(facts.by_endpoint) > MAX_REMEMBERED:
+            held = None if endpoint is None else facts.by_endpoint.get(endpoint)
+            facts = OverlapFacts(facts.prompt_tokens, {} if endpoint is None or held is None else {endpoint: held})
+        model, streamed = ("", False) if inference is None else (inference.model, inference.stream)
+        self._kept.append(
+            (now, exchange.received_at, exchange.request_id, exchange.tenant, model, streamed, facts, outcome)
+        )
+        self._recorded += 1
+        key = (outcome.cluster, endpoint, result_of(outcome.end, outcome.status))
+        tally = self._tally
+        tally[key] = tally.get(key, 0) + 1
+        if outcome.status >= 400 or outcome.end != "completed":
+            self._count_failure(outcome)
+
+    def _count_failure(self, outcome: Outcome) -> None:
+        if cause := outcome.failure_cause():
+            key = (outcome.cluster, outcome.endpoint, cause)
+            self._failures[key] = self._failures.get(key, 0) + 1
+
+    def latest(self) -> Iterator[RecentRequest]:
+        """The newest first."""
+        return map(_recent_request, count(self._recorded, -1), reversed(self._kept))
+
+    def numbered(self, number: int) -> RecentRequest | None:
+        """The request of this number; None when it is not kept any more, or not there yet."""
+        index = number - self._recorded - 1
+        return _recent_request(number, self._kept[index]) if -len(self._kept) <= index < 0 else None
+
+    def ttfts_since(self, moment: float) -> list[float]:
+        """Seconds to the first byte of the streamed answers that ended after `moment`. The first byte of an answer that
+        is not streamed is its end: another figure."""
+        recent = takewhile(lambda kept: kept[0] > moment, reversed(self._kept))
+        return [ttft_s for kept in recent if kept[5] and (ttft_s := kept[7].ttft_s) is not None]
+
+    def ttfts_by_endpoint(self, moment: float) -> dict[tuple[str, EndpointId], list[float]]:
+        """The same by cluster and endpoint."""
+        found: dict[tuple[str, EndpointId], list[float]] = {}
+        for kept in takewhile(lambda kept: kept[0] > moment, reversed(self._kept)):
+            outcome = kept[7]
+            if kept[5] and outcome.ttft_s is not None and outcome.endpoint is not None:
+                found.setdefault((outcome.cluster, outcome.endpoint), []).append(outcome.ttft_s)
+        return found
+
+    def take_failures(self) -> FailureTally:
+        """Requests since the last call that were not served, by cause."""
+        failures, self._failures = self._failures, {}
+        return failures
+
+    def take_tally(self) -> Tally:
+        """Requests since the last call, all of them: more than are kept here, maybe. What records must also take."""
+        tally, self._tally = self._tally, {}
+        return tally
+
+
+def _recent_request(number: int, kept: _Kept) -> RecentRequest:
+    ended_at, received_at, request_id, tenant, model, streamed, facts, outcome = kept
+    duration_s = ended_at - received_at
+    return RecentRequest(number, ended_at, duration_s, request_id, tenant, model, streamed, facts, outcome)

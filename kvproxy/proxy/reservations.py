@@ -1,0 +1,128 @@
+"""Places taken for requests that travel without this proxy: each is settled by its caller, or its lease runs out."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvproxy.base.types import Clock
+from kvproxy.cache.overlap.facts import RequestFacts, Result
+from kvproxy.cache.service import KvCache
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.pick import AttemptOutcome, Pick
+from kvproxy.operate.metrics.catalog import Metrics
+
+QUEUE = "picks"
+#: Held at once; a caller that forgets to settle cannot take more than this until its leases run out.
+MAX_RESERVATIONS = 10_000
+
+
+class Timer(Protocol):
+    """What `later` answers with."""
+
+    def cancel(self) -> None: ...
+
+
+#: Calls back after so many seconds.
+Later = Callable[[float, Callable[[], None]], Timer]
+
+
+def _later(delay_s: float, callback: Callable[[], None]) -> Timer:
+    return asyncio.get_running_loop().call_later(delay_s, callback)
+
+
+@dataclass(slots=True)
+class PickReservation:
+    """One place, and the pick that learns what became of it."""
+
+    id: str
+    cluster: Cluster
+    pick: Pick
+    service: KvCache | None
+    facts: RequestFacts | None
+    timer: Timer
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How the request went, by the caller's word; None: unknown."""
+
+    outcome: AttemptOutcome = AttemptOutcome.SUCCESS
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+class Reservations:
+    """Bounded; ids cannot be guessed. A lease that ran out is no failure, and nothing is learned of it."""
+
+    def __init__(
+        self,
+        *,
+        metrics: Metrics,
+        clock: Clock,
+        later: Later = _later,
+        limit: int = MAX_RESERVATIONS,
+        queue: str = QUEUE,
+    ) -> None:
+        self._clock = clock
+        self._later = later
+        self._limit = limit
+        self._held: dict[str, PickReservation] = {}
+        self._results = metrics.request.pick_reservations
+        metrics.bounds.queue_depth.labels(queue).set_function(lambda: len(self._held))
+        metrics.bounds.queue_limit.labels(queue).set(limit)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def full(self) -> bool:
+        """Whether there is no place for another one."""
+        return len(self._held) >= self._limit
+
+    def hold_pick(
+        self, cluster: Cluster, pick: Pick, *, service: KvCache | None, facts: RequestFacts | None, lease_s: float
+    ) -> PickReservation:
+        """Keep this pick until it is settled, at most `lease_s`."""
+        name = secrets.token_hex(12)
+        timer = self._later(lease_s, lambda: self._expire(name))
+        held = self._held[name] = PickReservation(name, cluster, pick, service, facts, timer)
+        if service is not None and facts is not None:
+            service.placed(facts, pick.endpoint.id)
+        self._results.labels("made").inc()
+        return held
+
+    def first_token(self, name: str) -> bool:
+        """The engine sent its first token; whether there is such a reservation."""
+        held = self._held.get(name)
+        if held is not None:
+            held.pick.first_token(self._clock())
+        return held is not None
+
+    def end_pick(self, name: str, ended: Ended) -> PickReservation | None:
+        """The request is over; None when there is no such reservation (any more)."""
+        held = self._held.pop(name, None)
+        if held is not None:
+            held.timer.cancel()
+            self._settle(held, ended)
+            self._results.labels(ended.outcome.value).inc()
+        return held
+
+    def _expire(self, name: str) -> None:
+        held = self._held.pop(name, None)
+        if held is not None:
+            self._settle(held, Ended(AttemptOutcome.CANCELLED))
+            self._results.labels("expired").inc()
+
+    def _settle(self, held: PickReservation, ended: Ended) -> None:
+        now, pick = self._clock(), held.pick
+        well = ended.outcome is AttemptOutcome.SUCCESS
+        pick.settle(ended.outcome, now)
+        if well and ended.cached_tokens is not None:
+            held.cluster.observe_reuse(pick, ended.cached_tokens, now)
+        if held.service is not None and held.facts is not None:
+            result = Result(pick.endpoint.id, well, ended.prompt_tokens, ended.cached_tokens)
+            held.service.finished(held.facts, result)
