@@ -1,6 +1,7 @@
-"""What is changed in a request body: fields by which engines talk to each other are cut out of an untrusted client's, a
-tenant's salt is put in, a model gets the name its engines know, and where the proxy tells engines the `priority` of a
-request, a client's own is cut out. Every other byte stays as the client sent it.
+"""What is changed in a request body: fields by which engines talk to each other are cut out of an untrusted client's,
+and its own names for media are cut out or salted; a tenant's salt is put in, a model gets the name its engines know,
+and where the proxy tells engines the `priority` of a request, a client's own is cut out. Every other byte stays as the
+client sent it.
 
 With `kv_transfer_params` and its like a client can crash a decoder or have another user's KV cache read into its own
 request: they are between proxies and engines.
@@ -13,6 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import msgspec
 from xxhash import xxh3_128_hexdigest
@@ -33,11 +35,13 @@ from kvproxy.base.json_scan import (
 )
 from kvproxy.base.json_scan import replace_model as replaced_model
 from kvproxy.base.types import Headers
+from kvproxy.proxy.forward.media_names import MEDIA_ROOTS, Rename, find_media_names, may_name_media
 from kvproxy.proxy.forward.request_body import START_BYTES
 from kvproxy.proxy.request.body import BodyUnchecked
 from kvproxy.proxy.request.exchange import Exchange
 
-#: Fields no client may set: transfers of KV (vLLM) or encoder caches, and which data-parallel rank serves.
+#: Fields no client may set: transfers of KV (vLLM) or encoder caches, which data-parallel rank serves, and by which key
+#: media are cached (SGLang).
 CONTROL_FIELDS = frozenset(
     {
         "kv_transfer_params",
@@ -45,6 +49,9 @@ CONTROL_FIELDS = frozenset(
         "routed_dp_rank",
         "data_parallel_rank",
         "disagg_prefill_dp_rank",
+        "mm_hashes",
+        "mm_content_hashes",
+        "content_hash",
     }
 )
 #: Beginnings of further ones: SGLang's meeting point of prefill and decode, and where KV is pulled from.
@@ -55,7 +62,7 @@ _CARRIER = "vllm_xargs"
 _SALT = "cache_salt"
 _PRIORITY = "priority"
 
-_SUSPICIOUS = (b"_transfer_params", b'"bootstrap_', b'"remote_', b"_rank", b"vllm_xargs", b"\\u00")
+_SUSPICIOUS = (b"_transfer_params", b'"bootstrap_', b'"remote_', b"_rank", b"vllm_xargs", b"_hash", b'uuid"', b"\\u00")
 _PRIORITY_LETTERS = (b'"priority"', b"\\u00")
 _NAMED = CONTROL_FIELDS | {_CARRIER}
 
@@ -100,6 +107,8 @@ class BodyGuard:
             return False
         if exchange.trusted and not exchange.tells_priority:
             return True
+        if not exchange.trusted and may_name_media(body):
+            return False
         body = _beside_messages(body, exchange)
         if exchange.trusted:
             return _has_no_priority(body, exchange.members)
@@ -119,6 +128,8 @@ class BodyGuard:
             clean = body
             if not exchange.trusted:
                 clean = await without_control_fields(body, encoded=encoded, known=known, pace=self._pace)
+                known = known if clean is body else None
+                clean = await without_media_names(clean, tenant=exchange.tenant, known=known, pace=self._pace)
             if exchange.isolated:
                 own = exchange.inference.cache_salt if exchange.inference is not None else None
                 known = known if clean is body else None
@@ -175,7 +186,7 @@ def is_control(name: str) -> bool:
 
 def is_guarded(name: str) -> bool:
     """Whether the guard has to know of a top-level member of this name."""
-    return name in (_CARRIER, _SALT, _PRIORITY) or is_control(name)
+    return name in (_CARRIER, _SALT, _PRIORITY) or name in MEDIA_ROOTS or is_control(name)
 
 
 def without_messages(body: bytes, messages: Sequence[bytes]) -> bytes:
@@ -235,7 +246,7 @@ def _salted_at_once(body: bytes, exchange: Exchange) -> bytes | None:
     names = None if exchange.members is not None else _names(_beside_messages(body, exchange))
     if names is None or _SALT in names or (exchange.tells_priority and _PRIORITY in names):
         return None
-    if not (exchange.trusted or _are_clients(names)):
+    if not exchange.trusted and (not _are_clients(names) or may_name_media(body)):
         return None
     return _with_salt_in_front(body, exchange.tenant, None, last=not names)
 
@@ -303,6 +314,29 @@ def _cut_out(body: bytes, known: Members | None) -> Steps[bytes]:
             carried = yield from find_members(body, is_control, inside=member.value)
             edits += cut_members(carried.found)
     return (yield from apply_edits(body, sorted(edits))) if edits else body
+
+
+async def without_media_names(body: bytes, *, tenant: str, pace: asyncio.Lock, known: Members | None = None) -> bytes:
+    """The body without a client's own names for media; a `uuid` of a tenant's is salted instead. Raises Unchecked.
+
+    An untrusted body that `without_control_fields` has passed: what cannot be read there holds none of their letters.
+    """
+    if not may_name_media(body):
+        return body
+    rename = partial(tenant_salt, tenant) if tenant else None
+    try:
+        return await run_in_turns(_without_media_names(body, known, rename), pace)
+    except NotAnObject:
+        return body
+    except Unreadable as error:
+        raise Unchecked(f"{error}, which cannot be checked for names of media") from None
+
+
+def _without_media_names(body: bytes, known: Members | None, rename: Rename | None) -> Steps[bytes]:
+    if known is None:
+        known = yield from find_members(body, MEDIA_ROOTS.__contains__)
+    edits = yield from find_media_names(body, known.found, rename)
+    return (yield from apply_edits(body, edits)) if edits else body
 
 
 async def with_salt(
