@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvproxy.proxy.forward.asking import priority_of
+from kvproxy.proxy.placement import priority_of
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from kvproxy.base.errors import UpstreamError
 from kvproxy.base.types import Headers
 from kvproxy.cluster.pick import AttemptOutcome
-from kvproxy.cluster.screening import Refusal
 from kvproxy.features.picker.carried import CarriedRequest
+from kvproxy.proxy.external import address_of
 from kvproxy.proxy.forward.answer import verdict_on
 from kvproxy.proxy.forward.relay import LAST_PIECES, TAIL_BYTES, read_end
-from kvproxy.proxy.placing import address_of
 from kvproxy.proxy.request.observer import RequestObserver, notify
 from kvproxy.proxy.reservations import PickReservation
 
@@ -48,10 +45,7 @@ class CarriedAnswer:
         if served is None:
             return "unknown"
         now = request.placer.clock()
-        asked = msgspec.structs.replace(request.asked, preferred=served.id, excluded=frozenset())
-        verdict = cluster.decide(asked, now)
-        if not isinstance(verdict, Refusal) and verdict.endpoint is served:
-            request.take(verdict, now)
+        request.move_to(served, now)
         self._outcome.endpoint = served.id
         return "elsewhere" if fallback is None else "fallback"
 
@@ -61,7 +55,7 @@ class CarriedAnswer:
             return
         if not self._first:
             self._first = data
-            if self._request.streams:
+            if self._request.is_streamed:
                 self._first_byte(self._request.placer.clock())
         self._last.append(data)
         if len(self._last) > LAST_PIECES:
@@ -112,7 +106,7 @@ class CarriedAnswer:
             endpoint.metrics.attempt_failure(reason)
             client = self._request.exchange.tenant
             if held.cluster.verdicts.is_spared(
-                endpoint, self._request.asked.model, reason=reason, client=client, now=now
+                endpoint, held.pick.decision.request.model, reason=reason, client=client, now=now
             ):
                 return AttemptOutcome.UNPROVEN
         return verdict

@@ -10,31 +10,28 @@ import msgspec
 
 from kvproxy.base.errors import QueueFull
 from kvproxy.base.types import EndpointId, Headers
-from kvproxy.cache.overlap.facts import RequestFacts
+from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.routes import Routes, RouteTarget
-from kvproxy.cluster.routing.policy import NO_FACTS, PickRequest
-from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.screening import Refusal
-from kvproxy.features.transfers.copy_watch import follow_copy
-from kvproxy.proxy.filter_settings import InferenceRequestSettings
-from kvproxy.proxy.filters.inference_request import KIND_OF_PATH
-from kvproxy.proxy.filters.kvcache import KvCacheLearning, needs_facts
-from kvproxy.proxy.forward.asking import priority_of
-from kvproxy.proxy.forward.body_guard import with_model
-from kvproxy.proxy.forward.metrics import RouteMetrics
-from kvproxy.proxy.placing import (
+from kvproxy.proxy.external import (
+    ExternalPlacement,
     PickerTarget,
     list_endpoints,
     outside_subset,
-    pick_request,
     read_headers,
     refusal_reply,
     shed_reply,
 )
+from kvproxy.proxy.filter_settings import InferenceRequestSettings, RouterSettings
+from kvproxy.proxy.filters.inference_request import KIND_OF_PATH
+from kvproxy.proxy.filters.kvcache import needs_facts, prefers, use_facts
+from kvproxy.proxy.forward.body_guard import with_model
+from kvproxy.proxy.forward.metrics import RouteMetrics
+from kvproxy.proxy.placement import NO_ENDPOINTS, chosen_policy, priority_of
 from kvproxy.proxy.request.error_reply import LocalReply
-from kvproxy.proxy.request.exchange import MAX_REMEMBERED, Exchange
+from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.observer import RequestObserver, notify
 from kvproxy.proxy.request.parse import decode_body, scan_body
 from kvproxy.proxy.request.session import SessionHeaders
@@ -54,6 +51,7 @@ class Placer:
         self.pace = asyncio.Lock()
         self._routes: Routes | None = None
         self.sessions = SessionHeaders()
+        self.policy_header = b""  # b"": no cluster lets clients choose
         self.observers: tuple[RequestObserver, ...] = ()
         self.hooks: frozenset[str] = frozenset()
         self._follow()
@@ -69,6 +67,9 @@ class Placer:
         target = self.target
         self._routes, config = target.routes, target.config
         settings = next((spec.settings for spec in config.filters if spec.name == "inference_request"), None)
+        router = next((spec.settings for spec in config.filters if isinstance(spec.settings, RouterSettings)), None)
+        offers = router is not None and any(one.client_policies for one in config.clusters.values())
+        self.policy_header = router.policy_header.lower().encode() if router is not None and offers else b""
         name = settings.session_header if isinstance(settings, InferenceRequestSettings) else ""
         self.sessions = SessionHeaders(name)
         counted = RouteMetrics(target.metrics, clusters=target.clusters, routes=config.routes)
@@ -87,13 +88,14 @@ class CarriedRequest:
         self.post = method == "POST"
         self.exchange = exchange = Exchange(received_at=placer.clock())
         exchange.observers, exchange.hooks = placer.observers, placer.hooks
-        self._target: RouteTarget | None = None
-        self._facts: RequestFacts | None = None
-        self.asked = PickRequest()
-        self.streams = False
-        self._refusal = Refusal.NO_ENDPOINTS
+        self._placement: ExternalPlacement | None = None  # once it has an endpoint
         self.held: PickReservation | None = None
         self.listed: list[Endpoint] = []  # the chosen endpoint, then where to go if it cannot be reached
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether its first token is seen apart from the end of its answer."""
+        return self.exchange.inference is not None and self.exchange.inference.stream
 
     @property
     def reads_body(self) -> bool:
@@ -109,18 +111,19 @@ class CarriedRequest:
         LocalReply where no endpoint may take it.
         """
         exchange, placer = self.exchange, self.placer
+        await self._read(body)
         if "received" in exchange.hooks:
             notify(RequestObserver.received, exchange, placer.clock())
-        await self._read(body)
         inference = exchange.inference
-        self.streams = sees_answer and inference is not None and inference.stream
         if inference is not None and inference.stream and not sees_answer:
             exchange.inference = msgspec.structs.replace(inference, stream=False)  # as far as times can tell
         model = "" if inference is None else inference.model
-        target = self._target = placer.target.routes.resolve(self.path, model)
+        target = placer.target.routes.resolve(self.path, model)
         if target is None:
             raise LocalReply(404, "unknown_model" if model else "no_route", "No route leads there.")
         exchange.outcome.cluster = target.cluster.name
+        if placer.policy_header:
+            exchange.policy = chosen_policy(self._headers, placer.policy_header, target.cluster)
         await self._know(target)
         await self._decide(target, outside_subset(subset, target.cluster))
         if not target.upstream_model or body is None or inference is None:
@@ -147,6 +150,8 @@ class CarriedRequest:
         recorded = bool(self.placer.target.config.receipts.path)
         if not (recorded or needs_facts(service.settings, target.cluster.settings)):
             return
+        if "facts_began" in exchange.hooks:
+            notify(RequestObserver.facts_began, exchange)
         try:
             facts = await service.facts_for(
                 exchange.inference, exchange.body, cluster=target.cluster, model=target.upstream_model
@@ -154,75 +159,54 @@ class CarriedRequest:
         except Exception:
             log.exception("no facts for this request")
             return
-        self._facts, exchange.facts = facts, facts.overlaps
-        learning = KvCacheLearning(service, facts, False)
-        exchange.facts_source = learning.refresh
-        exchange.observers = (learning, *exchange.observers)  # the others are told what it found out
-        exchange.hooks |= learning.hooks
-        if service.on_demand is not None:
-            follow_copy(service.on_demand, exchange, facts)
+        later, exchange.observers = exchange.observers, ()
+        use_facts(service, facts, exchange, prefers=prefers(service.settings, target.cluster.settings.policy))
+        exchange.observers += later  # they are notified of an end after the cache has learned from it
         if "facts_known" in exchange.hooks:
             notify(RequestObserver.facts_known, exchange)
 
     async def _decide(self, target: RouteTarget, outside: frozenset[EndpointId]) -> None:
-        placer, cluster = self.placer, target.cluster
+        exchange, placer, cluster = self.exchange, self.placer, target.cluster
         if placer.held.full:
             raise shed_reply(429, "too_many_requests")
-        self.asked = self._ask(target, outside)
-        now, queue = placer.clock(), cluster.queue
-        verdict = cluster.decide(self._offered(now), now)
-        if queue is None or isinstance(verdict, Refusal) or queue.admits(verdict, now):
-            pick = self.take(verdict, now)
-        else:
-            notify(RequestObserver.queued, self.exchange, verdict, now)
-            header = cluster.settings.queue.priority_header.lower().encode()
-            level = priority_of(self._headers, header) if header else 0
-            try:
-                pick = await queue.wait(verdict, self._decide_refreshed, self.take, tenant="", level=level)
-            except QueueFull as full:
-                raise shed_reply(429, "queue_full", math.ceil(full.retry_after_s)) from None
+        header = cluster.settings.queue.priority_header.lower().encode()
+        placement = ExternalPlacement(
+            exchange=exchange,
+            cluster=cluster,
+            clock=placer.clock,
+            model=target.upstream_model or ("" if exchange.inference is None else exchange.inference.model),
+            excluded=outside,
+            priority=priority_of(self._headers, header) if header else 0,
+        )
+        try:
+            pick = await placement.place(placer.clock())
+        except QueueFull as full:
+            raise shed_reply(429, "queue_full", math.ceil(full.retry_after_s)) from None
         if pick is None:
-            raise refusal_reply(self._refusal, outside)
-        if self.exchange.copier is not None and await self.exchange.copier.wait(self.exchange):
-            pick.begin(self.exchange.facts or NO_FACTS, cluster.speeds, placer.clock())
-        self.exchange.body = None
-        self.listed = list_endpoints(cluster, self.asked, pick.endpoint, placer.clock(), most=placer.fallbacks)
+            raise refusal_reply(placement.refusal, outside)
+        self._placement = placement
+        self._hold(placement.cluster, pick)
+        await placement.await_copy(pick)
+        exchange.body = None
+        asked = placement.make_question()
+        self.listed = list_endpoints(cluster, asked, pick.endpoint, placer.clock(), most=placer.fallbacks)
 
-    def _ask(self, target: RouteTarget, outside: frozenset[EndpointId]) -> PickRequest:
-        exchange, service = self.exchange, self.placer.target.kvcache
-        return pick_request(exchange.inference, target, self._facts, service, streams=self.streams, excluded=outside)
+    def move_to(self, endpoint: Endpoint, now: float) -> None:
+        """Reserve the endpoint that served instead, if a request may be placed there."""
+        placement = self._placement
+        if placement is None:
+            return
+        asked = msgspec.structs.replace(placement.make_question(), preferred=endpoint.id, excluded=NO_ENDPOINTS)
+        verdict = placement.cluster.decide(asked, now)
+        if isinstance(verdict, Refusal) or verdict.endpoint is not endpoint:
+            return
+        if (pick := placement.take(verdict, now)) is not None:
+            placement.note_attempt(pick)
+            self._hold(placement.cluster, pick)
 
-    def _decide_refreshed(self, now: float) -> Decision[Endpoint] | Refusal:
-        assert self._target is not None
-        if self.exchange.facts_source is not None:
-            self.exchange.facts_source(self.exchange)
-        self.asked = self._ask(self._target, self.asked.excluded)
-        return self._target.cluster.decide(self._offered(now), now)
-
-    def _offered(self, now: float) -> PickRequest:
-        """What is asked, with what could be copied for it."""
-        copier = self.exchange.copier
-        return self.asked if copier is None else copier.offer(self.asked, now)
-
-    def take(self, verdict: Decision[Endpoint] | Refusal, now: float) -> Pick | None:
-        """Make it true: no await since the decision, so that nothing comes between a choice and its load."""
-        exchange, placer = self.exchange, self.placer
-        assert self._target is not None
-        cluster = self._target.cluster
-        if isinstance(verdict, Refusal):
-            self._refusal = verdict
-            cluster.count_refusal(self.asked, verdict)
-            notify(RequestObserver.refused, exchange, verdict.value, now)
-            return None
-        notify(RequestObserver.placed, exchange, verdict, now)
-        pick = cluster.reserve(verdict, now)
+    def _hold(self, cluster: Cluster, pick: Pick) -> None:
+        placer = self.placer
         self.held = placer.held.hold_pick(cluster, pick, service=None, facts=None, lease_s=placer.lease_s)
-        outcome = exchange.outcome
-        outcome.attempts += 1
-        outcome.endpoint, outcome.policy, outcome.pick_reason = pick.endpoint.id, verdict.policy, verdict.reason
-        if len(verdict.candidates) <= MAX_REMEMBERED:
-            outcome.candidates, outcome.costs = verdict.candidates, verdict.costs
-        return pick
 
     def give_back(self) -> None:
         """The place is not wanted any more."""

@@ -13,7 +13,7 @@ from kvproxy.features.picker.carried import CarriedRequest, Placer
 from kvproxy.features.picker.grpc import Replies, Status
 from kvproxy.features.picker.messages import Beginning, BodyMode, DecodeError, Message, ProcessingRequest
 from kvproxy.operate.metrics.catalog import Metrics
-from kvproxy.proxy.placing import address_of, rank_headers
+from kvproxy.proxy.external import address_of, rank_headers
 from kvproxy.proxy.request.body import BodiesFull, BodyTooLarge, HeldBodies, SharedTimer
 from kvproxy.proxy.request.error_reply import LocalReply
 

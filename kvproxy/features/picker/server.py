@@ -22,8 +22,8 @@ from kvproxy.features.picker.protocol import (
     HealthCheckRequest,
     HealthCheckResponse,
 )
+from kvproxy.proxy.external import PickerTarget
 from kvproxy.proxy.listener_settings import PickerSettings
-from kvproxy.proxy.placing import PickerTarget
 from kvproxy.proxy.request.body import HeldBodies
 
 #: A body arrives in one message with what Envoy says besides.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -18,7 +19,9 @@ from kvproxy.cluster.screening import Refusal
 from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.pick_request import Question, parse_question, parse_report
 from kvproxy.operate.admin.replies import RequestRefused, read_json_object, reply_json
-from kvproxy.proxy.placing import pick_request, rank_headers
+from kvproxy.proxy.external import ExternalPlacement, rank_headers
+from kvproxy.proxy.filters.kvcache import prefers
+from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.reservations import PickReservation, Reservations
 
 
@@ -49,26 +52,34 @@ class PickRoutes:
             )
         _check_policy(question, target.cluster)
         facts = await self._facts_for(inference, body, target)
-        asked = pick_request(
-            inference, target, facts, self._operated.kvcache, streams=question.first_token, policy=question.policy
-        )
         if question.reserve and self._held.full:
             raise RequestRefused(
                 429, Problem("reserve", "too many reservations are open", "settle them with /pick/ID/done")
             )
-        cluster, now = target.cluster, operated.clock()
-        decision = cluster.decide(asked, now)
+        placement, now = self._placement(question, inference, facts, target), operated.clock()
+        decision = placement.decide(now)
+        pick = placement.take(decision, now) if question.reserve else None
         if isinstance(decision, Refusal):
-            if question.reserve:
-                cluster.count_refusal(asked, decision)
             raise _refused(decision)
-        shown = _shown(decision, cluster)
-        if not question.reserve:
+        shown = _shown(decision, target.cluster)
+        if pick is None:
             return reply_json(shown)
-        pick, service = cluster.reserve(decision, now), operated.kvcache
-        held = self._held.hold_pick(cluster, pick, service=service, facts=facts, lease_s=question.lease_s)
+        service = operated.kvcache
+        held = self._held.hold_pick(target.cluster, pick, service=service, facts=facts, lease_s=question.lease_s)
         shown["reservation"] = {"id": held.id, "lease_s": question.lease_s}
         return reply_json(shown, 201)
+
+    def _placement(
+        self, question: Question, inference: InferenceRequest, facts: RequestFacts | None, target: RouteTarget
+    ) -> ExternalPlacement:
+        clock, service = self._operated.clock, self._operated.kvcache
+        exchange = Exchange(received_at=clock(), policy=question.policy)
+        exchange.inference = msgspec.structs.replace(inference, stream=question.first_token)
+        if facts is not None and service is not None:
+            exchange.facts = facts.overlaps
+            exchange.preferred = facts.preferred if prefers(service.settings, target.cluster.settings.policy) else None
+        model = target.upstream_model or inference.model
+        return ExternalPlacement(exchange=exchange, cluster=target.cluster, clock=clock, model=model)
 
     async def _facts_for(self, inference: InferenceRequest, body: bytes, target: RouteTarget) -> RequestFacts | None:
         service = self._operated.kvcache

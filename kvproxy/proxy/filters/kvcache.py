@@ -125,20 +125,24 @@ class KvCacheFilter(Step):
         notify(RequestObserver.facts_known, exchange)
 
     def _hand_over(self, facts: RequestFacts, exchange: Exchange, scope: Scope) -> None:
-        exchange.facts = facts.overlaps
-        prefers = self._prefer[facts.cluster.name]
         if self._announces:
             announce(scope, facts.preferred, header=self._header)
-        if prefers:
-            exchange.preferred = facts.preferred
-        learning = KvCacheLearning(self._service, facts, prefers)
-        exchange.facts_source = learning.refresh
-        if self._service.leasing is not None:
-            exchange.attach(self._service.leasing.watch(facts))
-        if self._service.on_demand is not None:
-            follow_copy(self._service.on_demand, exchange, facts)
-        exchange.observers += (learning,)
-        exchange.hooks |= KvCacheLearning.hooks
+        use_facts(self._service, facts, exchange, prefers=self._prefer[facts.cluster.name])
+
+
+def use_facts(service: KvCache, facts: RequestFacts, exchange: Exchange, *, prefers: bool) -> None:
+    """Place the request by these facts, refresh them after a wait, and learn from its end."""
+    exchange.facts = facts.overlaps
+    if prefers:
+        exchange.preferred = facts.preferred
+    learning = KvCacheLearning(service, facts, prefers)
+    exchange.facts_source = learning.refresh
+    if service.leasing is not None:
+        exchange.attach(service.leasing.watch(facts))
+    if service.on_demand is not None:
+        follow_copy(service.on_demand, exchange, facts)
+    exchange.observers += (learning,)
+    exchange.hooks |= KvCacheLearning.hooks
 
 
 class KvCacheLearning(RequestObserver, msgspec.Struct, eq=False):

@@ -16,7 +16,6 @@ from kvproxy.base.resilience.retry import RetryBudget
 from kvproxy.base.types import CONNECTION, Headers
 from kvproxy.base.upstream.pool import Timeouts
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import Routes, RouteTarget
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.metrics.catalog import Metrics
@@ -33,13 +32,12 @@ from kvproxy.proxy.forward.no_answer import reply_of
 from kvproxy.proxy.forward.public import PublicPaths, PublicSide
 from kvproxy.proxy.forward.relay import DisconnectWatcher, new_arming
 from kvproxy.proxy.forward.request_body import RequestBody, Uploads
+from kvproxy.proxy.placement import chosen_policy
 from kvproxy.proxy.request.body import LONG_BYTES, ClientLeft
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.error_reply import LocalReply, error_event, refuse
 from kvproxy.proxy.request.exchange import QUEUE_FULL, SCOPE_KEY, Exchange
 from kvproxy.proxy.request.observer import RequestObserver, notify
-
-_SHOWN_CHARS = 64  # of a name that a client chose
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,22 +300,3 @@ async def _nothing() -> None:
 def _queue_full(error: QueueFull) -> LocalReply:
     after = (b"retry-after", b"%d" % math.ceil(error.retry_after_s))
     return LocalReply(429, QUEUE_FULL, "Too many requests are waiting; try again later.", headers=[after])
-
-
-def chosen_policy(headers: Headers, name: bytes, cluster: Cluster) -> str:
-    """The policy that header `name` asks for; "" without the header. Raises LocalReply where this cluster
-    does not offer it."""
-    asked = next((value for header, value in headers if header == name), b"").decode("latin-1").strip()
-    if not asked:
-        return ""
-    named = cluster.policies.named
-    if not named:
-        raise _not_offered(f"The policy `{asked[:_SHOWN_CHARS]}` was asked for, and clients cannot choose one here.")
-    if asked not in named:
-        offered = ", ".join(named)
-        raise _not_offered(f"The policy `{asked[:_SHOWN_CHARS]}` is not on offer here; these are: {offered}.")
-    return asked
-
-
-def _not_offered(message: str) -> LocalReply:
-    return LocalReply(400, "policy_not_offered", message)

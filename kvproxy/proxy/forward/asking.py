@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 
 import msgspec
 
-from kvproxy.base.types import EndpointId, Headers, RequestKind
+from kvproxy.base.types import EndpointId, RequestKind
 from kvproxy.base.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import Pick
@@ -18,6 +18,7 @@ from kvproxy.cluster.settings import PriorityOrder
 from kvproxy.proxy.forward.answer import read_beginning, read_short
 from kvproxy.proxy.forward.headers import RequestHead
 from kvproxy.proxy.forward.request_body import RequestBody
+from kvproxy.proxy.placement import MAX_PRIORITY, priority_of
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.usage import ERROR_MARK
 
@@ -25,8 +26,6 @@ from kvproxy.proxy.request.usage import ERROR_MARK
 Answer = tuple[UpstreamResponse, int, bytes]
 
 _BAD_REQUEST = 400
-#: The largest priority a header may ask for, and the negative of the least.
-MAX_PRIORITY = 100
 #: SGLang reads the rank here, too: newer versions for Responses, older ones for the others. (A client's own is cut out
 #: by the guard; a trusted one's comes later in the body and wins.)
 _RANK_MEMBER = b'"routed_dp_rank":%d,'
@@ -216,12 +215,3 @@ def with_priority(body: bytes, exchange: Exchange, cluster: Cluster, pick: Pick,
     endpoint.metrics.engine_priority("sent")
     at = body.index(b"{") + 1
     return body[:at] + _PRIORITY_MEMBER % number, at
-
-
-def priority_of(headers: Headers, name: bytes) -> int:
-    """The integer in header `name`, from -100 to 100; 0 when there is none."""
-    value = next((value for header, value in headers if header == name), b"0")
-    try:
-        return max(-MAX_PRIORITY, min(MAX_PRIORITY, int(value)))
-    except ValueError:
-        return 0

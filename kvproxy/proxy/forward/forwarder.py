@@ -25,9 +25,7 @@ from kvproxy.base.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
-from kvproxy.cluster.router_queue import RouterQueue
-from kvproxy.cluster.routing.policy import NO_FACTS, FactSource, PickRequest
-from kvproxy.cluster.routing.selector import Decision
+from kvproxy.cluster.routing.policy import FactSource, PickRequest
 from kvproxy.cluster.screening import Refusal
 from kvproxy.operate.config.schema import RetrySettings
 from kvproxy.operate.metrics.catalog import Metrics
@@ -37,13 +35,13 @@ from kvproxy.proxy.forward.cached_count import CachedCounts
 from kvproxy.proxy.forward.headers import RequestHead, describe_decision, response_headers
 from kvproxy.proxy.forward.relay import Relay, is_comment, is_event_stream
 from kvproxy.proxy.forward.request_body import RequestBody
+from kvproxy.proxy.placement import NO_ENDPOINTS, Placement, make_pick_request
 from kvproxy.proxy.request.downstream import Downstream
-from kvproxy.proxy.request.exchange import CLIENT_CLOSED_REQUEST, MAX_REMEMBERED, Exchange
+from kvproxy.proxy.request.exchange import CLIENT_CLOSED_REQUEST, Exchange
 from kvproxy.proxy.request.observer import RequestObserver, notify
 
 _IDEMPOTENT = frozenset({b"GET", b"HEAD", b"OPTIONS", b"PUT", b"DELETE"})
 _NOT_FOUND = 404
-_NONE_EXCLUDED: frozenset[EndpointId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +113,10 @@ class Delivery(msgspec.Struct, eq=False):
                 self.downstream.start_now(200, self.headers_of(pick, response))
 
 
-class Forwarding(msgspec.Struct, eq=False):
-    """One request on its way. `run` ends with the answer delivered, or raises GaveUp before anything was sent. (A
-    struct: one is made in C.)"""
+class Forwarding(Placement, kw_only=True):
+    """One request on its way. `run` ends with the answer delivered, or raises GaveUp before anything was sent."""
 
     _shared: Forwarder
-    _exchange: Exchange
-    _cluster: Cluster
     _model: str
     _asking: Asking
     _delivery: Delivery
@@ -166,7 +161,15 @@ class Forwarding(msgspec.Struct, eq=False):
             rank,
             delivery.pass_head,
         )
-        return cls(shared, exchange, cluster, model, asking, delivery)
+        return cls(
+            exchange=exchange,
+            cluster=cluster,
+            clock=shared.clock,
+            _shared=shared,
+            _model=model,
+            _asking=asking,
+            _delivery=delivery,
+        )
 
     async def run(self, task: asyncio.Task[object] | None) -> None:
         """Attempt, and attempt again, within the attempts, the retry budget and what may safely be sent twice. `task`
@@ -177,31 +180,20 @@ class Forwarding(msgspec.Struct, eq=False):
         shared.budget.count_request(now)
         try:
             while True:
-                queue = self._cluster.queue
-                verdict = self._decide(now)
-                if verdict is Refusal.NO_ENDPOINTS and queue is not None and queue.awaits:
-                    verdict = await queue.wait_for_endpoint(self._decide_refreshed, self._exchange.facts or NO_FACTS)
-                    queue, now = self._cluster.queue, shared.clock()
-                if (
-                    queue is None
-                    or isinstance(verdict, Refusal)
-                    or self._exchange.outcome.attempts
-                    or queue.admits(verdict, now)
-                ):
-                    pick = self._take(verdict, now)
-                else:
-                    pick = await self._wait_in(queue, verdict, now)
+                pick = await self.place(now)
                 if pick is None:
+                    if not self.exchange.outcome.attempts:
+                        self._last = self.refusal
                     pause_s = self._earlier.next_round() if self._earlier is not None else None
                     if pause_s is None:
-                        raise GaveUp(self._last, self._cluster)
+                        raise GaveUp(self._last, self.cluster)
                 else:
                     next_step = await self._attempt(pick)
                     if next_step is _Next.DELIVERED:
                         return
                     pause_s = self._count_failed(pick.endpoint) if next_step is _Next.RETRY else None
                     if pause_s is None:
-                        raise GaveUp(self._last, self._cluster)
+                        raise GaveUp(self._last, self.cluster)
                 if pause_s:
                     await asyncio.sleep(pause_s)
                 now = shared.clock()
@@ -209,72 +201,32 @@ class Forwarding(msgspec.Struct, eq=False):
             if self._suspects:
                 self._blame_suspects()
 
-    async def _wait_in(self, queue: RouterQueue, decision: Decision[Endpoint], now: float) -> Pick | None:
-        """The first attempt may have to wait for its turn; a request that was let in once does not queue again."""
-        notify(RequestObserver.queued, self._exchange, decision, now)
-        return await queue.wait(
-            decision, self._decide_refreshed, self._take, tenant=self._exchange.tenant, level=self._asking.level
-        )
-
-    def _take(self, decision: Decision[Endpoint] | Refusal, now: float) -> Pick | None:
-        """Notify, reserve: no await since the decision, so that nothing comes between a choice and its load."""
-        if isinstance(decision, Refusal):
-            self._cluster.count_refusal(self._pick_request(), decision)
-            notify(RequestObserver.refused, self._exchange, decision.value, now)
-            if not self._exchange.outcome.attempts:
-                self._last = decision
-            return None
-        notify(RequestObserver.placed, self._exchange, decision, now)
-        return self._cluster.reserve(decision, now)
-
-    def _decide_refreshed(self, now: float) -> Decision[Endpoint] | Refusal:
-        """After a wait, in which others with the same prompt may have gone somewhere."""
-        if self._exchange.facts_source is not None:
-            self._exchange.facts_source(self._exchange)
-        return self._decide(now)
-
-    def _decide(self, now: float) -> Decision[Endpoint] | Refusal:
-        asked, copier = self._pick_request(), self._exchange.copier
-        if copier is not None and self._earlier is None:
-            asked = copier.offer(asked, now)
-        return self._cluster.decide(asked, now)
+    def level(self) -> int:
+        """As of Placement."""
+        return self._asking.level
 
     def _count_failed(self, endpoint: Endpoint) -> float | None:
         if self._earlier is None:
             self._earlier = Attempts(self._shared.retry, rng=self._shared.rng)
         return self._earlier.count_failure(endpoint)
 
-    def _pick_request(self) -> PickRequest:
-        exchange, earlier = self._exchange, self._earlier
-        inference, preferred = exchange.inference, None if exchange.policy else exchange.preferred
-        excluded = _NONE_EXCLUDED if earlier is None else earlier.excluded
+    def make_question(self) -> PickRequest:
+        """As of Placement: without the endpoints that failed already, or with the one that is to be asked again."""
+        earlier, excluded, instead = self._earlier, NO_ENDPOINTS, None
+        if earlier is not None:
+            excluded, instead = earlier.excluded, earlier.again or self._holder
         if self._asking.own_rank is not None:
             excluded |= self._asking.other_ranks()
-        return PickRequest(
-            model=self._model,
-            session_key=inference.affinity_key if inference else None,
-            facts=exchange.facts or NO_FACTS,
-            preferred=preferred if earlier is None else earlier.again or self._holder or preferred,
-            excluded=excluded,
-            streams=inference is not None and inference.stream,
-            prompt_head=inference.head if inference else b"",
-            policy=exchange.policy,
-        )
+        return make_pick_request(self.exchange, self._model, excluded=excluded, instead=instead)
 
     async def _attempt(self, pick: Pick) -> _Next:
-        outcome, decision = self._exchange.outcome, pick.decision
-        outcome.attempts += 1
-        outcome.endpoint = pick.endpoint.id
-        outcome.policy, outcome.pick_reason = decision.policy, decision.reason
-        if len(decision.candidates) <= MAX_REMEMBERED:
-            outcome.candidates, outcome.costs = decision.candidates, decision.costs
         response: UpstreamResponse | None = None
         pick.on_unhealthy(self._give_back)
         try:
-            if "attempt_began" in self._exchange.hooks:
-                notify(RequestObserver.attempt_began, self._exchange, pick)
-            if self._exchange.copier is not None and await self._exchange.copier.wait(self._exchange):
-                pick.begin(self._exchange.facts or NO_FACTS, self._cluster.speeds, self._shared.clock())
+            if "attempt_began" in self.exchange.hooks:
+                notify(RequestObserver.attempt_began, self.exchange, pick)
+            if self.exchange.copier is not None:
+                await self.await_copy(pick)
             response, status, first = await self._asking.ask_engine(pick)
             if self._delivery.began and not (status == 200 and is_event_stream(response.headers)):
                 await self._cannot_follow(pick, response, first)
@@ -347,8 +299,8 @@ class Forwarding(msgspec.Struct, eq=False):
 
     def _is_history_elsewhere(self, endpoint: Endpoint) -> bool:
         """Whether another endpoint answered what the request goes on from: engines keep responses to themselves."""
-        facts = self._exchange.facts
-        if facts is None or self._exchange.inference is None or self._exchange.inference.continues is None:
+        facts = self.exchange.facts
+        if facts is None or self.exchange.inference is None or self.exchange.inference.continues is None:
             return False
         holders = (name for name, one in facts.by_endpoint.items() if one.source is FactSource.SESSION)
         self._holder = next(holders, None)
@@ -362,9 +314,9 @@ class Forwarding(msgspec.Struct, eq=False):
 
     def _may_know_elsewhere(self, pick: Pick) -> bool:
         """Whether another engine is to be asked for a model that this one may not know: once a request."""
-        if self._asked_elsewhere or not self._model or self._exchange.inference is None:
+        if self._asked_elsewhere or not self._model or self.exchange.inference is None:
             return False
-        engine, endpoints = pick.endpoint.engine, self._cluster.endpoints
+        engine, endpoints = pick.endpoint.engine, self.cluster.endpoints
         return any(one.engine is not engine and one.serves(self._model) for one in endpoints)
 
     def _unknown_model(self, pick: Pick, response: UpstreamResponse, body: bytes) -> _Next:
@@ -372,7 +324,7 @@ class Forwarding(msgspec.Struct, eq=False):
         self._asked_elsewhere = True
         pick.settle(AttemptOutcome.CLIENT_ERROR, now=self._shared.clock())
         engine = pick.endpoint.engine
-        self._cluster.adapters.record_missing(str(engine.id), engine.adapters, self._model)
+        self.cluster.adapters.record_missing(str(engine.id), engine.adapters, self._model)
         self._hold_reply(pick, response, body)
         pick.endpoint.metrics.attempt_failure("unknown_model")
         return self._after_failure("unknown_model", self._why_no_retry(unprocessed=True))
@@ -384,7 +336,7 @@ class Forwarding(msgspec.Struct, eq=False):
 
     def _blame_suspects(self, *, proven: bool = False) -> None:
         """What fails in the same way on several endpoints and is served by none says nothing about any of them."""
-        verdicts, now = self._cluster.verdicts, self._shared.clock()
+        verdicts, now = self.cluster.verdicts, self._shared.clock()
         suspects, self._suspects = self._suspects, []
         for pick, how in suspects:
             shared = not proven and any(
@@ -396,8 +348,8 @@ class Forwarding(msgspec.Struct, eq=False):
             pick.blame(AttemptOutcome.UNPROVEN if spared else AttemptOutcome.FAILURE, now)
 
     def _is_spared(self, endpoint: Endpoint, reason: str, now: float) -> bool:
-        client = client_of(self._exchange, self._delivery.downstream.scope)
-        verdicts = self._cluster.verdicts
+        client = client_of(self.exchange, self._delivery.downstream.scope)
+        verdicts = self.cluster.verdicts
         return verdicts.is_spared(endpoint, self._model, reason=reason, client=client, now=now)
 
     def _give_back(self) -> None:
@@ -406,7 +358,7 @@ class Forwarding(msgspec.Struct, eq=False):
         Without another endpoint to go to it may as well wait on, since verdicts on all of them are often wrong; without
         budget the next failed probe asks again; one that can never be sent again ends now.
         """
-        if self._given_back is not None or not self._cluster.may_serve(self._model, self._shared.clock()):
+        if self._given_back is not None or not self.cluster.may_serve(self._model, self._shared.clock()):
             return
         refusal = self._why_no_retry(unprocessed=False)
         if refusal not in ("outage", "budget"):
@@ -428,19 +380,19 @@ class Forwarding(msgspec.Struct, eq=False):
     def _why_no_retry(self, *, unprocessed: bool) -> str:
         """Why the request may not be sent again, a metric label; "" if it may, which is then taken from the budget."""
         shared = self._shared
-        safe = unprocessed or self._exchange.inference is not None or self._asking.method in _IDEMPOTENT
+        safe = unprocessed or self.exchange.inference is not None or self._asking.method in _IDEMPOTENT
         if not (safe and self._asking.body.replayable):
             return "not_replayable"
-        if self._exchange.outcome.attempts >= shared.retry.attempts:
+        if self.exchange.outcome.attempts >= shared.retry.attempts:
             return "attempts"
         now = shared.clock()
-        if self._cluster.verdicts.has_outage(self._model, now):
+        if self.cluster.verdicts.has_outage(self._model, now):
             return "outage"
         return "" if shared.budget.withdraw_retry(now) else "budget"
 
     def _after_failure(self, reason: str, refusal: str) -> _Next:
         metrics = self._shared.metrics
-        notify(RequestObserver.attempt_failed, self._exchange, reason, self._shared.clock())
+        notify(RequestObserver.attempt_failed, self.exchange, reason, self._shared.clock())
         if refusal:
             metrics.request.retries_refused.labels(refusal).inc()
             return _Next.GIVE_UP
@@ -450,9 +402,9 @@ class Forwarding(msgspec.Struct, eq=False):
     def _note_first_token(self, pick: Pick) -> None:
         now = self._shared.clock()
         pick.first_token(now)
-        self._exchange.outcome.ttft_s = now - self._exchange.received_at
-        if "first_byte" in self._exchange.hooks:
-            notify(RequestObserver.first_byte, self._exchange, now)
+        self.exchange.outcome.ttft_s = now - self.exchange.received_at
+        if "first_byte" in self.exchange.hooks:
+            notify(RequestObserver.first_byte, self.exchange, now)
 
     async def _cannot_follow(self, pick: Pick, response: UpstreamResponse, first: bytes) -> None:
         """End a stream whose head came from an attempt that failed, and that this answer cannot go on with."""
@@ -460,7 +412,7 @@ class Forwarding(msgspec.Struct, eq=False):
         self._hold_reply(pick, response, first)
         pick.endpoint.metrics.count_request(response.status)
         pick.settle(verdict_on(response.status, None), now=self._shared.clock())
-        raise GaveUp(self._last, self._cluster)
+        raise GaveUp(self._last, self.cluster)
 
     async def _deliver(self, pick: Pick, response: UpstreamResponse, first: bytes) -> _Next:
         if self._suspects and response.status < 500:
@@ -469,8 +421,8 @@ class Forwarding(msgspec.Struct, eq=False):
         if not begins_later:
             self._note_first_token(pick)
         counts = self._shared.cached_counts
-        count = None if counts is None else counts.follow(self._exchange, response)
-        relay = Relay(self._exchange, response, self._delivery.downstream, self._asking.method == b"POST", count)
+        count = None if counts is None else counts.follow(self.exchange, response)
+        relay = Relay(self.exchange, response, self._delivery.downstream, self._asking.method == b"POST", count)
         if begins_later:
             relay.on_event = functools.partial(self._note_first_token, pick)
         error = await relay.run(self._delivery.headers_of(pick, response), first)
@@ -485,9 +437,9 @@ class Forwarding(msgspec.Struct, eq=False):
             pick.endpoint.metrics.attempt_failure(error.reason)
         pick.endpoint.metrics.count_request(response.status)
         pick.settle(verdict, now=now)
-        policies, outcome = self._cluster.policies, self._exchange.outcome
+        policies, outcome = self.cluster.policies, self.exchange.outcome
         if policies.hears_reuse and outcome.cached_tokens is not None:
-            self._cluster.observe_reuse(pick, outcome.cached_tokens, now)
+            self.cluster.observe_reuse(pick, outcome.cached_tokens, now)
         if succeeded and outcome.completion_tokens is not None:
             policies.observe_answer(pick.endpoint.id, pick.reservation, outcome.completion_tokens, now)
         return _Next.DELIVERED

@@ -1,4 +1,4 @@
-"""What a request is placed by, and how other programs are told where to: for `/pick` and for Envoy alike."""
+"""Requests that other programs carry: their placement, and the form of the answer, for `/pick` and Envoy alike."""
 
 from __future__ import annotations
 
@@ -7,24 +7,20 @@ from typing import Protocol
 
 import msgspec
 
-from kvproxy.base.types import Clock, EndpointId, Headers, InferenceRequest
-from kvproxy.cache.overlap.facts import RequestFacts
+from kvproxy.base.types import Clock, EndpointId, Headers
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.cluster.routes import Routes, RouteTarget
-from kvproxy.cluster.routing.policy import NO_FACTS, PickRequest
+from kvproxy.cluster.routes import Routes
+from kvproxy.cluster.routing.policy import PickRequest
 from kvproxy.cluster.screening import Refusal
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.metrics.catalog import Metrics
-from kvproxy.proxy.filters.kvcache import prefers
 from kvproxy.proxy.forward.headers import RANK_HEADER
+from kvproxy.proxy.placement import NO_ENDPOINTS, Placement, make_pick_request
 from kvproxy.proxy.request.error_reply import LocalReply
 from kvproxy.proxy.request.observer import RequestObserver
 from kvproxy.proxy.request.session import NO_CALLER, Caller, SessionHeaders
-
-NO_ENDPOINTS: frozenset[EndpointId] = frozenset()
-
 
 _MAX_ID_BYTES = 128
 _MESSAGES = {
@@ -54,28 +50,20 @@ class PickerTarget(Protocol):
     def observers(self) -> Sequence[RequestObserver]: ...
 
 
-def pick_request(
-    inference: InferenceRequest | None,
-    target: RouteTarget,
-    facts: RequestFacts | None,
-    service: KvCache | None,
-    *,
-    streams: bool,
-    policy: str = "",
-    excluded: frozenset[EndpointId] = NO_ENDPOINTS,
-) -> PickRequest:
-    """What the decision is asked. `streams`: its first token will be told of."""
-    prefer = service is not None and prefers(service.settings, target.cluster.settings.policy)
-    return PickRequest(
-        model=target.upstream_model or ("" if inference is None else inference.model),
-        session_key=None if inference is None else inference.affinity_key,
-        facts=NO_FACTS if facts is None else facts.overlaps,
-        preferred=facts.preferred if prefer and facts is not None and not policy else None,
-        excluded=excluded,
-        streams=streams,
-        prompt_head=b"" if inference is None else inference.head,
-        policy=policy,
-    )
+class ExternalPlacement(Placement, kw_only=True):
+    """Placement of a request that another program carries."""
+
+    model: str
+    excluded: frozenset[EndpointId] = NO_ENDPOINTS
+    priority: int = 0
+
+    def make_question(self) -> PickRequest:
+        """As of Placement."""
+        return make_pick_request(self.exchange, self.model, excluded=self.excluded)
+
+    def level(self) -> int:
+        """As of Placement."""
+        return self.priority
 
 
 def rank_headers(endpoint: Endpoint) -> dict[str, str]:

@@ -1,0 +1,160 @@
+"""The one procedure that finds a request its endpoint: decide, wait for a turn, reserve.
+
+The forwarder, the picker and `/pick` all place by it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvproxy.base.types import Clock, EndpointId, Headers
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.pick import Pick
+from kvproxy.cluster.routing.policy import NO_FACTS, PickRequest
+from kvproxy.cluster.routing.selector import Decision
+from kvproxy.cluster.screening import Refusal
+from kvproxy.proxy.request.error_reply import LocalReply
+from kvproxy.proxy.request.exchange import MAX_REMEMBERED, Exchange
+from kvproxy.proxy.request.observer import RequestObserver, notify
+
+NO_ENDPOINTS: frozenset[EndpointId] = frozenset()
+
+#: The largest priority that a header may ask for, and the negative of the least.
+MAX_PRIORITY = 100
+_SHOWN_CHARS = 64  # of a name that a client chose
+
+
+class Placement(msgspec.Struct, eq=False, kw_only=True):
+    """Placement of one request in one cluster. Subclasses build the question.
+
+    (A struct, since one is made for each request. Callbacks instead of a subclass would make a cycle that keeps the
+    body alive until the garbage collector runs.)
+    """
+
+    exchange: Exchange
+    cluster: Cluster
+    clock: Clock
+    #: Why the last decision found no endpoint.
+    refusal: Refusal = Refusal.NO_ENDPOINTS
+
+    def make_question(self) -> PickRequest:
+        """Return the question for the policy, from the present facts; called again after every wait."""
+        raise NotImplementedError
+
+    def level(self) -> int:
+        """Return the priority level of the request in the router queue, larger first."""
+        return 0
+
+    async def place(self, now: float) -> Pick | None:
+        """Return the reserved place, or None if no endpoint may take the request (`refusal` has the reason).
+
+        Only the first attempt waits in the router queue. Raises QueueFull. `now` is the present time.
+        """
+        queue, exchange = self.cluster.queue, self.exchange
+        verdict = self.decide(now)
+        if verdict is Refusal.NO_ENDPOINTS and queue is not None and queue.awaits:
+            verdict = await queue.wait_for_endpoint(self._decide_again, exchange.facts or NO_FACTS)
+            queue, now = self.cluster.queue, self.clock()
+        if queue is None or isinstance(verdict, Refusal) or exchange.outcome.attempts or queue.admits(verdict, now):
+            pick = self.take(verdict, now)
+        else:
+            notify(RequestObserver.queued, exchange, verdict, now)
+            pick = await queue.wait(verdict, self._decide_again, self.take, tenant=exchange.tenant, level=self.level())
+        if pick is not None:
+            self.note_attempt(pick)
+        return pick
+
+    def decide(self, now: float) -> Decision[Endpoint] | Refusal:
+        """Return where the request would go; nothing changes."""
+        asked, copier = self.make_question(), self.exchange.copier
+        if copier is not None and not self.exchange.outcome.attempts:
+            asked = copier.offer(asked, now)
+        return self.cluster.decide(asked, now)
+
+    def take(self, verdict: Decision[Endpoint] | Refusal, now: float) -> Pick | None:
+        """Notify the observers and reserve; count a refusal.
+
+        There is no await between a decision and its load.
+        """
+        if isinstance(verdict, Refusal):
+            self.cluster.count_refusal(self.make_question(), verdict)
+            notify(RequestObserver.refused, self.exchange, verdict.value, now)
+            self.refusal = verdict
+            return None
+        notify(RequestObserver.placed, self.exchange, verdict, now)
+        return self.cluster.reserve(verdict, now)
+
+    async def await_copy(self, pick: Pick) -> None:
+        """Wait, within a bound, for the copy of KV that the request was placed with."""
+        copier = self.exchange.copier
+        if copier is not None and await copier.wait(self.exchange):
+            pick.begin(self.exchange.facts or NO_FACTS, self.cluster.speeds, self.clock())
+
+    def note_attempt(self, pick: Pick) -> None:
+        """Record where this attempt goes, and why."""
+        outcome, decision = self.exchange.outcome, pick.decision
+        outcome.attempts += 1
+        outcome.endpoint = pick.endpoint.id
+        outcome.policy, outcome.pick_reason = decision.policy, decision.reason
+        if len(decision.candidates) <= MAX_REMEMBERED:
+            outcome.candidates, outcome.costs = decision.candidates, decision.costs
+
+    def _decide_again(self, now: float) -> Decision[Endpoint] | Refusal:
+        """Decide by fresh facts: during a wait, others with the same prompt may have been placed."""
+        if self.exchange.facts_source is not None:
+            self.exchange.facts_source(self.exchange)
+        return self.decide(now)
+
+
+def make_pick_request(
+    exchange: Exchange,
+    model: str,
+    *,
+    excluded: frozenset[EndpointId] = NO_ENDPOINTS,
+    instead: EndpointId | None = None,
+) -> PickRequest:
+    """Return the question for the policy. `model` is the engine's name for it; `instead`, if given, replaces the
+    preference of the filters."""
+    inference = exchange.inference
+    preferred = None if exchange.policy else exchange.preferred
+    return PickRequest(
+        model=model,
+        session_key=None if inference is None else inference.affinity_key,
+        facts=exchange.facts or NO_FACTS,
+        preferred=instead or preferred,
+        excluded=excluded,
+        streams=inference is not None and inference.stream,
+        prompt_head=b"" if inference is None else inference.head,
+        policy=exchange.policy,
+    )
+
+
+def priority_of(headers: Headers, name: bytes) -> int:
+    """Return the integer in header `name`, from -100 to 100; 0 if there is none."""
+    value = next((value for header, value in headers if header == name), b"0")
+    try:
+        return max(-MAX_PRIORITY, min(MAX_PRIORITY, int(value)))
+    except ValueError:
+        return 0
+
+
+def chosen_policy(headers: Headers, name: bytes, cluster: Cluster) -> str:
+    """Return the policy that header `name` asks for; "" without the header.
+
+    Raises LocalReply if this cluster does not offer it.
+    """
+    asked = next((value for header, value in headers if header == name), b"").decode("latin-1").strip()
+    if not asked:
+        return ""
+    named = cluster.policies.named
+    if not named:
+        raise _not_offered(f"The policy `{asked[:_SHOWN_CHARS]}` was asked for, and clients cannot choose one here.")
+    if asked not in named:
+        offered = ", ".join(named)
+        raise _not_offered(f"The policy `{asked[:_SHOWN_CHARS]}` is not on offer here; these are: {offered}.")
+    return asked
+
+
+def _not_offered(message: str) -> LocalReply:
+    return LocalReply(400, "policy_not_offered", message)
