@@ -71,7 +71,7 @@ class World:
             ),
             health=health_of(active=False),
         )
-        metrics, clock = module("operate.metrics.catalog", "metrics.catalog").Metrics(), lambda: self.now
+        metrics, clock = module("base.metrics.groups", "metrics.catalog").Metrics(), lambda: self.now
         cluster_of = module("cluster.cluster").Cluster
         self.cluster = cluster_of("bench", settings, metrics=metrics, clock=clock, rng=random.Random(1))
         self.cancelled = module("cluster.pick").AttemptOutcome.CANCELLED

@@ -15,6 +15,7 @@ from time import perf_counter
 
 import msgspec
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId, InferenceRequest, Prompt, RequestKind
 from kvproxy.cache.kv_events.events import BlockStored
 from kvproxy.cache.overlap.facts import RequestFacts, Result
@@ -25,7 +26,6 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.routing.policy import PickRequest
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, HealthCheckSettings, PolicyName
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.request.parse import parse_body
 
 BYTES_PER_TOKEN = 4

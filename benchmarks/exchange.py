@@ -30,17 +30,18 @@ from random import Random
 from typing import Any
 
 from benchmarks.routing_cells import ROOT
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.overlap.local_indexes import IndexState, LocalIndexes
 from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.features.exchange.datagrams import Siblings
+from kvproxy.features.exchange.metrics import SyncMetrics
 from kvproxy.features.exchange.service import SyncService
 from kvproxy.features.exchange.world import World
 from kvproxy.lab.replay.replicas import RoutersCluster
 from kvproxy.lab.replay.router import SimEndpoint
 from kvproxy.operate.commands.garbage import GarbageCollections
 from kvproxy.operate.config.load import load_config
-from kvproxy.operate.metrics.catalog import Metrics
 
 ENDPOINTS, BLOCKS, SESSIONS = 8, 16, 2000
 
@@ -131,7 +132,7 @@ async def send(kind: str, where: str, rate: int, seconds: float) -> dict[str, An
         cpu, waited, took = time.process_time() - cpu, waited_s() - waited, time.monotonic() - began
     sent = 0.0
     if service is not None:
-        sent = service._metrics.sync.messages.labels("sent").value
+        sent = service._metrics.group(SyncMetrics).messages.labels("sent").value
         await asyncio.sleep(0.5)
         await service.__aexit__(None, None, None)
     return {

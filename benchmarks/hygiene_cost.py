@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.hygiene_traffic import CLIENTS, Client, Dialogue
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId, InferenceRequest
 from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.service import KvCache
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.proxy.request.parse import parse_body
 

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 
 from starlette.types import Receive, Scope, Send
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.metrics.present import LoopLag
 from kvproxy.base.types import Clock
 from kvproxy.base.upstream.pool import UpstreamPool
@@ -25,7 +26,8 @@ from kvproxy.operate.admin.app import build_admin_app
 from kvproxy.operate.admin.history import History
 from kvproxy.operate.admin.operated import AdviceRuns, ConfigReloader, OperatorFinding, Reloaded
 from kvproxy.operate.config.schema import Config
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.operate.metrics.catalog import make_metrics
+from kvproxy.operate.metrics.process import ProcessMetrics
 from kvproxy.operate.receipts.recorder import make_recorder
 from kvproxy.operate.runtime.generation import Generation, Reloader, Shared, StateStore
 from kvproxy.proxy.filters.chain import FilterType, WallClock
@@ -55,7 +57,7 @@ class Proxy:
         receipts_key: bytes | None = None,
         siblings: Siblings | None = None,
     ) -> None:
-        self.metrics = Metrics() if metrics is None else metrics
+        self.metrics = make_metrics() if metrics is None else metrics
         self.draining = False
         self.clock = clock
         self.wall_clock = wall_clock
@@ -175,7 +177,7 @@ class Proxy:
         self._reloader.retire_generation(after)
 
     async def __aenter__(self) -> Proxy:
-        await self._running.enter_async_context(LoopLag(self.metrics.process.loop_lag, clock=self.clock))
+        await self._running.enter_async_context(LoopLag(self.metrics.group(ProcessMetrics).loop_lag, clock=self.clock))
         await self._running.enter_async_context(self._pool)
         await self._running.enter_async_context(self._probes)
         for record in self._written:

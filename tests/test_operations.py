@@ -6,8 +6,9 @@ import asyncio
 
 from starlette.types import Send
 
+from kvproxy.base.metrics.groups import Metrics
+from kvproxy.cluster.metrics import SpeedMetrics
 from kvproxy.operate.commands.serving import _show_process
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.listener.server import Server
 from tests.support.asgi import Inner
 from tests.support.fake_engine import Call, FakeEngine, event, reply, start_stream
@@ -59,7 +60,7 @@ async def test_traffic_shows_in_every_new_metric() -> None:
 async def test_a_policy_that_learns_nothing_shows_no_speeds() -> None:
     """Rather than those that were not measured."""
     async with serve(FakeEngine("a")) as url, running_proxy({"a": url}) as proxy:
-        (family,) = proxy.proxy.metrics.cache.learned_slowness.collect()
+        (family,) = proxy.proxy.metrics.group(SpeedMetrics).learned_slowness.collect()
         assert family.samples == []
 
 

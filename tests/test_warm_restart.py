@@ -13,6 +13,7 @@ import httpx
 
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.routing.policy import FactSource
+from kvproxy.features.snapshot.metrics import SnapshotMetrics
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.operate.config.load import load_config
 from tests.kvcache.fleet import Place, simulated
@@ -178,7 +179,7 @@ async def test_a_reload_neither_restores_again_nor_loses_the_running_index(tmp_p
             assert endpoint == home
             assert "reason=overlap" in decision
             assert usage["prompt_tokens_details"]["cached_tokens"] > 0
-        restores = proxy.proxy.metrics.snapshot.restores
+        restores = proxy.proxy.metrics.group(SnapshotMetrics).restores
         assert [sample.labels["outcome"] for one in restores.collect() for sample in one.samples if sample.value] == [
             "none"
         ]

@@ -9,10 +9,11 @@ from functools import partial
 from typing import TypeVar
 
 from kvproxy.base.errors import ClientError, NotSupported, Refused
+from kvproxy.base.metrics.bounds import BoundMetrics
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.resilience.breaker import Breaker, BreakerState
 from kvproxy.base.types import Clock
 from kvproxy.cluster.settings import BreakerSettings
-from kvproxy.operate.metrics.catalog import Metrics
 
 T = TypeVar("T")
 
@@ -57,7 +58,7 @@ class OperationBreakers:
                 f"kvcache/{operation}", self._settings, clock=self._clock, on_change=partial(self._changed, operation)
             )
             self._breakers[operation] = breaker
-            gauge = self._metrics.bounds.breaker_state.labels(breaker.name)
+            gauge = self._metrics.group(BoundMetrics).breaker_state.labels(breaker.name)
             gauge.set_function(lambda: breaker.state is not BreakerState.CLOSED)
         return breaker
 

@@ -1,17 +1,24 @@
-"""The groups of the catalogue about what engines hold: KV events, predictions, indexes, the snapshot."""
+"""Metrics of what engines hold: KV events, predictions, indexes, tiers."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Gauge
 
+from kvproxy.base.metrics.across_workers import Across
 from kvproxy.base.metrics.collectors import CallbackGauge, Counter, Histogram
+from kvproxy.base.metrics.groups import MetricGroup
 
 LOCAL_BUCKETS_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05)
 FAST_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.5)
 
 
-class KvEventMetrics:
+class KvEventMetrics(MetricGroup):
     """KV events: one stream per endpoint and data-parallel rank."""
+
+    across = {
+        "kvproxy_kv_event_lag_seconds": Across.MAX,
+        "kvproxy_kv_event_stream_state": Across.MAX,
+    }
 
     def __init__(self, r: CollectorRegistry) -> None:
         self.batches = Counter(
@@ -36,8 +43,13 @@ class KvEventMetrics:
         )  # connecting, exact, degraded, approximate
 
 
-class KvCacheMetrics:
+class KvCacheMetrics(MetricGroup):
     """Which endpoints hold a prefix: what was asked, predicted, and true."""
+
+    across = {
+        "kvproxy_kvcache_prediction_alarm": Across.MAX,
+        "kvproxy_kvcache_trust_ratio": Across.MEAN,
+    }
 
     def __init__(self, r: CollectorRegistry) -> None:
         self.facts_seconds = Histogram(
@@ -77,18 +89,26 @@ class KvCacheMetrics:
             "kvproxy_kvcache_prediction_alarm", "1: of the last 8 large predictions at least 3 were wrong",
             ["cluster", "endpoint", "source"], registry=r,
         )  # fmt: skip
-        self.prefix_break_tokens = Counter(
-            "kvproxy_prefix_break_tokens", "Prompt tokens computed again although the session had sent them before",
-            ["cause", "client"], registry=r,
-        )  # fmt: skip
         self.trust = CallbackGauge(
             "kvproxy_kvcache_trust_ratio", "How far what only this source says of an endpoint is believed, once tried",
             ["cluster", "endpoint", "source"], registry=r,
         )  # fmt: skip
 
 
-class HoldingMetrics:
+class HoldingMetrics(MetricGroup):
     """What the indexes, the engines and token memory hold, and the work to keep it."""
+
+    across = {
+        "kvproxy_kvcache_index_blocks": Across.MAX,
+        "kvproxy_kvcache_last_served": Across.MAX,
+        "kvproxy_kvcache_index_utilisation_ratio": Across.MAX,
+        "kvproxy_kvcache_index_capacity_blocks": Across.MAX,
+        "kvproxy_endpoint_reuse_step_tokens": Across.MAX,
+        "kvproxy_endpoint_cache_hit_ratio": Across.MEAN,
+        "kvproxy_engine_foreign_tokens_ratio": Across.REST,
+        "kvproxy_engine_kv_usage_ratio": Across.MAX,
+        "kvproxy_engine_requests": Across.MAX,
+    }
 
     def __init__(self, r: CollectorRegistry) -> None:
         self.index_blocks = Gauge(
@@ -141,16 +161,20 @@ class HoldingMetrics:
         self.actions = Counter(
             "kvproxy_kvcache_actions", "What is done to prefixes at LMCache", ["action", "result"], registry=r
         )
-        self.warmed_tokens = Counter(
-            "kvproxy_kvcache_warmed_tokens", "Tokens of prompts sent to warm caches", ["state"], registry=r
-        )  # computed, found
         self.background = Counter(
             "kvproxy_kvcache_background_jobs", "Work after responses", ["result"], registry=r
         )  # done, failed, timeout, duplicate, dropped, abandoned
 
 
-class TierMetrics:
+class TierMetrics(MetricGroup):
     """Where KV lies."""
+
+    across = {
+        "kvproxy_tier_blocks": Across.MAX,
+        "kvproxy_tier_tokens": Across.MAX,
+        "kvproxy_engine_cached_tokens": Across.MAX,
+        "kvproxy_tier_bytes": Across.MAX,
+    }
 
     def __init__(self, r: CollectorRegistry) -> None:
         self.blocks = CallbackGauge(
@@ -168,87 +192,3 @@ class TierMetrics:
             "kvproxy_tier_bytes", "KV below engine memory, and room for it, as LMCache's coordinator says; the shared "
             "store has no instance", ["instance", "tier", "kind"], registry=r,
         )  # fmt: skip  # used, capacity
-
-
-class LeaseMetrics:
-    """Prompts kept for conversations that are expected back (docs/leases.md)."""
-
-    def __init__(self, r: CollectorRegistry) -> None:
-        self.grants = Counter(
-            "kvproxy_lease_grants", "Prompts that are to be kept, by why and by what keeps them",
-            ["why", "lever"], registry=r,
-        )  # fmt: skip  # tool_call, client; pin, session, touch
-        self.refusals = Counter(
-            "kvproxy_lease_refusals", "Prompts worth keeping that are not kept", ["reason"], registry=r
-        )  # short, max_leases, tenant_budget, endpoint_budget, no_lever, unpriced, duplicate
-        self.results = Counter(
-            "kvproxy_lease_results", "Leases by how they ended", ["result"], registry=r
-        )  # kept, broken, elsewhere, unverified, early; without a return: expired, session_ended, no_effect, not_worth
-        self.promised_tokens = Counter(
-            "kvproxy_lease_promised_tokens", "Tokens under leases whose conversation came back and that were verified",
-            registry=r,
-        )  # fmt: skip
-        self.reused_tokens = Counter(
-            "kvproxy_lease_reused_tokens", "Of these, tokens that the engines did reuse", registry=r
-        )
-        self.reused_seconds = Counter(
-            "kvproxy_lease_reused_seconds", "Seconds of prefill these would have taken, by learned speeds (some of it "
-            "would have been cached without a lease)", registry=r,
-        )  # fmt: skip
-        self.touched_tokens = Counter(
-            "kvproxy_lease_touched_tokens", "Tokens of prompts asked for again to keep them", ["state"], registry=r
-        )  # found, computed
-        self.kept_ratio = CallbackGauge(
-            "kvproxy_lease_kept_ratio", "Of the promises that could be verified, the share that was kept", registry=r
-        )
-        self.held_tokens = CallbackGauge(
-            "kvproxy_lease_held_tokens", "Tokens under lease by tenant", ["tenant"], registry=r
-        )
-        self.entries = CallbackGauge(
-            "kvproxy_lease_entries", "`leases`, conversations that are `waiting`, known kinds of `pauses`, and "
-            "`sessions` of SGLang to be closed", ["what"], registry=r,
-        )  # fmt: skip
-
-
-class TransferMetrics:
-    """KV copied to where it will be needed."""
-
-    def __init__(self, r: CollectorRegistry) -> None:
-        self.tokens = Counter(
-            "kvproxy_kvcache_transferred_tokens", "Tokens whose KV transfers brought to an endpoint",
-            ["endpoint"], registry=r,
-        )  # fmt: skip
-        self.seconds = Histogram(
-            "kvproxy_kvcache_transfer_seconds", "One transfer, from its call to its end", ["result"],
-            buckets=FAST_BUCKETS_S, registry=r,
-        )  # fmt: skip  # done, no_effect, timeout, ...
-        self.refused = Counter(
-            "kvproxy_kvcache_transfers_refused", "Transfers that were not begun", ["reason"], registry=r
-        )  # busy, budget, slow, held
-        self.on_demand = Counter(
-            "kvproxy_kvcache_transfers_on_demand", "Requests for which KV was copied before they went to their engine",
-            ["result"], registry=r,
-        )  # fmt: skip  # done, late, left, no_effect, timeout, ...
-        self.waits = Histogram(
-            "kvproxy_kvcache_transfer_wait_seconds", "Waits of requests for copies alone (`transfers.max_wait`)",
-            buckets=FAST_BUCKETS_S, registry=r,
-        )  # fmt: skip
-        self.expected = Gauge(
-            "kvproxy_kvcache_expected_turns", "Turns of sessions that transfers prepare when they are due", registry=r
-        )
-
-
-class SnapshotMetrics:
-    """What is kept over a restart."""
-
-    def __init__(self, r: CollectorRegistry) -> None:
-        self.writes = Counter(
-            "kvproxy_kvcache_snapshot_writes", "Snapshots written for the next start", ["outcome"], registry=r
-        )  # written, failed
-        self.restores = Counter(
-            "kvproxy_kvcache_snapshot_restores", "Starts by what became of the snapshot", ["outcome"], registry=r
-        )  # restored, none, or why it was not used
-        self.bytes = CallbackGauge("kvproxy_kvcache_snapshot_bytes", "Size of the snapshot there is", registry=r)
-        self.age = CallbackGauge(
-            "kvproxy_kvcache_snapshot_age_seconds", "Time since the snapshot there is was taken", registry=r
-        )

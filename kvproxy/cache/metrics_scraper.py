@@ -9,10 +9,12 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 from kvproxy.base.background_task import BackgroundTask
 from kvproxy.base.errors import ClientError
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Sleep
 from kvproxy.cache.actions.signals import HostUse, Pressure, Signals
 from kvproxy.cache.clients.engine_metrics import EngineMetrics
 from kvproxy.cache.engines import Engines, RankFinder, SharedReadings
+from kvproxy.cache.metrics import HoldingMetrics, TierMetrics
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.overlap.lookup import LookupClient
 from kvproxy.cache.reading_intake import ReadingIntake
@@ -20,7 +22,6 @@ from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cache.state import CacheState
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.engine import Engine
-from kvproxy.operate.metrics.catalog import Metrics
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -72,14 +73,14 @@ class MetricsScraper(BackgroundTask):
 
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""
-        metrics.holdings.engine_kv_usage.set_source(
+        metrics.group(HoldingMetrics).engine_kv_usage.set_source(
             lambda: ((of, one.kv_usage) for of, one in self._readings() if one.kv_usage is not None)
         )
-        metrics.holdings.engine_requests.set_source(self._engine_requests)
-        metrics.tiers.cached.set_source(
+        metrics.group(HoldingMetrics).engine_requests.set_source(self._engine_requests)
+        metrics.group(TierMetrics).cached.set_source(
             lambda: (((*of, place), n) for of, one in self._readings() for place, n in one.cached_from.items())
         )
-        metrics.tiers.bytes.set_source(self.signals.memory_series)
+        metrics.group(TierMetrics).bytes.set_source(self.signals.memory_series)
 
     async def _run(self) -> None:
         interval_s = self._interval_s or WITHOUT_READING_S

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, Self
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, InferenceRequest
 from kvproxy.base.upstream.pool import UpstreamPool
 from kvproxy.cache.actions import signals
@@ -19,6 +20,7 @@ from kvproxy.cache.breakers import OperationBreakers
 from kvproxy.cache.engines import Engines
 from kvproxy.cache.feedback.predictions import PredictionFeedback
 from kvproxy.cache.feedback.trust import LossReason
+from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics
 from kvproxy.cache.metrics_scraper import MetricsScraper
 from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.overlap.kv_event_streams import EventStreams, utc_seconds
@@ -34,7 +36,6 @@ from kvproxy.features.transfers.on_demand import OnDemand
 from kvproxy.features.transfers.transfers import Transfers
 from kvproxy.features.warming.warmer import Warmer
 from kvproxy.features.warming.warming import Warming
-from kvproxy.operate.metrics.catalog import Metrics
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -171,7 +172,7 @@ class KvCache:
         if self.actions.transfers is not None:
             self.actions.transfers.show()
         hotness = self.actions.hotness
-        self._metrics.holdings.index_bytes.labels("prefixes").set_function(lambda: hotness.held_bytes)
+        self._metrics.group(HoldingMetrics).index_bytes.labels("prefixes").set_function(lambda: hotness.held_bytes)
         if self.snapshot is not None:
             self.snapshot.show(self._metrics)
 
@@ -214,7 +215,7 @@ class KvCache:
         last = facts.indexes.last_served.end_session(facts.names.session)
         if self.actions.transfers is not None:
             self.actions.transfers.end_session(facts.names.session)
-        self._metrics.kvcache.sessions_ended.labels("unknown" if last is None else "known").inc()
+        self._metrics.group(KvCacheMetrics).sessions_ended.labels("unknown" if last is None else "known").inc()
         if last is not None:
             self.actions.hotness.end_session(facts.names.session, last.keys)
             for key in last.keys[-1:]:

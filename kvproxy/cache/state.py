@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
 from kvproxy.cache.actions.hotness import Hotness
 from kvproxy.cache.actions.strategies import ActionRecord
@@ -18,7 +19,6 @@ from kvproxy.cache.settings import KvCacheSettings, TokenCacheSettings
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.features.hygiene.prefix_breaks import PrefixBreaks
 from kvproxy.features.leases.leases import LeaseBook
-from kvproxy.operate.metrics.catalog import Metrics
 
 
 @dataclass(slots=True, eq=False)

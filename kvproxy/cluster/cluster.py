@@ -12,6 +12,7 @@ from typing import Self
 import msgspec
 
 from kvproxy.base.background_task import TaskSet
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId
 from kvproxy.cluster.adapters import Adapters, KnownAdapters
 from kvproxy.cluster.discovery import Poller, Source, sources_of, steps_towards
@@ -32,7 +33,6 @@ from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
 from kvproxy.cluster.verdicts import Verdicts
 from kvproxy.features.autoscaling import Autoscaling
 from kvproxy.features.priority.engine_priority import ClusterPriority, utc_seconds
-from kvproxy.operate.metrics.catalog import Metrics
 
 log = logging.getLogger(__name__)
 

@@ -13,13 +13,14 @@ from typing import NoReturn, Protocol
 
 from kvproxy.base.background_task import TaskSet
 from kvproxy.base.errors import ClientError, DiscoveryError
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Sleep
 from kvproxy.cluster.discovery_settings import DiscoverySettings
+from kvproxy.cluster.metrics import EndpointStateMetrics
 from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.cluster.sources.polled import DnsDiscovery, FileDiscovery
 from kvproxy.features.etcd.source import EtcdDiscovery
 from kvproxy.features.kubernetes.source import KubernetesDiscovery
-from kvproxy.operate.metrics.catalog import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -105,8 +106,8 @@ class Poller:
         self._known = known
         self._on_update = on_update
         self._sleep = sleep
-        self._updates = metrics.endpoint.discovery
-        self._failing = metrics.endpoint.discovery_failing
+        self._updates = metrics.group(EndpointStateMetrics).discovery
+        self._failing = metrics.group(EndpointStateMetrics).discovery_failing
         self._asking: list[asyncio.Task[None]] = []
         #: Why a source does not answer, by its name; not of those that do.
         self.complaints: dict[str, str] = {}

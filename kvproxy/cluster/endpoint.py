@@ -6,16 +6,18 @@ import random
 from collections.abc import Callable
 from enum import StrEnum
 
+from kvproxy.base.metrics.bounds import BoundMetrics
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.resilience.breaker import BreakerState
 from kvproxy.base.types import Clock
 from kvproxy.cluster.endpoint_metrics import EndpointMetrics
 from kvproxy.cluster.engine import Engine
+from kvproxy.cluster.metrics import EndpointStateMetrics
 from kvproxy.cluster.routing.engine_samples import EndedWork
 from kvproxy.cluster.routing.load import EndpointLoad
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
 from kvproxy.features.priority.engine_priority import EndpointPriority
 from kvproxy.features.priority.priority_trial import PriorityPayoff
-from kvproxy.operate.metrics.catalog import Metrics
 
 
 class Condition(StrEnum):
@@ -221,11 +223,13 @@ class Endpoint:
         self._shown = True
         clock = self._clock
         load, breaker = self.load, self.breaker
-        for gauge in (metrics.endpoint.in_flight, metrics.endpoint.in_flight_formerly):
+        group = metrics.group(EndpointStateMetrics)
+        for gauge in (group.in_flight, group.in_flight_formerly):
             self.metrics.bind_gauge(gauge, lambda: load.own_in_flight)
-        self.metrics.bind_gauge(metrics.endpoint.pending_prompt_tokens, lambda: load.own_pending_tokens)
-        self.metrics.bind_gauge(metrics.endpoint.adapters, lambda: len(self.engine.adapters.names))
-        self.metrics.bind_gauge(metrics.endpoint.up, lambda: self.condition(clock()) in TAKING)
+        self.metrics.bind_gauge(group.pending_prompt_tokens, lambda: load.own_pending_tokens)
+        self.metrics.bind_gauge(group.adapters, lambda: len(self.engine.adapters.names))
+        self.metrics.bind_gauge(group.up, lambda: self.condition(clock()) in TAKING)
         name = f"{self.metrics.cluster}/{self.id}"
-        self.metrics.bind_gauge(metrics.bounds.breaker_state, lambda: breaker.state is not BreakerState.CLOSED, name)
+        is_open = metrics.group(BoundMetrics).breaker_state
+        self.metrics.bind_gauge(is_open, lambda: breaker.state is not BreakerState.CLOSED, name)
         self.metrics.show_priority(self.priority)

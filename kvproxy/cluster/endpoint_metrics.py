@@ -9,9 +9,10 @@ from functools import partial
 from prometheus_client import Gauge
 
 from kvproxy.base.metrics.collectors import Counter, CounterCell, Histogram, HistogramCell
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
+from kvproxy.cluster.metrics import EndpointRequestMetrics, EndpointStateMetrics, EnginePriorityMetrics
 from kvproxy.features.priority.engine_priority import EndpointPriority, PriorityState
-from kvproxy.operate.metrics.catalog import Metrics
 
 #: Models told apart on one endpoint; further ones are counted together.
 MAX_MODELS = 16
@@ -51,7 +52,7 @@ class EndpointMetrics:
         """A request was answered from here with this status."""
         tally = self._answers.get(status)
         if tally is None:
-            tally = self._tally(self._metrics.request.finished, str(status))
+            tally = self._tally(self._metrics.group(EndpointRequestMetrics).finished, str(status))
             if tally is None:
                 return
             self._answers[status] = tally
@@ -64,14 +65,9 @@ class EndpointMetrics:
             return latency
         if len(self._latencies) >= MAX_MODELS and model != OTHER:
             return self.find_latency(OTHER)
-        metrics, labels = self._metrics, (*self._labels, model)
+        group, labels = self._metrics.group(EndpointRequestMetrics), (*self._labels, model)
         streamed, whole = (*labels, "true"), (*labels, "false")
-        series = [
-            (metrics.latency.ttft, streamed),
-            (metrics.latency.ttft, whole),
-            (metrics.latency.itl, labels),
-            (metrics.latency.duration, labels),
-        ]
+        series = [(group.ttft, streamed), (group.ttft, whole), (group.itl, labels), (group.duration, labels)]
         self._series += series
         latency = self._latencies[model] = Latency(*(family.labels(*values) for family, values in series))
         return latency
@@ -79,31 +75,31 @@ class EndpointMetrics:
     def attempt_failure(self, reason: str) -> None:
         """An attempt here failed; `reason` as UpstreamError names it."""
         self.last_failure = reason
-        self._count(self._metrics.request.attempt_failures, reason)
+        self._count(self._metrics.group(EndpointRequestMetrics).attempt_failures, reason)
 
     def count_ejection(self, reason: str) -> None:
         """The endpoint was taken out."""
-        self._count(self._metrics.endpoint.ejections, reason)
+        self._count(self._metrics.group(EndpointStateMetrics).ejections, reason)
 
     def count_probe(self, outcome: str) -> None:
         """An active probe ended."""
         self.last_probe = outcome
-        self._count(self._metrics.endpoint.probes, outcome)
+        self._count(self._metrics.group(EndpointStateMetrics).probes, outcome)
 
     def engine_priority(self, outcome: str) -> None:
         """A request carried its `priority`, or the engine refused it for that."""
-        self._count(self._metrics.endpoint.engine_priority_requests, outcome)
+        self._count(self._metrics.group(EnginePriorityMetrics).engine_priority_requests, outcome)
 
     def rank_refused(self, refusal: str) -> None:
         """The engine does not know the rank by this number; `refusal` is what was done about it."""
-        self._count(self._metrics.endpoint.rank_refusals, refusal)
+        self._count(self._metrics.group(EndpointStateMetrics).rank_refusals, refusal)
 
     def show_priority(self, priority: EndpointPriority) -> None:
         """The gauges read it from now on, if the engine is told a priority at all. Idempotent."""
         if priority.off or self._priority_shown or self.closed:
             return
         self._priority_shown = True
-        gauge = self._metrics.endpoint.engine_priority_state
+        gauge = self._metrics.group(EnginePriorityMetrics).engine_priority_state
         for state in PriorityState:
             self.bind_gauge(gauge, partial(priority.is_in, state), *self._labels, state.value)
 

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from kvproxy.base.metrics.collectors import CounterCell
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId, LowerTokens
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.metrics import RoutingMetrics
 from kvproxy.cluster.routing.load import Reservation
 from kvproxy.cluster.routing.policy import Policy
 from kvproxy.cluster.routing.registry import configured, make_policy, merge_config
@@ -18,7 +20,6 @@ from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import Features
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
 from kvproxy.features.shadow import Shadow, shadow_of
-from kvproxy.operate.metrics.catalog import Metrics
 
 
 class NamedPolicy:
@@ -27,7 +28,7 @@ class NamedPolicy:
     def __init__(self, name: str, policy: Policy, *, cluster: str, metrics: Metrics) -> None:
         self.name = name
         self.policy = policy
-        self._picks = partial(metrics.request.picks.labels, cluster, name)
+        self._picks = partial(metrics.group(RoutingMetrics).picks.labels, cluster, name)
         self._counts: dict[str, CounterCell] = {}  # by reason: closed sets of the policy, the selector and the cluster
 
     def count_result(self, reason: str) -> None:
@@ -187,7 +188,7 @@ class PolicySet:
     def _count_preference(self, result: str) -> None:
         counter = self._preferences.get(result)
         if counter is None:
-            counter = self._preferences[result] = self._metrics.request.preferences.labels(result)
+            counter = self._preferences[result] = self._metrics.group(RoutingMetrics).preferences.labels(result)
         counter.value += 1.0
 
     def _taught(self, policy: Policy) -> Policy:

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvproxy.base.errors import QueueFull
+from kvproxy.base.metrics.bounds import BoundMetrics
 from kvproxy.base.metrics.collectors import CounterCell
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.endpoint_wait import EndpointWait
+from kvproxy.cluster.metrics import RoutingMetrics
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.routing.costs import Best, best_of, engine_wait_s, least_own_s, own_s
 from kvproxy.cluster.routing.fair_queue import FairQueue, QueueSettings
@@ -23,7 +26,6 @@ from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.waiting_lines import Ticket
 from kvproxy.cluster.screening import Refusal
 from kvproxy.cluster.settings import RouterQueueSettings
-from kvproxy.operate.metrics.catalog import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +144,7 @@ class RouterQueue:
         except asyncio.CancelledError:
             self._abandon(ticket)
             raise
-        self._metrics.request.router_queue_wait.labels(self._cluster).observe(self._clock() - now)
+        self._metrics.group(RoutingMetrics).router_queue_wait.labels(self._cluster).observe(self._clock() - now)
         return pick
 
     async def wait_for_endpoint(self, decide: Decide, facts: OverlapFacts) -> Verdict:
@@ -163,7 +165,7 @@ class RouterQueue:
             raise
         finally:
             self._exit_count(reason).inc()
-        self._metrics.request.router_queue_wait.labels(self._cluster).observe(self._clock() - now)
+        self._metrics.group(RoutingMetrics).router_queue_wait.labels(self._cluster).observe(self._clock() - now)
         return Refusal.NO_ENDPOINTS if verdict is None else verdict
 
     def on_endpoints_change(self) -> None:
@@ -189,10 +191,10 @@ class RouterQueue:
     def show(self) -> None:
         """The gauges read it from now on."""
         self._shown = True
-        bounds, clock = self._metrics.bounds, self._clock
+        bounds, clock = self._metrics.group(BoundMetrics), self._clock
         bounds.queue_limit.labels(self._name).set(self._queue.settings.limit)
         bounds.queue_depth.labels(self._name).set_function(lambda: len(self))
-        oldest = self._metrics.request.router_queue_oldest.labels(self._cluster)
+        oldest = self._metrics.group(RoutingMetrics).router_queue_oldest.labels(self._cluster)
         oldest.set_function(lambda: self._oldest_wait_s(clock()))
         for reason in ReleaseReason:
             self._exit_count(reason)  # from 0 on, so that the first of a kind is an increase
@@ -203,9 +205,9 @@ class RouterQueue:
         self._without_endpoint.let_in()
         self._load_decreased.set()
         if self._shown:
-            self._metrics.bounds.queue_limit.remove(self._name)
-            self._metrics.bounds.queue_depth.remove(self._name)
-            self._metrics.request.router_queue_oldest.remove(self._cluster)
+            self._metrics.group(BoundMetrics).queue_limit.remove(self._name)
+            self._metrics.group(BoundMetrics).queue_depth.remove(self._name)
+            self._metrics.group(RoutingMetrics).router_queue_oldest.remove(self._cluster)
 
     def _oldest_wait_s(self, now: float) -> float:
         return max(self._queue.oldest_wait_s(now), self._without_endpoint.oldest_wait_s(now))
@@ -276,7 +278,7 @@ class RouterQueue:
         return None
 
     def _exit_count(self, reason: ReleaseReason) -> CounterCell:
-        return self._metrics.request.router_queue_exits.labels(self._cluster, reason.value)
+        return self._metrics.group(RoutingMetrics).router_queue_exits.labels(self._cluster, reason.value)
 
     def _abandon(self, ticket: Ticket[_QueuedRequest]) -> None:
         """The client is gone; maybe its turn had come in the same moment."""

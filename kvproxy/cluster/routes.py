@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition
+from kvproxy.cluster.metrics import ScalingMetrics, SpeedMetrics
 from kvproxy.features.autoscaling import TAKING
 from kvproxy.operate.config.schema import Config, RouteSettings
-from kvproxy.operate.metrics.catalog import Metrics
 
 #: Answers remembered. Paths and models come from clients, so the memory starts over when it is full. A dict: every
 #: request asks, and a BoundedMapping's hit takes six times as long.
@@ -134,8 +135,9 @@ def show_learned(metrics: Metrics, clusters: Callable[[], Iterable[Cluster]], *,
         found = ((cluster.name, cluster.scaling.wanted_endpoints(clock())) for cluster in clusters())
         return [((name,), value) for name, value in found if value is not None]
 
-    metrics.endpoint.saturation.set_source(saturation)
-    metrics.endpoint.wanted_endpoints.set_source(wanted)
-    metrics.cache.learned_tokens_per_s.set_source(speeds)
-    metrics.cache.learned_slowness.set_source(slowness)
-    metrics.cache.learned_onboarding.set_source(onboarding)
+    scaling, learned = metrics.group(ScalingMetrics), metrics.group(SpeedMetrics)
+    scaling.saturation.set_source(saturation)
+    scaling.wanted_endpoints.set_source(wanted)
+    learned.learned_tokens_per_s.set_source(speeds)
+    learned.learned_slowness.set_source(slowness)
+    learned.learned_onboarding.set_source(onboarding)

@@ -7,14 +7,15 @@ import random
 from collections.abc import Callable
 from functools import partial
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId, LowerTokens
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.metrics import ShadowMetrics
 from kvproxy.cluster.routing.policy import Policy
 from kvproxy.cluster.routing.registry import make_policy
 from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.routing.work import Features
 from kvproxy.cluster.settings import ClusterSettings
-from kvproxy.operate.metrics.catalog import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class Shadow:
         self.policy = policy
         self.name = name
         self._cluster = cluster
-        self._metrics = metrics.request
+        self._metrics = metrics.group(ShadowMetrics)
         self._errors_in_a_row = 0
         self._window_at, self._in_window = 0.0, 0
 

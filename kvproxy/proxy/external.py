@@ -7,6 +7,7 @@ from typing import Protocol
 
 import msgspec
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, Headers
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
@@ -15,7 +16,6 @@ from kvproxy.cluster.routes import Routes
 from kvproxy.cluster.routing.policy import PickRequest
 from kvproxy.cluster.screening import Refusal
 from kvproxy.operate.config.schema import Config
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.forward.headers import RANK_HEADER
 from kvproxy.proxy.placement import NO_ENDPOINTS, Placement, make_pick_request
 from kvproxy.proxy.request.error_reply import LocalReply

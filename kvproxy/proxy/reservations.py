@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvproxy.base.metrics.bounds import BoundMetrics
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
 from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import AttemptOutcome, Pick
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.metrics import RequestMetrics
 
 QUEUE = "picks"
 #: Held at once; a caller that forgets to settle cannot take more than this until its leases run out.
@@ -71,9 +73,8 @@ class Reservations:
         self._later = later
         self._limit = limit
         self._held: dict[str, PickReservation] = {}
-        self._results = metrics.request.pick_reservations
-        metrics.bounds.queue_depth.labels(queue).set_function(lambda: len(self._held))
-        metrics.bounds.queue_limit.labels(queue).set(limit)
+        self._results = metrics.group(RequestMetrics).pick_reservations
+        metrics.group(BoundMetrics).show_queue(queue, lambda: len(self._held), limit=limit)
 
     def __len__(self) -> int:
         return len(self._held)

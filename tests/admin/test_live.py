@@ -14,6 +14,7 @@ from kvproxy.operate.admin.history import COARSE, HOUR_KEPT, INTERVAL_S, KEPT, H
 from kvproxy.operate.admin.live import HOT_AGAIN_S
 from kvproxy.operate.admin.operated import ConfigFinding
 from kvproxy.proxy.listener.server import serve
+from kvproxy.proxy.metrics import CacheUseMetrics, RequestMetrics
 from kvproxy.proxy.request.exchange import Exchange, Outcome
 from tests.admin.support import admin_of, proxy_of
 from tests.support.clock import FakeClock
@@ -83,8 +84,8 @@ async def test_samples_are_differences_and_bounded(clock: FakeClock) -> None:
     proxy = proxy_of(clock=clock)
     history = History(proxy)
     for total in range(1, KEPT + 3):
-        proxy.metrics.latency.prompt_tokens.labels("default").inc(total)
-        proxy.metrics.latency.cached_tokens.labels("default").inc(1)
+        proxy.metrics.group(RequestMetrics).prompt_tokens.labels("default").inc(total)
+        proxy.metrics.group(RequestMetrics).cached_tokens.labels("default").inc(1)
         clock.advance(1.0)
         history.take_sample()
     assert len(history.samples) == KEPT
@@ -191,7 +192,7 @@ async def test_the_hour_is_kept_by_ten_seconds(clock: FakeClock) -> None:
     proxy.admin = build_admin_app(proxy, history)
     for second in range(COARSE * 3):
         ended(proxy, clock, status=500 if second < COARSE else 200, ttft_s=second / 10)
-        proxy.metrics.latency.prompt_tokens.labels("default").inc(7)
+        proxy.metrics.group(RequestMetrics).prompt_tokens.labels("default").inc(7)
         clock.advance(1.0)
         history.take_sample()
     async with admin_of(proxy) as client:
@@ -208,7 +209,7 @@ async def test_prefill_saved_is_not_invented(clock: FakeClock) -> None:
     """None until a speed was learned; then the seconds of the last minute."""
     proxy = proxy_of(clock=clock, policy="kv_aware")
     history = History(proxy)
-    proxy.metrics.cache.saved_seconds.labels("m", "").inc(4.5)
+    proxy.metrics.group(CacheUseMetrics).saved_seconds.labels("m", "").inc(4.5)
     history.take_sample()
     assert (await live_of(proxy, history))["last_minute"]["saved_prefill_s"] is None
     speeds = proxy.clusters["default"].speeds

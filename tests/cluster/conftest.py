@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.routing.policy import PickRequest
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, PolicyName
-from kvproxy.operate.metrics.catalog import Metrics
 from tests.support.clock import FakeClock
 
 MakeCluster = Callable[..., "Bench"]

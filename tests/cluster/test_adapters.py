@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.clients.engine_metrics import LoraUse
 from kvproxy.cluster import adapters as module
@@ -17,7 +18,6 @@ from kvproxy.cluster.routing.policy import OverlapFacts, PickRequest
 from kvproxy.cluster.screening import Refusal
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
 from kvproxy.operate.config.load import load_config
-from kvproxy.operate.metrics.catalog import Metrics
 from tests.support.clock import FakeClock
 
 A, B = EndpointId("a"), EndpointId("b")

@@ -15,12 +15,12 @@ import pytest
 
 from kvproxy.base.background_task import TaskSet
 from kvproxy.base.errors import DiscoveryError
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.discovery import Poller, Source, sources_of, steps_towards
 from kvproxy.cluster.discovery_settings import DiscoverySettings, DnsDiscoverySettings, FileDiscoverySettings
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
 from kvproxy.cluster.sources.polled import MAX_FILE_BYTES, DnsDiscovery, FileDiscovery, parse_endpoints
-from kvproxy.operate.metrics.catalog import Metrics
 from tests.cluster.conftest import MakeCluster, configs
 from tests.support.clock import FakeClock
 

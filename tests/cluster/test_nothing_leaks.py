@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.resilience.breaker import BreakerState
 from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cluster.cluster import Cluster
@@ -21,7 +22,6 @@ from kvproxy.cluster.settings import (
     HealthCheckSettings,
     PolicyName,
 )
-from kvproxy.operate.metrics.catalog import Metrics
 from tests.support.clock import FakeClock
 
 IDS = ("a", "b", "c", "d")

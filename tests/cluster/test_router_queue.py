@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from kvproxy.base.errors import QueueFull
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.metrics import RoutingMetrics
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.router_queue import RouterQueue
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, PickRequest
@@ -26,7 +28,6 @@ from kvproxy.cluster.settings import (
     PolicyName,
     RouterQueueSettings,
 )
-from kvproxy.operate.metrics.catalog import Metrics
 from tests.support.clock import FakeClock
 from tests.support.until import until
 
@@ -187,7 +188,7 @@ async def test_nobody_waits_longer_than_the_bound(clock: FakeClock) -> None:
     clock.advance(5.0)
     room_of(cluster).on_load_decrease()
     await placed(waiting)
-    held = metrics.request.router_queue_wait.labels("c")
+    held = metrics.group(RoutingMetrics).router_queue_wait.labels("c")
     assert (sum(held.counts), held.total) == (1, 5.0)
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import Routes
 from kvproxy.cluster.settings import ClusterSettings
 from kvproxy.operate.config.schema import Config, RouteSettings
-from kvproxy.operate.metrics.catalog import Metrics
 from tests.cluster.conftest import configs
 from tests.support.clock import FakeClock
 

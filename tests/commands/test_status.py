@@ -17,6 +17,7 @@ from kvproxy.cli import main
 from kvproxy.operate.admin.app import build_admin_app
 from kvproxy.operate.admin.history import History
 from kvproxy.operate.commands.status import StatusOptions, describe_adapters, render_page, run
+from kvproxy.proxy.metrics import RequestMetrics
 from kvproxy.proxy.request.exchange import Exchange, Outcome
 from tests.admin.support import admin_of, proxy_of
 
@@ -32,8 +33,8 @@ async def live_of(proxy: Proxy) -> dict[str, Any]:
         EndpointId("a"), "default", "kv_aware", "overlap", 502, 3, "upstream_died", 0.25, 100, 60
     )
     proxy.recent.finished(exchange, proxy.clock())
-    proxy.metrics.latency.prompt_tokens.labels("default").inc(100)
-    proxy.metrics.latency.cached_tokens.labels("default").inc(60)
+    proxy.metrics.group(RequestMetrics).prompt_tokens.labels("default").inc(100)
+    proxy.metrics.group(RequestMetrics).cached_tokens.labels("default").inc(60)
     history.take_sample()
     proxy.admin = build_admin_app(proxy, history)
     async with admin_of(proxy) as client:

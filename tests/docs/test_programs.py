@@ -9,7 +9,7 @@ import anyio
 import httpx
 import pytest
 
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.base.metrics.groups import Metrics
 from tests.docs.blocks import block, blocks
 from tests.docs.world import MODEL, world
 from tests.kvcache.support import long_text

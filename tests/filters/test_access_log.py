@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
 from kvproxy.operate.config.schema import LogSettings
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.filter_settings import AccessLogSettings
 from kvproxy.proxy.filters.access_log import LOGGER, AccessLogFilter, build, fields, printable
 from kvproxy.proxy.request.exchange import Exchange

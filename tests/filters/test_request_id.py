@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from starlette.types import ASGIApp
 
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.proxy.filter_settings import RequestIdSettings
 from kvproxy.proxy.filters.request_id import RequestIdFilter, build
 from kvproxy.proxy.listener.server import serve

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Headers
 from kvproxy.operate.config.schema import FilterSpec
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.filters.chain import FilterType, build_chain
 from kvproxy.proxy.filters.step import Step, StepRun, joined
 from kvproxy.proxy.request.body import ClientLeft

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Send
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import InferenceRequest, Prompt, RequestKind
 from kvproxy.base.upstream.response import UpstreamResponse
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.forward.cached_count import MAX_HELD_BYTES, CachedCounts
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.usage import read_usage, write_cached

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import Pick
 from kvproxy.cluster.routing.policy import FactSource, Overlap, OverlapFacts, PickRequest
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, HealthCheckSettings, PolicyName
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.forward.headers import describe_decision
 from tests.support.clock import FakeClock
 

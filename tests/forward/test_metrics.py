@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId, InferenceRequest, Prompt, RequestKind, Tier
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint_metrics import MAX_MODELS
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, PolicyName
 from kvproxy.operate.config.schema import RouteSettings
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.forward import metrics as savings
 from kvproxy.proxy.forward.metrics import RouteMetrics, spared_s
 from kvproxy.proxy.request.exchange import RESULTS, Exchange, Outcome, result_of

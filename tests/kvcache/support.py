@@ -14,6 +14,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, InferenceRequest, RequestKind
 from kvproxy.cache.actions.signals import HostUse
 from kvproxy.cache.overlap.facts import RequestFacts, Result
@@ -23,7 +24,6 @@ from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cache.state import CacheState
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.listener.server import serve
 from kvproxy.proxy.request.parse import parse_body
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvproxy.base.errors import ClientError, ClientTimeout, InstanceBusy, NotSupported, UnknownInstance
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.cache.actions.executor import ActionExecutor
 from kvproxy.cache.actions.job_queue import JobQueue
 from kvproxy.cache.actions.strategies import Action, PressureOf, Served
@@ -17,7 +18,6 @@ from kvproxy.cache.overlap.denied import DeniedPlacements
 from kvproxy.cache.overlap.lookup import LookupClient
 from kvproxy.cache.providers import ActionKind, Effect, Prefix
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.operate.metrics.catalog import Metrics
 from tests.kvcache.actions.support import hotness, serve
 from tests.kvcache.support import settings
 from tests.kvcache.test_lookup import Answering

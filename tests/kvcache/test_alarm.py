@@ -6,9 +6,10 @@ import logging
 
 import pytest
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.cache.feedback.prediction_stats import LASTS_S, SAY_AGAIN_S, PredictionAlarm, PredictionStats
+from kvproxy.cache.metrics import KvCacheMetrics
 from kvproxy.cluster.routing.policy import FactSource
-from kvproxy.operate.metrics.catalog import Metrics
 from tests.kvcache.support import A, B
 from tests.support.clock import FakeClock
 
@@ -120,7 +121,11 @@ def test_the_score_is_by_endpoint_and_source() -> None:
     count(scores, endpoint="b", cached=5000)
     found = {
         (name, labels["endpoint"], labels.get("result")): value
-        for metric in (metrics.kvcache.predictions, metrics.kvcache.predicted_tokens, metrics.kvcache.reused_tokens)
+        for metric in (
+            metrics.group(KvCacheMetrics).predictions,
+            metrics.group(KvCacheMetrics).predicted_tokens,
+            metrics.group(KvCacheMetrics).reused_tokens,
+        )
         for family in metric.collect()
         for name, labels, value, *_ in family.samples
         if value
@@ -151,6 +156,10 @@ def test_an_endpoint_that_left_takes_its_series_along() -> None:
     for endpoint in "ab":
         count(scores, endpoint=endpoint)
     scores.keep_only({("default", B)})
-    shown = {labels["endpoint"] for family in metrics.kvcache.predictions.collect() for _, labels, *_ in family.samples}
+    shown = {
+        labels["endpoint"]
+        for family in metrics.group(KvCacheMetrics).predictions.collect()
+        for _, labels, *_ in family.samples
+    }
     assert shown == {"b"}
     assert [labels[1] for labels, _ in scores.alarm_series()] == ["b"]

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.cache import settings as schema
 from kvproxy.cache.actions.job_queue import MAX_HELD_BYTES, Job, JobQueue
-from kvproxy.operate.metrics.catalog import Metrics
 
 
 class Work:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.feedback.trust import RECENT_S, CacheLosses, Loss, LossReason
 from kvproxy.cache.kv_events.events import AllBlocksCleared, BlockStored
@@ -12,7 +13,6 @@ from kvproxy.cache.overlap.kv_event_streams import _Consumer
 from kvproxy.cache.overlap.local_indexes import FollowedEvents
 from kvproxy.cache.status import endpoint_index, engine_status
 from kvproxy.cluster.endpoint import Condition
-from kvproxy.operate.metrics.catalog import Metrics
 from tests.kvcache.support import A, B, Fake, Service, chat, long_text, tokens, world
 from tests.support.clock import FakeClock
 

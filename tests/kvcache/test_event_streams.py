@@ -16,6 +16,7 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId, LowerTokens, Tier
 from kvproxy.cache.kv_events.events import BlockRemoved, BlockStored
 from kvproxy.cache.kv_events.status import StreamReason, StreamState, StreamStatus
@@ -30,7 +31,6 @@ from kvproxy.cluster.routing.policy import FactSource
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.lab.simulator.retention import TierSettings
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.listener.server import serve
 from tests.kvcache.fleet import Place, simulated
 from tests.kvcache.support import (

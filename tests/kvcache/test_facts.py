@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from random import Random
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cache.feedback.trust import Trust
 from kvproxy.cache.overlap.merge import HolderOverlap, merge_overlaps, preferred_endpoint
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routing.policy import FactSource, Overlap, OverlapFacts
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
-from kvproxy.operate.metrics.catalog import Metrics
 from tests.support.clock import FakeClock
 
 A, B, C = EndpointId("a"), EndpointId("b"), EndpointId("c")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from kvproxy.base.errors import BreakerOpen
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cache.breakers import OperationBreakers
 from kvproxy.cache.overlap.denied import DeniedPlacements
@@ -16,7 +17,6 @@ from kvproxy.cache.providers import EVERY_INSTANCE, ActionKind, Effect, Holder, 
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routing.policy import FactSource, Overlap
 from kvproxy.cluster.settings import BreakerSettings
-from kvproxy.operate.metrics.catalog import Metrics
 from tests.kvcache.support import NOWHERE, A, B, cluster_of, tokens
 from tests.support.clock import FakeClock
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from array import array
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.clients.engine_metrics import EngineMetrics
-from kvproxy.operate.metrics.catalog import Metrics
 from tests.kvcache.test_status import service_of
 from tests.support.clock import FakeClock
 

@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId, RequestKind
 from kvproxy.cache.overlap.facts import Result
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.features.hygiene import prefix_breaks
 from kvproxy.features.hygiene.causes import Cause, PrefixBreak
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.request.parse import parse_body
 from tests.kvcache.support import NOWHERE, A, B, cluster_of, settings
 from tests.prefix.test_prefix_changes import FIRST, MESSAGES, NEXT, Body, agent, dated, edited

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from kvproxy.base.errors import ClientError, NotSupported, UnknownInstance
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Tier
 from kvproxy.cache.action_settings import CacheStrategySettings
 from kvproxy.cache.breakers import OperationBreakers
@@ -24,7 +25,6 @@ from kvproxy.cluster.routing.policy import FactSource
 from kvproxy.lab.simulator.lmcache_chunks import WorkerSettings
 from kvproxy.lab.simulator.lmcache_controller import ControllerSettings
 from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
-from kvproxy.operate.metrics.catalog import Metrics
 from tests.kvcache.fleet import Place, simulated
 from tests.kvcache.support import Fake, settings, tokens
 from tests.support.clock import FakeClock

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvproxy.cache.metrics import KvCacheMetrics
 from kvproxy.cache.overlap.facts import Result
 from kvproxy.cache.overlap.lookup_service import PATIENCE_S
 from tests.kvcache.support import (
@@ -216,7 +217,11 @@ async def test_a_lookup_that_keeps_being_wrong_is_believed_less_about_that_endpo
         assert facts.matched_tokens(A) == pytest.approx(facts.matched_tokens(B) / 2, abs=1)
         at = {"cluster": "default", "source": "lmcache_controller"}
         assert service.metric("kvproxy_kvcache_trust_ratio", **at, endpoint="a") == pytest.approx(0.5, abs=0.01)
-        shown = {labels["endpoint"] for one in service.metrics.kvcache.trust.collect() for _, labels, *_ in one.samples}
+        shown = {
+            labels["endpoint"]
+            for one in service.metrics.group(KvCacheMetrics).trust.collect()
+            for _, labels, *_ in one.samples
+        }
         assert shown == {"a"}
 
 

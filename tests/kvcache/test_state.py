@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.cache.overlap.facts import Result
 from kvproxy.cache.state import CacheState
-from kvproxy.operate.metrics.catalog import Metrics
 from tests.kvcache.support import NOWHERE, A, chat, cluster_of, long_text, running, settings
 from tests.support.clock import FakeClock
 

@@ -8,6 +8,7 @@ from array import array
 import pytest
 
 from kvproxy.base.errors import ClientUnavailable
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.action_settings import CacheStrategySettings
 from kvproxy.cache.actions.hotness import Hotness, KnownPrefix
@@ -19,7 +20,6 @@ from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cache.status import SLICE_RUNS, cache_status, hot_prefixes, leases, troubles
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
-from kvproxy.operate.metrics.catalog import Metrics
 from tests.support.clock import FakeClock
 
 EXACT = StreamStatus(StreamState.EXACT, StreamReason.FOLLOWING)

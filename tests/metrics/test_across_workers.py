@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvproxy.base.metrics.across_workers import RULES, Across, add_pages, keep_counts, parse_page, rule_of, write_page
+from kvproxy.base.metrics.across_workers import Across, add_pages, keep_counts, parse_page, rule_of, write_page
+from kvproxy.base.metrics.bounds import BoundMetrics
 from kvproxy.base.metrics.exposition import render_exposition
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.base.metrics.groups import Metrics
+from kvproxy.cluster.metrics import EndpointRequestMetrics, EndpointStateMetrics
+from kvproxy.operate.metrics.catalog import merge_rules
 from kvproxy.operate.metrics.reference import describe_metrics
 
 pytestmark = pytest.mark.anyio
@@ -31,10 +34,10 @@ async def test_counters_and_histograms_are_summed() -> None:
     """Series that only one worker has are there too; label values may hold anything."""
     both = Metrics(), Metrics()
     for metrics, count in zip(both, (2, 3), strict=True):
-        metrics.request.finished.labels("c", "a", "200").inc(count)
-        metrics.latency.ttft.labels("c", "a", "m", "true").observe(0.02 * count)
-    both[1].request.finished.labels("c", 'b "x" 1', "500").inc()
-    found = samples(write_page(add_pages([parse_page(await page_of(one)) for one in both])))
+        metrics.group(EndpointRequestMetrics).finished.labels("c", "a", "200").inc(count)
+        metrics.group(EndpointRequestMetrics).ttft.labels("c", "a", "m", "true").observe(0.02 * count)
+    both[1].group(EndpointRequestMetrics).finished.labels("c", 'b "x" 1', "500").inc()
+    found = samples(write_page(add_pages([parse_page(await page_of(one)) for one in both], merge_rules())))
     assert found["kvproxy_requests_total", "c,a,200"] == 5
     assert found["kvproxy_requests_total", 'c,b "x" 1,500'] == 1
     assert found["kvproxy_ttft_seconds_count", "c,a,m,true"] == 2
@@ -55,18 +58,18 @@ async def test_counters_and_histograms_are_summed() -> None:
 )
 def test_a_gauge_follows_its_rule(rule: Across, one: float, other: float, expected: float) -> None:
     """Loads add up, what all look at does not, shares are averaged."""
-    name = next((name for name, its in RULES.items() if its is rule), "kvproxy_in_flight_requests")
+    name = next((name for name, its in merge_rules().items() if its is rule), "kvproxy_in_flight_requests")
     pages = [parse_page(f"# TYPE {name} gauge\n{name} {value}\n") for value in (one, other)]
-    assert add_pages(pages)[name].series == {name: expected}
+    assert add_pages(pages, merge_rules())[name].series == {name: expected}
 
 
 async def test_what_a_dead_worker_counted_still_counts() -> None:
     """A sum that falls would look like a restart, and like as many requests again; its gauges go with it."""
     metrics = Metrics()
-    metrics.request.finished.labels("c", "a", "200").inc(7)
-    metrics.endpoint.in_flight.labels("c", "a").set(4)
+    metrics.group(EndpointRequestMetrics).finished.labels("c", "a", "200").inc(7)
+    metrics.group(EndpointStateMetrics).in_flight.labels("c", "a").set(4)
     gone = keep_counts(parse_page(await page_of(metrics)))
-    found = samples(write_page(add_pages([gone, parse_page(await page_of(Metrics()))])))
+    found = samples(write_page(add_pages([gone, parse_page(await page_of(Metrics()))], merge_rules())))
     assert found["kvproxy_requests_total", "c,a,200"] == 7
     assert ("kvproxy_in_flight_requests", "c,a") not in found
 
@@ -74,15 +77,15 @@ async def test_what_a_dead_worker_counted_still_counts() -> None:
 async def test_a_page_alone_stays_what_it_is() -> None:
     """Heads, series and values."""
     metrics = Metrics()
-    metrics.request.finished.labels("c", "a", "200").inc()
-    metrics.bounds.queue_depth.labels("x").set(1.5)
+    metrics.group(EndpointRequestMetrics).finished.labels("c", "a", "200").inc()
+    metrics.group(BoundMetrics).queue_depth.labels("x").set(1.5)
     text = await page_of(metrics)
-    assert samples(write_page(add_pages([parse_page(text)]))) == samples(text.encode())
+    assert samples(write_page(add_pages([parse_page(text)], merge_rules()))) == samples(text.encode())
 
 
 def test_rules_are_of_gauges_that_there_are() -> None:
     """A metric that is renamed takes its rule along."""
     kinds = {one.name: one.kind for each in describe_metrics().values() for one in each}
-    ours = [name for name in RULES if name.startswith("kvproxy_")]
+    ours = [name for name in merge_rules() if name.startswith("kvproxy_")]
     assert [name for name in ours if kinds.get(name) != "gauge"] == []
-    assert rule_of("kvproxy_requests_total", "counter") is Across.SUM
+    assert rule_of("kvproxy_requests_total", "counter", merge_rules()) is Across.SUM

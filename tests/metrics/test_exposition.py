@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvproxy.base.metrics.collectors import CallbackGauge, Counter, Histogram
 from kvproxy.base.metrics.exposition import Registry, render_exposition
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.base.metrics.groups import Metrics
 from tests.support.clock import FakeClock
 
 AWKWARD = ("plain", 'quote"', "back\\slash", "c:\\new", "new\nline", "100%", "{brace}", "ünïcode", "")

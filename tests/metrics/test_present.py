@@ -7,8 +7,9 @@ import asyncio
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvproxy.base.metrics.collectors import CallbackGauge
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.metrics.present import HitWindow, LoopLag
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.operate.metrics.process import ProcessMetrics
 from tests.support.clock import FakeClock
 
 
@@ -45,7 +46,7 @@ async def test_the_loops_lag_is_what_a_sleep_took_too_long() -> None:
             await asyncio.Event().wait()
         clock.advance(seconds + lags.pop(0))
 
-    async with LoopLag(metrics.process.loop_lag, clock=clock, sleep=sleep):
+    async with LoopLag(metrics.group(ProcessMetrics).loop_lag, clock=clock, sleep=sleep):
         await done.wait()
     assert metrics.registry.get_sample_value("kvproxy_event_loop_lag_seconds_count") == 2
     total = metrics.registry.get_sample_value("kvproxy_event_loop_lag_seconds_sum")
@@ -55,4 +56,4 @@ async def test_the_loops_lag_is_what_a_sleep_took_too_long() -> None:
 
 async def test_a_sampler_that_was_not_entered_ends_quietly() -> None:
     """A start that failed before it."""
-    await LoopLag(Metrics().process.loop_lag, clock=FakeClock()).__aexit__(None, None, None)
+    await LoopLag(Metrics().group(ProcessMetrics).loop_lag, clock=FakeClock()).__aexit__(None, None, None)

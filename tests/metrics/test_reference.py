@@ -6,8 +6,8 @@ from pathlib import Path
 
 from prometheus_client import generate_latest
 
-from kvproxy.operate.metrics.catalog import Metrics
-from kvproxy.operate.metrics.reference import LABELS, describe_metrics, render_reference
+from kvproxy.operate.metrics.catalog import make_metrics
+from kvproxy.operate.metrics.reference import describe_metrics, label_texts, render_reference
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -21,7 +21,7 @@ def test_every_metric_is_on_the_page_under_the_name_a_scrape_shows() -> None:
     """Nothing in the registry is missing, and nothing on the page is not in the registry."""
     scraped = {
         line.split()[2]
-        for line in generate_latest(Metrics().registry).decode().splitlines()
+        for line in generate_latest(make_metrics().registry).decode().splitlines()
         if line.startswith("# TYPE")
     }
     assert {metric.name for metrics in describe_metrics().values() for metric in metrics} == scraped
@@ -39,7 +39,7 @@ def test_every_metric_and_label_is_explained() -> None:
     """An operator finds a sentence for each, and none for what is gone."""
     metrics = [metric for metrics in describe_metrics().values() for metric in metrics]
     assert all(metric.meaning for metric in metrics)
-    assert {label for metric in metrics for label in metric.labels} == set(LABELS)
+    assert {label for metric in metrics for label in metric.labels} == set(label_texts())
 
 
 def test_a_histogram_has_three_series_and_a_counter_one() -> None:

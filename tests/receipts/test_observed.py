@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.routing.policy import OverlapFacts, PickRequest
 from kvproxy.cluster.screening import Refusal
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, PolicyName
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.operate.receipts.observed import MAX_ATTEMPTS, MAX_CANDIDATES, AttemptLog
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.observer import RequestObserver, notify

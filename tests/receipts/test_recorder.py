@@ -6,8 +6,8 @@ import random
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.operate.config.schema import ReceiptSettings
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.operate.receipts.files import ReceiptReader
 from kvproxy.operate.receipts.recorder import Recorder
 from kvproxy.proxy.request.exchange import Exchange

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from starlette.types import Message
 
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.proxy.request.error_reply import LINGER_BYTES, local_reply
 from kvproxy.proxy.request.exchange import Exchange
 from tests.support.asgi import Reply, call, http_scope

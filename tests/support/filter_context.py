@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from datetime import UTC, datetime
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.upstream.pool import UpstreamPool
 from kvproxy.cluster.routes import Routes
 from kvproxy.operate.config.schema import Config, LimitSettings, LogSettings
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.operate.runtime.generation import StateStore
 from kvproxy.proxy.filters.chain import FilterContext, Services
 from kvproxy.proxy.request.body import HeldBodies

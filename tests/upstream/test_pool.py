@@ -9,11 +9,11 @@ import pytest
 from prometheus_client import generate_latest
 
 from kvproxy.base.errors import ConnectError, ConnectTimeout, PoolFull, UnsafeRequest, UpstreamDisconnected
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.upstream.origin import Origin
 from kvproxy.base.upstream.origin_pool import OriginPool, PoolLimits
 from kvproxy.base.upstream.pool import Timeouts, UpstreamPool
 from kvproxy.base.upstream.request import SLICE_BYTES, encode_request
-from kvproxy.operate.metrics.catalog import Metrics
 from tests.support.clock import FakeClock
 from tests.support.scripted import Peer, answer, scripted
 from tests.upstream.calls import HEAD_ONLY, OK, PATIENT, fetch, pieces, post, read, until

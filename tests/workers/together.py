@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from kvproxy.app import Proxy
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.features.exchange.datagrams import Siblings
 from kvproxy.features.exchange.peers import SyncStatus
 from kvproxy.features.workers.admin import WorkersAdmin
@@ -25,7 +26,6 @@ from kvproxy.features.workers.share import take_share
 from kvproxy.features.workers.supervisor import Served, Supervisor
 from kvproxy.features.workers.workers import Workers
 from kvproxy.operate.config.load import load_config
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.listener.server import Server
 from tests.support.until import until
 

@@ -28,77 +28,16 @@ _COMBINE: Mapping[Across, Callable[[Sequence[float]], float]] = {
     Across.REST: lambda values: max(0.0, sum(values) - len(values) + 1),
 }
 
-#: Gauges that are not summed.
-RULES: Mapping[str, Across] = {
-    **dict.fromkeys(
-        (
-            "kvproxy_build_info",
-            "kvproxy_router_queue_oldest_wait_seconds",
-            "kvproxy_endpoint_adapters",
-            "kvproxy_discovery_failing",
-            "kvproxy_engine_priority_state",
-            "kvproxy_kv_event_lag_seconds",
-            "kvproxy_kv_event_stream_state",
-            "kvproxy_kvcache_prediction_alarm",
-            "kvproxy_kvcache_index_blocks",
-            "kvproxy_kvcache_last_served",
-            "kvproxy_kvcache_index_utilisation_ratio",
-            "kvproxy_kvcache_index_capacity_blocks",
-            "kvproxy_endpoint_reuse_step_tokens",
-            "kvproxy_engine_kv_usage_ratio",
-            "kvproxy_tier_blocks",
-            "kvproxy_tier_tokens",
-            "kvproxy_tier_bytes",
-            "kvproxy_engine_cached_tokens",
-            "kvproxy_engine_requests",
-            "kvproxy_kvcache_snapshot_bytes",
-            "kvproxy_normalize_state",
-            "kvproxy_breaker_open",
-            "kvproxy_sync_status",
-            "kvproxy_sync_peers",
-            "kvproxy_sync_peer_lag_seconds",
-            "kvproxy_sync_index_blocks",
-            "kvproxy_lease_entries",
-            "kvproxy_lease_held_tokens",
-            "process_max_fds",
-        ),
-        Across.MAX,
-    ),
-    **dict.fromkeys(
-        (
-            "kvproxy_endpoint_up",
-            "kvproxy_sync_consistency_ratio",
-            "kvproxy_sync_store_up",
-            "kvproxy_kvcache_snapshot_age_seconds",
-            "process_start_time_seconds",
-        ),
-        Across.MIN,
-    ),
-    **dict.fromkeys(
-        (
-            "kvproxy_cache_hit_ratio",
-            "kvproxy_cache_miss_ratio",
-            "kvproxy_learned_prefill_tokens_per_second",
-            "kvproxy_learned_slowness",
-            "kvproxy_learned_onboarding_seconds_per_token",
-            "kvproxy_kvcache_trust_ratio",
-            "kvproxy_endpoint_cache_hit_ratio",
-            "kvproxy_lease_kept_ratio",
-        ),
-        Across.MEAN,
-    ),
-    "kvproxy_engine_foreign_tokens_ratio": Across.REST,
-}
-
 
 def combine_values(rule: Across, values: Sequence[float]) -> float:
     """One value of several."""
     return _COMBINE[rule](values)
 
 
-def rule_of(name: str, kind: str) -> Across:
-    """How the series of a metric become one; `name` and `kind` as in the exposition."""
-    return RULES.get(name, Across.SUM) if kind == "gauge" else Across.SUM
+def rule_of(name: str, kind: str, rules: Mapping[str, Across]) -> Across:
+    """How the series of a metric become one; `name` and `kind` as in the exposition. Gauges without a rule are
+    summed."""
+    return rules.get(name, Across.SUM) if kind == "gauge" else Across.SUM
 
 
 class Family:
@@ -132,8 +71,8 @@ def parse_page(text: str) -> Page:
     return page
 
 
-def add_pages(pages: Iterable[Page]) -> Page:
-    """One page of all."""
+def add_pages(pages: Iterable[Page], rules: Mapping[str, Across]) -> Page:
+    """One page of all, its gauges by the rules."""
     values: dict[str, dict[str, list[float]]] = {}
     heads: dict[str, Family] = {}
     for page in pages:
@@ -144,7 +83,7 @@ def add_pages(pages: Iterable[Page]) -> Page:
                 into.setdefault(series, []).append(value)
     merged: Page = {}
     for name, head in heads.items():
-        rule = rule_of(name, head.kind)
+        rule = rule_of(name, head.kind, rules)
         family = merged[name] = Family(name, head.kind, head.documentation)
         family.series = {series: combine_values(rule, several) for series, several in values[name].items()}
     return merged

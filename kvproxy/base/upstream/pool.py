@@ -10,13 +10,15 @@ import time
 from collections.abc import Callable
 
 from kvproxy.base.errors import ConnectError, ConnectTimeout, NoDescriptors, UpstreamDisconnected
+from kvproxy.base.metrics.bounds import BoundMetrics
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Headers
 from kvproxy.base.upstream.connection import Connection, Timeouts
+from kvproxy.base.upstream.metrics import ConnectionMetrics
 from kvproxy.base.upstream.origin import Origin
 from kvproxy.base.upstream.origin_pool import OriginPool, PoolLimits
 from kvproxy.base.upstream.request import NO_FIELDS, Body, RepeatedFields, encode_request
 from kvproxy.base.upstream.response import MAX_HEAD_BYTES, UpstreamResponse
-from kvproxy.operate.metrics.catalog import Metrics
 
 __all__ = ["Timeouts", "UpstreamPool", "UpstreamResponse"]
 
@@ -54,8 +56,8 @@ class UpstreamPool:
         self._uploads: set[asyncio.Task[None]] = set()
         self._closed = True
         self._silent_until = -math.inf
-        self._replays = None if metrics is None else metrics.upstream.replays
-        self._connects = None if metrics is None else metrics.upstream.connects
+        self._replays = None if metrics is None else metrics.group(ConnectionMetrics).replays
+        self._connects = None if metrics is None else metrics.group(ConnectionMetrics).connects
         if metrics is not None:
             self._register_gauges(metrics)
 
@@ -214,7 +216,7 @@ class UpstreamPool:
 
     def _register_gauges(self, metrics: Metrics) -> None:
         """Gauges are read when they are scraped, so they cost a request nothing."""
-        metrics.upstream.connections.labels("open").set_function(lambda: self.open)
-        metrics.upstream.connections.labels("idle").set_function(lambda: self.idle)
-        metrics.bounds.queue_depth.labels("upstream").set_function(lambda: self.waiting)
-        metrics.bounds.queue_limit.labels("upstream").set(self._limits.max_waiting)
+        connections = metrics.group(ConnectionMetrics).connections
+        connections.labels("open").set_function(lambda: self.open)
+        connections.labels("idle").set_function(lambda: self.idle)
+        metrics.group(BoundMetrics).show_queue("upstream", lambda: self.waiting, limit=self._limits.max_waiting)

@@ -20,15 +20,16 @@ from kvproxy.base.errors import (
     TooManyWaiting,
 )
 from kvproxy.base.log_lines import log_fields
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.resilience.retry import retry_background
 from kvproxy.base.types import Clock
 from kvproxy.cache.actions.job_queue import Job, JobQueue
 from kvproxy.cache.actions.strategies import Action, Strategy
 from kvproxy.cache.breakers import OperationBreakers
+from kvproxy.cache.metrics import HoldingMetrics
 from kvproxy.cache.overlap.lookup import LookupClient
 from kvproxy.cache.providers import ActionKind, Effect, Prefix
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.operate.metrics.catalog import Metrics
 
 log = logging.getLogger("kvproxy.kvcache")
 audit = logging.getLogger("kvproxy.audit")
@@ -73,7 +74,7 @@ class ActionExecutor:
         self._jobs = jobs
         self._lookups = lookups
         self._breakers = breakers
-        self._results = metrics.holdings.actions
+        self._results = metrics.group(HoldingMetrics).actions
         self._clock = clock
         self._rng = rng
         self.claims: Claims | None = None  # None: no other proxy acts

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Self
 
 from kvproxy.base.background_task import cancel_tasks
+from kvproxy.base.metrics.bounds import BoundMetrics
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.cache import settings as schema
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.cache.metrics import HoldingMetrics
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -43,7 +45,7 @@ class JobQueue:
 
     def __init__(self, settings: schema.BackgroundSettings, *, metrics: Metrics) -> None:
         self._settings = settings
-        self._results = metrics.holdings.background
+        self._results = metrics.group(HoldingMetrics).background
         self._lanes: dict[Hashable, deque[Job]] = {}  # waiting, by lane
         self._ready: deque[Hashable] = deque()  # lanes with waiting jobs and none running
         self._running: dict[Hashable, asyncio.Task[None]] = {}  # by lane
@@ -57,8 +59,7 @@ class JobQueue:
 
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""
-        metrics.bounds.queue_depth.labels(QUEUE).set_function(lambda: self._waiting)
-        metrics.bounds.queue_limit.labels(QUEUE).set(self._settings.max_queue)
+        metrics.group(BoundMetrics).show_queue(QUEUE, lambda: self._waiting, limit=self._settings.max_queue)
 
     @property
     def waiting(self) -> int:

@@ -10,6 +10,8 @@ from functools import partial
 from itertools import islice
 from typing import Self
 
+from kvproxy.base.metrics.bounds import BoundMetrics
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId
 from kvproxy.cache.actions.executor import ActionExecutor
 from kvproxy.cache.actions.hotness import Hotness, KnownPrefix
@@ -38,7 +40,6 @@ from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.features.leases.leasing import Leasing
 from kvproxy.features.transfers.transfers import Transfers
-from kvproxy.operate.metrics.catalog import Metrics
 
 
 class StrategyRunner:
@@ -114,8 +115,7 @@ class StrategyRunner:
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""
         self.jobs.show(metrics)
-        metrics.bounds.queue_depth.labels("priorities").set_function(lambda: len(self.priorities))
-        metrics.bounds.queue_limit.labels("priorities").set(MAX_PRIORITIES)
+        metrics.group(BoundMetrics).show_queue("priorities", lambda: len(self.priorities), limit=MAX_PRIORITIES)
 
     def set_priority(self, key: int, priority: Priority) -> bool:
         """What the prefix of this key is kept for from now on, whether it is known or not; NORMAL: nothing but its

@@ -7,9 +7,10 @@ import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId
+from kvproxy.cache.metrics import KvCacheMetrics
 from kvproxy.cluster.routing.policy import FactSource
-from kvproxy.operate.metrics.catalog import Metrics
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -61,13 +62,14 @@ class PredictionStats:
 
     def keep_only(self, present: Collection[tuple[str, EndpointId]]) -> None:
         """Forget all endpoints but these."""
+        metrics = self._metrics.group(KvCacheMetrics)
         for key in [key for key in self._scores if key[:2] not in present]:
             del self._scores[key]
             labels = (*key[:2], key[2].value)
-            self._metrics.kvcache.predicted_tokens.remove(*labels)
-            self._metrics.kvcache.reused_tokens.remove(*labels)
+            metrics.predicted_tokens.remove(*labels)
+            metrics.reused_tokens.remove(*labels)
             for result in _RESULTS:
-                self._metrics.kvcache.predictions.remove(*labels, result)
+                metrics.predictions.remove(*labels, result)
 
 
 class _Score:
@@ -75,9 +77,11 @@ class _Score:
 
     def __init__(self, metrics: Metrics, cluster: str, endpoint: EndpointId, source: FactSource) -> None:
         labels = (cluster, endpoint, source.value)
-        self.miss, self.partial, self.hit = (metrics.kvcache.predictions.labels(*labels, result) for result in _RESULTS)
-        self.predicted = metrics.kvcache.predicted_tokens.labels(*labels)
-        self.reused = metrics.kvcache.reused_tokens.labels(*labels)
+        self.miss, self.partial, self.hit = (
+            metrics.group(KvCacheMetrics).predictions.labels(*labels, result) for result in _RESULTS
+        )
+        self.predicted = metrics.group(KvCacheMetrics).predicted_tokens.labels(*labels)
+        self.reused = metrics.group(KvCacheMetrics).reused_tokens.labels(*labels)
         self.alarm = PredictionAlarm(cluster, endpoint, source)
 
 

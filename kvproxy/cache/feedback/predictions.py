@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, RequestKind
 from kvproxy.cache.feedback.trust import LossReason
 from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
+from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics
 from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.overlap.last_served import NO_BLOCKS, NO_NAMES
 from kvproxy.cache.overlap.lookup import LookupClient
@@ -15,7 +17,6 @@ from kvproxy.cache.overlap.lookup_service import EmptyLookups
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.cache.state import CacheState
 from kvproxy.cluster.routing.policy import Overlap
-from kvproxy.operate.metrics.catalog import Metrics
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -49,9 +50,9 @@ class PredictionFeedback:
 
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""
-        metrics.kvcache.prediction_alarm.set_source(self.predictions.alarm_series)
-        metrics.holdings.endpoint_hit_ratio.set_source(self.hit_ratios.hit_series)
-        metrics.holdings.engine_foreign_ratio.set_source(self.hit_ratios.foreign_series)
+        metrics.group(KvCacheMetrics).prediction_alarm.set_source(self.predictions.alarm_series)
+        metrics.group(HoldingMetrics).endpoint_hit_ratio.set_source(self.hit_ratios.hit_series)
+        metrics.group(HoldingMetrics).engine_foreign_ratio.set_source(self.hit_ratios.foreign_series)
 
     def finished(self, facts: RequestFacts, result: Result) -> None:
         """The request is over, however it went. Once a request."""

@@ -16,8 +16,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.cluster.metrics import EndpointStateMetrics
 
 
 @dataclass(slots=True)
@@ -163,7 +164,7 @@ class CacheLosses:
     """Bounded by the endpoints there are: `keep_only` forgets the others, and their series."""
 
     def __init__(self, metrics: Metrics, *, clock: Clock) -> None:
-        self._counter = metrics.endpoint.cache_losses
+        self._counter = metrics.group(EndpointStateMetrics).cache_losses
         self._clock = clock
         self.known: dict[tuple[str, EndpointId], tuple[LossReason, float]] = {}  # the latest of each; mostly empty
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId
 from kvproxy.cache.kv_events.events import BlockRemoved, BlockStored, KvEvent, Skipped
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.cache.metrics import KvEventMetrics
 
 
 class StreamState(StrEnum):
@@ -165,14 +166,14 @@ class StreamMeter:
         self._endpoint = endpoint
         self._rank = str(dp_rank)
         self._wall_clock = wall_clock
-        self._stored = metrics.kv_events.blocks.labels(endpoint, "stored")
-        self._removed = metrics.kv_events.blocks.labels(endpoint, "removed")
-        self._behind = metrics.kv_events.behind.labels(endpoint)
-        self._lag = metrics.kv_events.lag.labels(endpoint, self._rank)
+        self._stored = metrics.group(KvEventMetrics).blocks.labels(endpoint, "stored")
+        self._removed = metrics.group(KvEventMetrics).blocks.labels(endpoint, "removed")
+        self._behind = metrics.group(KvEventMetrics).behind.labels(endpoint)
+        self._lag = metrics.group(KvEventMetrics).lag.labels(endpoint, self._rank)
 
     def count_batch(self, outcome: str) -> None:
         """One batch: applied, replayed, duplicate or malformed."""
-        self._metrics.kv_events.batches.labels(self._endpoint, outcome).inc()
+        self._metrics.group(KvEventMetrics).batches.labels(self._endpoint, outcome).inc()
 
     def count_events(self, events: Sequence[KvEvent]) -> None:
         """Events that were applied."""
@@ -183,11 +184,11 @@ class StreamMeter:
         """Events that could not be used."""
         for reason, count in skipped.counts.items():
             if count:
-                self._metrics.kv_events.skipped.labels(self._endpoint, reason).inc(count)
+                self._metrics.group(KvEventMetrics).skipped.labels(self._endpoint, reason).inc(count)
 
     def count_gap(self, outcome: str) -> None:
         """A break in the numbering: filled, lost, or a restart of the engine."""
-        self._metrics.kv_events.gaps.labels(self._endpoint, outcome).inc()
+        self._metrics.group(KvEventMetrics).gaps.labels(self._endpoint, outcome).inc()
 
     def count_behind(self) -> None:
         """Batches come faster than they are applied."""
@@ -200,10 +201,12 @@ class StreamMeter:
     def show_state(self, status: StreamStatus) -> None:
         """The stream's state now."""
         for state in StreamState:
-            self._metrics.kv_events.state.labels(self._endpoint, self._rank, state.value).set(state is status.state)
+            self._metrics.group(KvEventMetrics).state.labels(self._endpoint, self._rank, state.value).set(
+                state is status.state
+            )
 
     def close(self) -> None:
         """The stream is no more: its gauges go, its counters stay."""
-        self._metrics.kv_events.lag.remove(self._endpoint, self._rank)
+        self._metrics.group(KvEventMetrics).lag.remove(self._endpoint, self._rank)
         for state in StreamState:
-            self._metrics.kv_events.state.remove(self._endpoint, self._rank, state.value)
+            self._metrics.group(KvEventMetrics).state.remove(self._endpoint, self._rank, state.value)

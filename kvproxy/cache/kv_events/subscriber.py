@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol, Self
 
 from kvproxy.base.background_task import BackgroundTask
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, Sleep
 from kvproxy.cache.kv_events.events import KvEvent
 from kvproxy.cache.kv_events.follower import StreamFollower
@@ -15,7 +16,6 @@ from kvproxy.cache.kv_events.sockets import Subscription, read_replay
 from kvproxy.cache.kv_events.source import KvEventSource
 from kvproxy.cache.kv_events.status import StreamHealth, StreamMeter, StreamState, StreamStatus
 from kvproxy.cache.kv_events.zmtp import ReceiveMemory
-from kvproxy.operate.metrics.catalog import Metrics
 
 log = logging.getLogger(__name__)
 

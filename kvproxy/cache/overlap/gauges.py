@@ -6,13 +6,14 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable, Mapping
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, Tier
 from kvproxy.cache.kv_events.status import StreamState, StreamStatus
+from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics, TierMetrics
 from kvproxy.cache.overlap.local_indexes import LocalIndexes
 from kvproxy.cache.providers import EVERY_INSTANCE, TierMemory
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.operate.metrics.catalog import Metrics
 
 #: Rows of the precise index with their share of its tables, as benchmarks/prefix_index.py measures them.
 PRECISE_ROW_BYTES = 100
@@ -31,23 +32,24 @@ def show_indexes(
 ) -> None:
     """The gauges read these from now on."""
     shown, indexes = _Shown(by_cluster, clusters, trust), by_cluster.values()
-    blocks = metrics.holdings.index_blocks
+    held = metrics.group(HoldingMetrics)
+    blocks = held.index_blocks
     blocks.labels("approximate").set_function(lambda: sum(one.approximate.entries for one in indexes))
     blocks.labels("in_flight").set_function(lambda: sum(one.approximate.in_flight_entries for one in indexes))
     blocks.labels("precise").set_function(shown.precise_blocks)
     blocks.labels("hot").set_function(lambda: sum(one.approximate.unique_blocks for one in indexes))
-    size = metrics.holdings.index_bytes
+    size = held.index_bytes
     size.labels("approximate").set_function(lambda: sum(one.approximate.estimated_bytes for one in indexes))
     size.labels("precise").set_function(lambda: shown.precise_blocks() * PRECISE_ROW_BYTES)
     size.labels("sessions").set_function(lambda: sum(one.sessions.held_bytes for one in indexes))
     size.labels("last_served").set_function(lambda: sum(one.last_served.held_bytes for one in indexes))
-    remembered = metrics.holdings.last_served
+    remembered = held.last_served
     remembered.labels("sessions").set_function(lambda: sum(one.last_served.sessions for one in indexes))
     remembered.labels("responses").set_function(lambda: sum(one.last_served.responses for one in indexes))
-    metrics.holdings.index_utilisation.set_source(shown.utilisation_series)
-    metrics.holdings.index_capacity.set_source(shown.capacity_series)
-    metrics.holdings.reuse_step.set_source(shown.step_series)
-    metrics.kvcache.trust.set_source(shown.trust_series)
+    held.index_utilisation.set_source(shown.utilisation_series)
+    held.index_capacity.set_source(shown.capacity_series)
+    held.reuse_step.set_source(shown.step_series)
+    metrics.group(KvCacheMetrics).trust.set_source(shown.trust_series)
 
 
 #: Pieces counted before other tasks get their turn, and how long a count stands.
@@ -90,8 +92,8 @@ class TierCounts:
 
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""
-        metrics.tiers.blocks.set_source(lambda: self._series(0))
-        metrics.tiers.tokens.set_source(lambda: self._series(1))
+        metrics.group(TierMetrics).blocks.set_source(lambda: self._series(0))
+        metrics.group(TierMetrics).tokens.set_source(lambda: self._series(1))
 
     async def refresh(self) -> None:
         """Count again, if the last count is old."""

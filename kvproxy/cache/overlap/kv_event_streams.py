@@ -12,6 +12,7 @@ from typing import Self
 
 from kvproxy.base.background_task import BackgroundTask
 from kvproxy.base.errors import ClientError, NotSupported
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, Sleep
 from kvproxy.base.upstream.pool import UpstreamPool
 from kvproxy.cache.engines import Engines
@@ -25,7 +26,6 @@ from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.settings import EventSources
-from kvproxy.operate.metrics.catalog import Metrics
 
 log = logging.getLogger("kvproxy.kvcache")
 

@@ -10,10 +10,12 @@ from cachetools import TTLCache
 from xxhash import xxh3_64_intdigest
 
 from kvproxy.base.errors import BreakerOpen, ClientError
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, LowerTokens, Tier, count_lower
 from kvproxy.cache.breakers import OperationBreakers
 from kvproxy.cache.clients.lmcache_controller import CHUNK_TOKENS
 from kvproxy.cache.clients.tokens import TokenIds
+from kvproxy.cache.metrics import KvCacheMetrics
 from kvproxy.cache.overlap.denied import DISTRUST_S, DISTRUSTED, DeniedPlacements, believed_tokens
 from kvproxy.cache.overlap.merge import HolderOverlap
 from kvproxy.cache.providers import (
@@ -25,7 +27,6 @@ from kvproxy.cache.providers import (
 )
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.policy import Overlap
-from kvproxy.operate.metrics.catalog import Metrics
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -46,8 +47,8 @@ class LookupClient:
         self.hits = 0  # answers that named a holder, since the start
         self._breakers = breakers
         self._clock = clock
-        self._seconds = metrics.kvcache.lookup_seconds
-        self._unknown = metrics.kvcache.unknown_instances
+        self._seconds = metrics.group(KvCacheMetrics).lookup_seconds
+        self._unknown = metrics.group(KvCacheMetrics).unknown_instances
         self._warned: set[str] = set()
         #: A TTLCache: an engine that was wrong about a prompt once may compute it meanwhile.
         self._distrusted: TTLCache[tuple[EndpointId, int], int] = TTLCache(DISTRUSTED, DISTRUST_S, timer=clock)

@@ -11,7 +11,10 @@ from xxhash import xxh3_64_intdigest
 
 from kvproxy.base.background_task import cancel_tasks
 from kvproxy.base.errors import BreakerOpen, ClientError
+from kvproxy.base.metrics.bounds import BoundMetrics
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Tier
+from kvproxy.cache.metrics import KvCacheMetrics
 from kvproxy.cache.overlap.facts import RequestFacts
 from kvproxy.cache.overlap.lookup import LookupClient
 from kvproxy.cache.overlap.merge import HolderOverlap
@@ -19,7 +22,6 @@ from kvproxy.cache.overlap.tokens import AskedTokens, TokenSource
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES, canonical_bytes
 from kvproxy.cache.providers import Holder
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.operate.metrics.catalog import Metrics
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -64,14 +66,13 @@ class LookupTask:
         self._lookups = lookups
         self._known_instances = known_instances
         self._clock = clock
-        self._outcomes = metrics.kvcache.lookups
+        self._outcomes = metrics.group(KvCacheMetrics).lookups
         self._tasks: dict[_Question, asyncio.Task[_Answer]] = {}
         self._held_bytes = 0
 
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""
-        metrics.bounds.queue_depth.labels(QUEUE).set_function(lambda: len(self._tasks))
-        metrics.bounds.queue_limit.labels(QUEUE).set(MAX_LOOKUPS)
+        metrics.group(BoundMetrics).show_queue(QUEUE, lambda: len(self._tasks), limit=MAX_LOOKUPS)
 
     def is_wanted(self, facts: RequestFacts) -> bool:
         """Whether asking is worth a wait: a service that answers, and tokens enough for a chunk, known or to be had."""

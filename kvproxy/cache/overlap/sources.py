@@ -9,12 +9,14 @@ from functools import partial
 from typing import Self
 
 from kvproxy.base.background_task import cancel_tasks
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, InferenceRequest, RequestKind
 from kvproxy.cache.breakers import OperationBreakers
 from kvproxy.cache.engines import Engines
 from kvproxy.cache.media.cut import cut_prompt
 from kvproxy.cache.media.mixed import MixedPrompt
 from kvproxy.cache.media.urls import UrlSignatures
+from kvproxy.cache.metrics import KvCacheMetrics
 from kvproxy.cache.overlap.denied import DeniedPlacements
 from kvproxy.cache.overlap.facts import RequestFacts
 from kvproxy.cache.overlap.gauges import TierCounts, show_indexes
@@ -32,7 +34,6 @@ from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cache.state import CacheState
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routing.policy import FactSource, Overlap, OverlapFacts
-from kvproxy.operate.metrics.catalog import Metrics
 
 
 class OverlapSources:
@@ -94,7 +95,7 @@ class OverlapSources:
         # Read once: settings are slow to read.
         self._min_tokens, self._looks_up = settings.min_matched_tokens, bool(settings.lmcache_endpoint)
         self._uses_tokens = self._looks_up or settings.kv_events
-        self._facts_seconds = metrics.kvcache.facts_seconds.labels()
+        self._facts_seconds = metrics.group(KvCacheMetrics).facts_seconds.labels()
         self._running = AsyncExitStack()
         self._entered = False
 

@@ -11,16 +11,18 @@ import msgspec
 from kvproxy.base.background_task import cancel_tasks
 from kvproxy.base.errors import BreakerOpen, ClientError, NotSupported, WrongTokens
 from kvproxy.base.json_scan import run_in_turns
+from kvproxy.base.metrics.bounds import BoundMetrics
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, InferenceRequest, RequestKind
 from kvproxy.cache.breakers import OperationBreakers
 from kvproxy.cache.clients.chat_body import count_text_parts, with_leading_parts
 from kvproxy.cache.clients.tokens import TokenIds, token_array
 from kvproxy.cache.clients.vllm import Tokenized, VllmClient
 from kvproxy.cache.engines import Engines
+from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics
 from kvproxy.cache.overlap.facts import RequestFacts
 from kvproxy.cache.prefix.token_memory import TokenMemory
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.operate.metrics.catalog import Metrics
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -73,17 +75,18 @@ class TokenSource:
         self._clock = clock
         self._tasks: dict[int, asyncio.Task[AskedTokens | None]] = {}
         self._pace = asyncio.Lock()
-        self._outcomes = metrics.kvcache.tokenizes
-        self._seconds = metrics.kvcache.tokenize_seconds
+        self._outcomes = metrics.group(KvCacheMetrics).tokenizes
+        self._seconds = metrics.group(KvCacheMetrics).tokenize_seconds
 
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""
         memory, results = self.memory, ("exact", "prefix", "missed")
-        metrics.bounds.queue_depth.labels("kvcache_tokenize").set_function(lambda: len(self._tasks))
-        metrics.bounds.queue_limit.labels("kvcache_tokenize").set(self._settings.tokenize.max_concurrent)
-        metrics.holdings.token_memory_entries.set_function(lambda: len(memory))
-        metrics.holdings.token_memory_bytes.set_function(lambda: memory.held_bytes)
-        metrics.holdings.recalls.set_source(
+        metrics.group(BoundMetrics).show_queue(
+            "kvcache_tokenize", lambda: len(self._tasks), limit=self._settings.tokenize.max_concurrent
+        )
+        metrics.group(HoldingMetrics).token_memory_entries.set_function(lambda: len(memory))
+        metrics.group(HoldingMetrics).token_memory_bytes.set_function(lambda: memory.held_bytes)
+        metrics.group(HoldingMetrics).recalls.set_source(
             lambda: [((result,), float(getattr(memory.stats, result))) for result in results]
         )
 

@@ -16,6 +16,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from kvproxy.base.background_task import TaskSet, run_in_slices
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
 from kvproxy.cache.actions.strategies import Action
 from kvproxy.cache.service import KvCache
@@ -24,6 +25,7 @@ from kvproxy.features.exchange import wire
 from kvproxy.features.exchange.claims import PeerClaims
 from kvproxy.features.exchange.datagrams import DatagramLink, Link, Siblings
 from kvproxy.features.exchange.journal import Journal
+from kvproxy.features.exchange.metrics import SyncMetrics
 from kvproxy.features.exchange.peer import Peer
 from kvproxy.features.exchange.peers import Peers, SyncStatus
 from kvproxy.features.exchange.shown import Namesake, describe, show
@@ -32,7 +34,6 @@ from kvproxy.features.exchange.stores import NatsLink, RedisLink, StoreLink
 from kvproxy.features.exchange.wire import Origin
 from kvproxy.features.exchange.world import World
 from kvproxy.operate.config.schema import Config
-from kvproxy.operate.metrics.catalog import Metrics
 
 log = logging.getLogger("kvproxy.sync")
 
@@ -79,9 +80,9 @@ class SyncService:
         self._handover = Handover(self.peers, self._tasks, journal=self.journal, clock=clock, wall_clock=wall_clock)
         self._timer: asyncio.TimerHandle | None = None
         self._running = AsyncExitStack()
-        self._outcomes = metrics.sync.messages
+        self._outcomes = metrics.group(SyncMetrics).messages
         if (store := self.store) is not None:
-            metrics.sync.store_up.set_source(lambda: [((), float(store.connected))])
+            metrics.group(SyncMetrics).store_up.set_source(lambda: [((), float(store.connected))])
         show(
             metrics, self.peers, self.journal, self._links, status=lambda: self.status, blocks=self._blocks, clock=clock
         )
@@ -199,7 +200,7 @@ class SyncService:
         if self.store is not None and (to is None or not near):
             self.store.send(payload, to)
         self._outcomes.labels("sent").inc()
-        self._metrics.sync.bytes.labels("out").inc(len(payload))
+        self._metrics.group(SyncMetrics).bytes.labels("out").inc(len(payload))
 
     async def _keep_time(self) -> None:
         pause_s, looks = self._settings.heartbeat / _LOOKS, 0
@@ -218,7 +219,7 @@ class SyncService:
     # in
 
     def _heard(self, payload: bytes, *, store: bool) -> None:
-        self._metrics.sync.bytes.labels("in").inc(len(payload))
+        self._metrics.group(SyncMetrics).bytes.labels("in").inc(len(payload))
         try:
             message = wire.decode(payload)
         except msgspec.DecodeError:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from kvproxy.base.bounded import BoundedMapping
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
 from kvproxy.features.exchange.datagrams import Link
 from kvproxy.features.exchange.journal import Journal
+from kvproxy.features.exchange.metrics import SyncMetrics
 from kvproxy.features.exchange.peer import Peer
 from kvproxy.features.exchange.peers import Peers, SyncStatus
 from kvproxy.features.exchange.wire import Beat, Message, Origin
-from kvproxy.operate.metrics.catalog import Metrics
 
 log = logging.getLogger("kvproxy.sync")
 
@@ -35,7 +36,7 @@ def show(
     clock: Clock,
 ) -> None:
     """The gauges read these from now on."""
-    shown = metrics.sync
+    shown = metrics.group(SyncMetrics)
 
     def by_peer(figure: Callable[[Peer], int]) -> Series:
         return [((str(peer.origin),), float(figure(peer))) for peer in list(peers.known.values())]

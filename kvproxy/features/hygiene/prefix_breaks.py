@@ -7,15 +7,17 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, Prompt
+from kvproxy.cache.metrics import HoldingMetrics
 from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.prefix.session_hashes import PromptText
 from kvproxy.cluster.endpoint_metrics import OTHER
 from kvproxy.features.hygiene.causes import Cause, PrefixBreak
 from kvproxy.features.hygiene.comparison import Change, find_change
+from kvproxy.features.hygiene.metrics import PrefixBreakMetrics
 from kvproxy.features.hygiene.parts import digest_part
 from kvproxy.features.hygiene.threads import Session, Sessions, Thread
-from kvproxy.operate.metrics.catalog import Metrics
 
 #: An engine reuses whole blocks, and some templates write the end of a prompt anew: so much is never missed.
 _SPARED_TOKENS, _SPARED_SHARE = 256, 0.1
@@ -66,7 +68,7 @@ class PrefixBreaks:
         self.returned = 0  # turns that were compared with the one before
         self.latest: deque[RecentBreak] = deque(maxlen=MAX_LATEST)
         self._totals: dict[tuple[Cause, str, str], BreakTotals] = {}
-        self._metrics = metrics.kvcache.prefix_break_tokens
+        self._metrics = metrics.group(PrefixBreakMetrics).prefix_break_tokens
         self._clock = clock
         self._reusing: set[Place] = set()  # engines that ever reused anything
         self._dropping: set[Place] = set()  # engines that reused a prompt whose header had changed
@@ -110,7 +112,7 @@ class PrefixBreaks:
 
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""
-        metrics.holdings.index_bytes.labels("session_parts").set_function(lambda: self.sessions.held_bytes)
+        metrics.group(HoldingMetrics).index_bytes.labels("session_parts").set_function(lambda: self.sessions.held_bytes)
 
     def _prove(self, thread: Thread, facts: RequestFacts, endpoint: EndpointId) -> None:
         """The engine reused the thread's last prompt: it keeps what it prefills, and drops a header that changed."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
 from kvproxy.cache.actions.executor import ActionExecutor
 from kvproxy.cache.actions.hotness import KnownPrefix
 from kvproxy.cache.actions.strategies import Action, PressureOf, Served
-from kvproxy.cache.metrics import LeaseMetrics
 from kvproxy.cache.overlap.facts import RequestFacts
 from kvproxy.cache.overlap.lookup import LookupClient
 from kvproxy.cache.prefix.cache_marks import read_ttl_s
@@ -18,9 +18,9 @@ from kvproxy.cluster.routing.selector import Decision
 from kvproxy.features.leases.conversations import Waiting, choose_duration
 from kvproxy.features.leases.gaps import PendingCall, pause_kind
 from kvproxy.features.leases.leases import Lease, LeaseBook, Lever, Why
+from kvproxy.features.leases.metrics import LeaseMetrics
 from kvproxy.features.leases.session_holds import SessionHolds
 from kvproxy.features.leases.touching import Toucher
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.request.exchange import Exchange, LeaseResult, Outcome
 from kvproxy.proxy.request.observer import RequestObserver
 
@@ -67,12 +67,12 @@ class Leasing:
         self._lookups = lookups
         self._toucher = toucher
         self._holds = holds
-        self._metrics: LeaseMetrics = metrics.leases
+        self._metrics = metrics.group(LeaseMetrics)
         self._clock = clock
 
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""
-        book, group = self.book, metrics.leases
+        book, group = self.book, metrics.group(LeaseMetrics)
         book.owner = self
         group.kept_ratio.set_source(lambda: () if book.kept_ratio is None else [((), book.kept_ratio)])
         group.held_tokens.set_source(

@@ -10,18 +10,19 @@ from functools import partial
 
 from kvproxy.base.errors import ClientError, NotSupported
 from kvproxy.base.log_lines import log_fields
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
 from kvproxy.cache.actions.job_queue import Job, JobQueue
 from kvproxy.cache.actions.signals import Signals
 from kvproxy.cache.clients.engine_metrics import EngineKind
 from kvproxy.cache.engines import Engines
+from kvproxy.cache.metrics import HoldingMetrics
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
 from kvproxy.features.leases.leases import Lease, LeaseBook
 from kvproxy.features.leases.touching import MAX_TOKENS, record_action, send_prompt
-from kvproxy.operate.metrics.catalog import Metrics
 
 log = logging.getLogger("kvproxy.kvcache")
 audit = logging.getLogger("kvproxy.audit")
@@ -52,7 +53,7 @@ class SessionHolds:
         self._jobs = jobs
         self._engines = engines
         self._signals = signals
-        self._actions = metrics.holdings.actions
+        self._actions = metrics.group(HoldingMetrics).actions
         self._clock = clock
         self._able: dict[Engine, tuple[bool, float]] = {}  # whether it can, and when it was asked
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from kvproxy.base.errors import ClientError
 from kvproxy.base.log_lines import log_fields
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId
 from kvproxy.cache.actions.hotness import KnownPrefix
 from kvproxy.cache.actions.job_queue import Job, JobQueue
@@ -16,6 +17,7 @@ from kvproxy.cache.actions.signals import Signals
 from kvproxy.cache.clients.tokens import body_with_tokens
 from kvproxy.cache.clients.vllm import Prefill, VllmClient
 from kvproxy.cache.engines import Engines
+from kvproxy.cache.metrics import HoldingMetrics
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
@@ -23,7 +25,7 @@ from kvproxy.cluster.routing.work import prefill_s
 from kvproxy.features.leases.conversations import LEAST_CHANCE
 from kvproxy.features.leases.gaps import Gaps
 from kvproxy.features.leases.leases import Lease
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.features.leases.metrics import LeaseMetrics
 
 audit = logging.getLogger("kvproxy.audit")
 
@@ -153,8 +155,8 @@ class Toucher:
         self._clusters = clusters
         self._jobs = jobs
         self._engines = engines
-        self._metrics = metrics.leases.touched_tokens
-        self._actions = metrics.holdings.actions
+        self._metrics = metrics.group(LeaseMetrics).touched_tokens
+        self._actions = metrics.group(HoldingMetrics).actions
         self._clock = clock
 
     def capacity_of(self, endpoint: Endpoint) -> int | None:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import msgspec
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
+from kvproxy.features.ledger.metrics import LedgerMetrics
 from kvproxy.features.ledger.settings import LedgerPrice, LedgerSettings
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.operate.receipts.files import RotatingFile, list_files, list_workers
 from kvproxy.operate.receipts.recorder import RecorderTarget
 from kvproxy.operate.receipts.writer import WritingObserver
@@ -76,7 +77,8 @@ class Ledger(WritingObserver[_Over]):
             period_s=settings.period,
             wall_clock=lambda: wall_clock().timestamp(),
         )
-        super().__init__(file, queue=QUEUE, limit=settings.max_queue, results=metrics.bounds.ledger, metrics=metrics)
+        results = metrics.group(LedgerMetrics).ledger
+        super().__init__(file, queue=QUEUE, limit=settings.max_queue, results=results, metrics=metrics)
 
     def finished(self, exchange: Exchange, now: float) -> None:
         """Entered is what an engine answered well, whole or in part; what it refused costs nothing."""

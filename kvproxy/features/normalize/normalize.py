@@ -11,12 +11,13 @@ import msgspec
 from starlette.types import ASGIApp
 from xxhash import xxh3_64_intdigest
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, InferenceRequest
 from kvproxy.cluster.routes import RouteTarget
 from kvproxy.features.hygiene.parts import is_system
+from kvproxy.features.normalize.metrics import NormalizeMetrics
 from kvproxy.features.normalize.normalize_rules import Piece, pieces_of, put_into, replaced_prompt, rewrite
 from kvproxy.features.normalize.normalize_trial import Trial, TrialState
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.filter_settings import NormalizeRule, NormalizeSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.filters.step import Step
@@ -65,7 +66,7 @@ class Trials:
 
     def _show(self, cluster: str, rules: str, state: TrialState) -> None:
         for one in TrialState:
-            self._metrics.bounds.normalize_state.labels(cluster, rules, one.value).set(one is state)
+            self._metrics.group(NormalizeMetrics).normalize_state.labels(cluster, rules, one.value).set(one is state)
 
 
 class NormalizeFilter(Step):
@@ -102,7 +103,7 @@ class NormalizeFilter(Step):
         if trial.applies(session):
             changes = [(old, new) for old, new in zip(pieces, changed, strict=True) if old != new]
             result = "rewritten" if put_all(exchange, downstream, request, changes) else "failed"
-        self.metrics.bounds.normalized.labels(cluster, names, result).inc()
+        self.metrics.group(NormalizeMetrics).normalized.labels(cluster, names, result).inc()
         if trial.state is TrialState.TRYING and result != "failed":
             exchange.attach(TrialWatch(self._trials, trial, (cluster, names), session))
 

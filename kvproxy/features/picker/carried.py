@@ -29,6 +29,7 @@ from kvproxy.proxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.proxy.filters.kvcache import needs_facts, prefers, use_facts
 from kvproxy.proxy.forward.body_guard import with_model
 from kvproxy.proxy.forward.metrics import RouteMetrics
+from kvproxy.proxy.metrics import RequestMetrics
 from kvproxy.proxy.placement import NO_ENDPOINTS, chosen_policy, priority_of
 from kvproxy.proxy.request.error_reply import LocalReply
 from kvproxy.proxy.request.exchange import Exchange
@@ -140,7 +141,8 @@ class CarriedRequest:
         self.exchange.body, self.exchange.inference = body, inference
         if inference is not None:
             session = "child" if inference.parent_session else "named" if inference.session_key else "none"
-            self.placer.target.metrics.request.clients.labels(inference.client or "unknown", session).inc()
+            clients = self.placer.target.metrics.group(RequestMetrics).clients
+            clients.labels(inference.client or "unknown", session).inc()
 
     async def _know(self, target: RouteTarget) -> None:
         """What endpoints hold of its prompt. No fact about a cache fails a request."""
@@ -220,7 +222,7 @@ class CarriedRequest:
 
     def refused(self, why: LocalReply) -> None:
         """The client got this instead of an endpoint."""
-        self.placer.target.metrics.request.local_replies.labels(str(why.status), why.reason).inc()
+        self.placer.target.metrics.group(RequestMetrics).local_replies.labels(str(why.status), why.reason).inc()
         self.exchange.outcome.status, self.exchange.outcome.end = why.status, "local_reply"
         self.finish(self.placer.clock())
 

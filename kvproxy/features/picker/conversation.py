@@ -7,12 +7,13 @@ import logging
 from enum import Enum, auto
 
 from kvproxy.base.background_task import TaskSet
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.features.picker import messages
 from kvproxy.features.picker.answer import CarriedAnswer
 from kvproxy.features.picker.carried import CarriedRequest, Placer
 from kvproxy.features.picker.grpc import Replies, Status
 from kvproxy.features.picker.messages import Beginning, BodyMode, DecodeError, Message, ProcessingRequest
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.features.picker.metrics import PickerMetrics
 from kvproxy.proxy.external import address_of, rank_headers
 from kvproxy.proxy.request.body import BodiesFull, BodyTooLarge, HeldBodies, SharedTimer
 from kvproxy.proxy.request.error_reply import LocalReply
@@ -164,7 +165,7 @@ class Conversation:
             self._fail("error", Status.INTERNAL, "the picker failed; its log says why")
             return
         self._stage = _Stage.PLACED
-        self._shared.metrics.picker.seconds.observe(self._shared.placer.clock() - began)
+        self._shared.metrics.group(PickerMetrics).seconds.observe(self._shared.placer.clock() - began)
         self._count("picked")
         self._send_picked(replaced)
         self._pieces = []  # the prompt is still held
@@ -192,7 +193,7 @@ class Conversation:
         self._answer = CarriedAnswer(self._request, *messages.read_answer(said))
         self._stage = _Stage.ANSWERED
         result = self._answer.locate(address, details)
-        self._shared.metrics.picker.served.labels(result).inc()
+        self._shared.metrics.group(PickerMetrics).served.labels(result).inc()
         endpoint = self._request.exchange.outcome.endpoint
         local = result in ("none", "unknown") or endpoint is None
         self._replies.send(messages.RESPONSE_HEADERS_TAKEN if local else messages.served_headers(str(endpoint)))
@@ -247,4 +248,4 @@ class Conversation:
         self._pieces, self._size = [], 0
 
     def _count(self, result: str) -> None:
-        self._shared.metrics.picker.requests.labels(self._mode, result).inc()
+        self._shared.metrics.group(PickerMetrics).requests.labels(self._mode, result).inc()

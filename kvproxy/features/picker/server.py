@@ -8,6 +8,7 @@ from typing import Protocol, Self
 
 from google.protobuf.message import DecodeError
 
+from kvproxy.base.metrics.bounds import BoundMetrics
 from kvproxy.features.picker.carried import Placer
 from kvproxy.features.picker.conversation import Conversations
 from kvproxy.features.picker.grpc import GrpcServer, Method, Replies, Status
@@ -68,9 +69,11 @@ class PickerServer:
         )
         self._running = AsyncExitStack()
         for name, limit in (("picker_connections", _MAX_CONNECTIONS), ("picker_streams", config.limits.connections)):
-            metrics.bounds.queue_limit.labels(name).set(limit)
-        metrics.bounds.queue_depth.labels("picker_connections").set_function(lambda: len(self._server.connections))
-        metrics.bounds.queue_depth.labels("picker_streams").set_function(lambda: self._server.streams)
+            metrics.group(BoundMetrics).queue_limit.labels(name).set(limit)
+        metrics.group(BoundMetrics).queue_depth.labels("picker_connections").set_function(
+            lambda: len(self._server.connections)
+        )
+        metrics.group(BoundMetrics).queue_depth.labels("picker_streams").set_function(lambda: self._server.streams)
 
     @property
     def port(self) -> int:

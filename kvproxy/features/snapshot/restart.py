@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from kvproxy.base.background_task import BackgroundTask, run_in_slices
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Sleep
 from kvproxy.cache.settings import SnapshotSettings
 from kvproxy.cache.snapshot_contents import Contents, Returned
 from kvproxy.cache.snapshot_format import Outcome, Unusable
 from kvproxy.cache.state import CacheState
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.features.snapshot.metrics import SnapshotMetrics
 from kvproxy.features.snapshot.snapshot_file import SnapshotFile, Store, TimedThread
-from kvproxy.operate.metrics.catalog import Metrics
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -71,13 +72,13 @@ class WarmRestart(BackgroundTask):
         self._failing = False
         self.restored: Outcome | None = None
         self._returned: Returned | None = None
-        self._writes = metrics.snapshot.writes
-        self._restores = metrics.snapshot.restores
+        self._writes = metrics.group(SnapshotMetrics).writes
+        self._restores = metrics.group(SnapshotMetrics).restores
 
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""
-        metrics.snapshot.bytes.set_source(self._sizes)
-        metrics.snapshot.age.set_source(self._ages)
+        metrics.group(SnapshotMetrics).bytes.set_source(self._sizes)
+        metrics.group(SnapshotMetrics).age.set_source(self._ages)
 
     async def __aenter__(self) -> Self:
         if self._fresh:

@@ -11,6 +11,7 @@ from opentelemetry.trace import Span, SpanContext, SpanKind, StatusCode, Tracer,
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import ASGIApp
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Headers
 from kvproxy.cluster.pick import Pick
 from kvproxy.features.tracing.trace_attributes import (
@@ -26,7 +27,6 @@ from kvproxy.features.tracing.trace_attributes import (
     server_attributes,
     trace_parent,
 )
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.filters.chain import WallClock
 from kvproxy.proxy.filters.step import Step
 from kvproxy.proxy.request.downstream import Downstream

@@ -16,6 +16,7 @@ from functools import partial
 import msgspec
 
 from kvproxy.base.errors import BreakerOpen, ClientError
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, Prompt
 from kvproxy.cache.actions.executor import ActionExecutor
 from kvproxy.cache.actions.hotness import KnownPrefix
@@ -33,9 +34,9 @@ from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import prefill_s
 from kvproxy.cluster.screening import Refusal
 from kvproxy.features.leases.gaps import SessionPauses
+from kvproxy.features.transfers.metrics import TransferMetrics
 from kvproxy.features.transfers.planner import draw_source, find_holders, near_tokens
 from kvproxy.features.transfers.transfer_link import Link
-from kvproxy.operate.metrics.catalog import Metrics
 
 #: Sessions whose next turn is expected, and tokens of their prompts; further turns are not prepared.
 MAX_EXPECTED, MAX_EXPECTED_TOKENS = 1024, 8_000_000
@@ -78,7 +79,7 @@ class Transfers:
         self._overlap = overlap
         self._executor = executor
         self._jobs = jobs
-        self.metrics = metrics.transfers
+        self.metrics = metrics.group(TransferMetrics)
         self.clock = clock
         self.rng = rng
         self.link = Link(settings.transfers, clock=clock)

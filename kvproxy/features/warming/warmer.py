@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import msgspec
 
 from kvproxy.base.errors import ClientError
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
 from kvproxy.cache.actions.hotness import KnownPrefix
 from kvproxy.cache.clients.vllm import Prefill
 from kvproxy.cache.engines import Engines
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.endpoint import Condition, Endpoint
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.features.warming.metrics import WarmingMetrics
 
 #: Tokens sent at once of a prefix whose tokens are known: what a request that comes meanwhile has to wait for.
 PIECE_TOKENS = 2048
@@ -39,7 +40,7 @@ class Warmer:
         self._settings = settings
         self._clock = clock
         self._engines = engines
-        self._tokens = metrics.holdings.warmed_tokens
+        self._tokens = metrics.group(WarmingMetrics).warmed_tokens
 
     async def warm_body(self, endpoint: Endpoint, path: str, body: bytes) -> Warmed:
         """A request that generates one token, and again to see what is reused of it."""

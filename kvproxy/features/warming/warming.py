@@ -9,16 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvproxy.base.log_lines import log_fields
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId
 from kvproxy.cache.actions.executor import ActionExecutor
 from kvproxy.cache.actions.hotness import Hotness, KnownPrefix, common_tokens
 from kvproxy.cache.actions.job_queue import Job, JobQueue
 from kvproxy.cache.feedback.trust import CacheLosses, LossReason
+from kvproxy.cache.metrics import HoldingMetrics
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.features.warming.warmer import Warmer
-from kvproxy.operate.metrics.catalog import Metrics
 
 audit = logging.getLogger("kvproxy.audit")
 
@@ -66,7 +67,7 @@ class Warming:
         self._losses = losses
         self._executor, self._jobs = executor, jobs
         self._warmer = warmer
-        self._results = metrics.holdings.actions
+        self._results = metrics.group(HoldingMetrics).actions
         self._clock = clock
         self._budget = float(self._settings.tokens_per_minute)
         self._refilled_at = clock()

@@ -33,6 +33,7 @@ from kvproxy.operate.admin.operated import ConfigFinding, OperatorFinding
 from kvproxy.operate.admin.process import AdviceRoutes, SettingsRoutes
 from kvproxy.operate.admin.replies import MAX_BODY_BYTES, Audit, RequestRefused, receive_body, reply_json
 from kvproxy.operate.merge import merge_events, merge_findings
+from kvproxy.operate.metrics.catalog import merge_rules
 
 _CHANGING = ("POST", "PUT", "PATCH", "DELETE")
 _PASSED_ON = ("content-type", "cache-control", "allow")
@@ -49,10 +50,11 @@ class MetricsOfAll:
         self._workers = workers
         self._last: dict[int, Page] = {}
         self._gone: Page = {}
+        self._rules = merge_rules()
 
     def note_ended(self, index: int) -> None:
         """This worker's process is gone."""
-        self._gone = add_pages([self._gone, keep_counts(self._last.pop(index, {}))])
+        self._gone = add_pages([self._gone, keep_counts(self._last.pop(index, {}))], self._rules)
 
     async def render(self) -> bytes:
         """The page."""
@@ -62,7 +64,7 @@ class MetricsOfAll:
             if (answer := answers.get(slot.index)) is not None and slot.process is asked.get(slot.index):
                 self._last[slot.index] = parse_page(answer.text)
         own = parse_page((await render_exposition(self._workers.metrics.registry)).decode())
-        return write_page(add_pages([own, self._gone, *self._last.values()]))
+        return write_page(add_pages([own, self._gone, *self._last.values()], self._rules))
 
 
 class WorkersAdmin:

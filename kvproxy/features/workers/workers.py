@@ -11,12 +11,13 @@ from typing import Any
 import httpx
 
 from kvproxy.base.errors import ConfigError, Problem
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.features.workers.assignment import Change
 from kvproxy.features.workers.control import FROM, RELOAD, REPEAT
 from kvproxy.features.workers.supervisor import Slot, Supervisor
 from kvproxy.operate.admin.operated import AdviceRuns, ConfigReloader, OperatorFinding, Reloaded
 from kvproxy.operate.config.schema import Config
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.operate.metrics.process import ProcessMetrics
 
 log = logging.getLogger("kvproxy")
 
@@ -43,7 +44,7 @@ class Workers:
         self.adviser: AdviceRuns | None = None
         self._one_at_a_time = asyncio.Lock()
         self._clients = {slot.index: _client(slot) for slot in supervisor.slots}
-        metrics.process.workers.set_source(lambda: [((), len(self.serving))])
+        metrics.group(ProcessMetrics).workers.set_source(lambda: [((), len(self.serving))])
 
     async def __aenter__(self) -> Workers:
         return self

@@ -13,8 +13,11 @@ from typing import Protocol, TypeVar
 
 from kvproxy.base.background_task import BackgroundTask
 from kvproxy.base.metrics.collectors import Counter
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Sleep
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.cache.metrics import KvCacheMetrics
+from kvproxy.cluster.metrics import EndpointRequestMetrics
+from kvproxy.proxy.metrics import CacheUseMetrics, RequestMetrics
 from kvproxy.proxy.request.observer import FailureTally, RecentDecisions, Tally
 
 log = logging.getLogger(__name__)
@@ -98,10 +101,10 @@ class History(BackgroundTask):
         recent, metrics, now = self._sampled.recent, self._sampled.metrics, self._sampled.clock()
         p50, p95 = list_quantiles(recent.ttfts_since(self._last_at))
         counters = (
-            metrics.latency.prompt_tokens,
-            metrics.latency.cached_tokens,
-            metrics.kvcache.predicted_tokens,
-            metrics.cache.saved_seconds,
+            metrics.group(RequestMetrics).prompt_tokens,
+            metrics.group(RequestMetrics).cached_tokens,
+            metrics.group(KvCacheMetrics).predicted_tokens,
+            metrics.group(CacheUseMetrics).saved_seconds,
         )
         counts = [count_total(counter) for counter in counters]
         prompt, cached, predicted, saved = (after - before for after, before in zip(counts, self._last, strict=True))
@@ -119,7 +122,7 @@ class History(BackgroundTask):
     def _take_attempt_failures(self) -> dict[tuple[str, str], int]:
         """Failed attempts since the last call. A series that began again counts from nothing."""
         counted: dict[tuple[str, str], int] = {}
-        for metric in self._sampled.metrics.request.attempt_failures.collect():
+        for metric in self._sampled.metrics.group(EndpointRequestMetrics).attempt_failures.collect():
             for sample in metric.samples:
                 key = sample.labels["cluster"], sample.labels["endpoint"]
                 counted[key] = counted.get(key, 0) + int(sample.value)

@@ -8,13 +8,13 @@ from datetime import datetime
 from typing import Protocol
 
 from kvproxy.base.errors import Problem
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import Routes
 from kvproxy.features.exchange.service import SyncService
 from kvproxy.operate.config.schema import Config
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.request.observer import RecentDecisions
 
 

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from kvproxy.base.errors import Problem
 from kvproxy.cache.actions.strategies import MAX_PRIORITIES
+from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics
 from kvproxy.cache.prefix.eviction import Priority
 from kvproxy.cache.service import KvCache
 from kvproxy.cache.status import cache_status, hot_prefixes, leases, prefix_breaks, promises
@@ -143,17 +144,17 @@ class CacheRoutes:
     async def _status(self, request: Request) -> Response:
         metrics = self._operated.metrics
         predictions = {
-            "predicted_tokens": count_by_label(metrics.kvcache.predicted_tokens, "source"),
-            "reused_tokens": count_by_label(metrics.kvcache.reused_tokens, "source"),
-            "results": count_by_label(metrics.kvcache.predictions, "result"),
+            "predicted_tokens": count_by_label(metrics.group(KvCacheMetrics).predicted_tokens, "source"),
+            "reused_tokens": count_by_label(metrics.group(KvCacheMetrics).reused_tokens, "source"),
+            "results": count_by_label(metrics.group(KvCacheMetrics).predictions, "result"),
             "alarms": [{"where": one.where, "what": one.what, "fix": one.fix} for one in self._alarms()],
         }
         return reply_json(
             {
                 **cache_status(self._service()),
-                "lookups": count_by_label(metrics.kvcache.lookups, "outcome"),
-                "tokenizes": count_by_label(metrics.kvcache.tokenizes, "outcome"),
-                "actions": count_by_label(metrics.holdings.actions, "result"),
+                "lookups": count_by_label(metrics.group(KvCacheMetrics).lookups, "outcome"),
+                "tokenizes": count_by_label(metrics.group(KvCacheMetrics).tokenizes, "outcome"),
+                "actions": count_by_label(metrics.group(HoldingMetrics).actions, "result"),
                 "predictions": predictions,
             }
         )

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvproxy.base.errors import ConfigError, Problem
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.paths import summarise_changes
 from kvproxy.base.types import Clock
 from kvproxy.features.priority.engine_priority import utc_seconds
 from kvproxy.operate.admin.operated import ConfigFinding, ConfigReloader, Event, OperatorFinding, RefusedFile, Reloaded
 from kvproxy.operate.commands.configuration import ConfigSource
 from kvproxy.operate.config.schema import Config
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.operate.metrics.process import ProcessMetrics
 
 logger = logging.getLogger("kvproxy")
 
@@ -95,7 +96,7 @@ class FileReloader:
                 return self._refused([Problem("", f"a part cannot be started: {type(error).__name__}: {error}")])
             self._note_applied()
             self._proxy.findings = convert_problems(problems)
-            self._proxy.metrics.process.reloads.labels("applied").inc()
+            self._proxy.metrics.group(ProcessMetrics).reloads.labels("applied").inc()
             later = ", ".join(reloaded.after_restart)
             changed = summarise_changes(before, config)
             logger.info("configuration reloaded: %s%s", changed, f"; after a restart: {later}" if later else "")
@@ -105,7 +106,7 @@ class FileReloader:
             return reloaded
 
     def _refused(self, errors: list[Problem]) -> Reloaded:
-        self._proxy.metrics.process.reloads.labels("refused").inc()
+        self._proxy.metrics.group(ProcessMetrics).reloads.labels("refused").inc()
         for error in errors:
             logger.error("configuration not reloaded: %s", error.located())
         now = self._clock()

@@ -30,7 +30,8 @@ from kvproxy.operate.commands.serving import (
     run_until_signal,
 )
 from kvproxy.operate.config.schema import Config
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.operate.metrics.catalog import make_metrics
+from kvproxy.operate.metrics.process import ProcessMetrics
 from kvproxy.proxy.listener.server import bind_sockets, url_of
 
 logger = logging.getLogger("kvproxy")
@@ -79,7 +80,7 @@ async def serve_until_signal(config: Config, problems: list[Problem], source: Co
 
 async def supervise_until_signal(config: Config, problems: list[Problem], source: ConfigSource, *, count: int) -> int:
     """The supervisor's whole life: it binds the sockets, keeps the workers, and is the operator's one listener."""
-    signals, metrics = ProcessSignals(config.shutdown.drain), Metrics()
+    signals, metrics = ProcessSignals(config.shutdown.drain), make_metrics()
     ProcessCollector(registry=metrics.registry)
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(shared_folder())
@@ -90,8 +91,8 @@ async def supervise_until_signal(config: Config, problems: list[Problem], source
             count=count,
             public=public,
             folder=folder,
-            on_restart=metrics.process.worker_restarts.inc,
-            on_hung=metrics.process.worker_hangs.inc,
+            on_restart=metrics.group(ProcessMetrics).worker_restarts.inc,
+            on_hung=metrics.group(ProcessMetrics).worker_hangs.inc,
             first_alone=keeps_snapshot(config),
         )
         workers = await stack.enter_async_context(Workers(supervisor, metrics=metrics))

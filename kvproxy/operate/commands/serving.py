@@ -21,6 +21,8 @@ from starlette.types import ASGIApp
 from kvproxy import __version__
 from kvproxy.app import Proxy
 from kvproxy.base.errors import Problem
+from kvproxy.base.metrics.bounds import BoundMetrics
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.lab.advise.live_advice import AdviceRunner, advise_command
 from kvproxy.operate.admin.operated import ConfigReloader
 from kvproxy.operate.commands.configuration import ConfigSource
@@ -30,10 +32,10 @@ from kvproxy.operate.commands.reload import FileReloader, Reloadable, convert_pr
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.doctor.report import DoctorReport
 from kvproxy.operate.doctor.visit import StartupDiagnosis
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.listener.parser import ListenerLimits
 from kvproxy.proxy.listener.server import Server
 from kvproxy.proxy.listener_settings import AdminSettings
+from kvproxy.proxy.metrics import ClientBoundMetrics
 
 logger = logging.getLogger("kvproxy")
 
@@ -125,7 +127,7 @@ async def public_listener(
             max_connections=connections,
             closing_idle_s=config.shutdown.idle,
         ),
-        on_refused=proxy.metrics.bounds.connections_refused.inc,
+        on_refused=proxy.metrics.group(ClientBoundMetrics).connections_refused.inc,
     )
     async with public:
         proxy.public_url = public.url
@@ -205,8 +207,7 @@ def fit_connections(wanted: int, *, open_files: int) -> int:
 def _show_process(metrics: Metrics, public: Server, *, limit: int) -> None:
     """Figures of the process, and what only its listener knows."""
     ProcessCollector(registry=metrics.registry)
-    metrics.bounds.queue_depth.labels("connections").set_function(lambda: public.connections)
-    metrics.bounds.queue_limit.labels("connections").set(limit)
+    metrics.group(BoundMetrics).show_queue("connections", lambda: public.connections, limit=limit)
 
 
 def announce(config: Config, url: str, endpoints: Mapping[str, Iterable[str]], *, workers: int = 1) -> None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvproxy.base.metrics.across_workers import rule_of
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.base.metrics.groups import Metrics
+from kvproxy.operate.metrics.catalog import list_groups, merge_rules
 
 _HEAD = """# Metrics
 
@@ -37,13 +38,12 @@ Labels come from closed sets or from the configuration, never from a client, so 
 endpoints times a small constant. An endpoint that leaves takes its series along.
 """
 
-#: What each label holds; the page and its test need one for every label in the catalogue.
+#: Contents of each label that several groups have; the others stand with their group.
 LABELS: Mapping[str, str] = {
     "action": "`pin`, `compress`, `evict`, `warm` or `touch`",
     "breaker": "what the breaker guards",
     "by": "what is counted (`tokens` or `requests`), whose costs (`live` or `shadow`), or by whose word (`engine`, "
     "`responses`, `prediction`)",
-    "cause": "why the prompt of a returning session could not be reused ([the list](prefix-hygiene.md#causes))",
     "client": "which of the known kinds of client sent it ([sessions](sessions.md)), empty: another",
     "cluster": "name of the cluster in the configuration",
     "direction": "`in` or `out`",
@@ -54,21 +54,16 @@ LABELS: Mapping[str, str] = {
     "pinned or evicted, at most 64 MiB)",
     "instance": "an LMCache instance by its id; empty: the store that all of them share",
     "kind": "which of a few kinds; the meaning of the metric names them",
-    "lever": "what keeps a prompt: `pin` (LMCache) or `touch` (asked for again)",
-    "mode": "how Envoy sends the request's body: `buffered`, `duplex`, or `headers` where it does not or does not wait",
     "model": "a model that an endpoint declares, a route names or an engine lists (50 of these at most); else `other`, "
     "as the first requests for a listed one are, until the engines were asked",
     "outcome": "how it ended",
-    "peer": "another process: host and worker (at most 256, silent ones for ten minutes)",
     "policy": "name of the balancing policy",
     "queue": "which bounded place: `upstream` connections, `rate_limit` buckets, `kvcache_...` jobs, `receipts`, "
     "`ledger`, reservations (`picks`; Envoy's: `picker`), `picker_streams`, `picker_connections`, requests in a "
     "`router/CLUSTER` queue, client `connections`",
-    "quantile": "`0.5` or `0.99`",
     "rank": "data-parallel rank of the engine",
     "reason": "why; a closed set of each metric",
     "result": "what became of it",
-    "rules": "those of `normalize` that change a prompt, such as `billing_header+sort_tools`",
     "session": "`named`, `child` (of a sub-agent or a fork) or `none`",
     "source": "`approximate`, `precise`, `lmcache_controller`, `lmcache_coordinator`, or `session`: where its session "
     "was served last",
@@ -79,7 +74,6 @@ LABELS: Mapping[str, str] = {
     "tier": "`device` (engine memory), `pinned`, `host`, `disk` or `shared` (a store that several engines read)",
     "status": "HTTP status",
     "version": "of kvproxy",
-    "why": "why a prompt is kept: `tool_call` (its answer calls a tool) or `client` (asked for it)",
     "what": "which of a few things; the meaning of the metric names them",
 }
 
@@ -108,7 +102,8 @@ class Described:
 
 def describe_metrics() -> dict[str, list[Described]]:
     """Every metric of the catalogue by section (the docstring of its group), in its order."""
-    groups = [group for name, group in vars(Metrics()).items() if name != "registry"]
+    metrics = Metrics()
+    groups = [metrics.group(kind) for kind in list_groups()]
     return {
         (inspect.getdoc(group) or "").rstrip("."): [
             _describe(metric) for metric in vars(group).values() if hasattr(metric, "describe")
@@ -128,20 +123,27 @@ def _describe(metric: Any) -> Described:
     return Described(name, family.type, tuple(metric._labelnames), family.documentation)
 
 
+def label_texts() -> Mapping[str, str]:
+    """Contents of every label in the catalogue."""
+    return {**LABELS, **{label: text for group in list_groups() for label, text in group.labels.items()}}
+
+
 def _tables() -> Iterator[str]:
+    rules = merge_rules()
     for title, metrics in describe_metrics().items():
         yield f"\n## {title}\n\n| Metric | Type | Labels | Meaning |\n|---|---|---|---|"
         for metric in metrics:
             labels = ", ".join(f"`{label}`" for label in metric.labels)
-            rule = f", {rule_of(metric.name, metric.kind)}" if metric.kind == "gauge" else ""
+            rule = f", {rule_of(metric.name, metric.kind, rules)}" if metric.kind == "gauge" else ""
             yield f"| `{metric.name}` | {metric.kind}{rule} | {labels} | {metric.meaning} |"
 
 
 def _labels() -> Iterator[str]:
     used = {label for metrics in describe_metrics().values() for metric in metrics for label in metric.labels}
+    texts = label_texts()
     yield "\n## Labels\n\n| Label | Holds |\n|---|---|"
     for label in sorted(used):
-        yield f"| `{label}` | {LABELS[label]} |"
+        yield f"| `{label}` | {texts[label]} |"
 
 
 if __name__ == "__main__":

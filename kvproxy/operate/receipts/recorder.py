@@ -11,9 +11,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, RequestKind
 from kvproxy.operate.config.schema import ReceiptSettings
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.operate.metrics.process import ReceiptMetrics
 from kvproxy.operate.receipts.files import RotatingFile
 from kvproxy.operate.receipts.observed import AttemptLog, Placed
 from kvproxy.operate.receipts.receipt import Attempt, Receipt, encode_prefixes, encode_receipt, wait_s
@@ -133,7 +134,8 @@ class Recorder(WritingObserver[FinishedRequest]):
         self._hash = keyed_hash(key)
         self._key = key if settings.prefixes else None
         file = RotatingFile(Path(settings.path), max_bytes=settings.max_file, max_files=settings.max_files)
-        super().__init__(file, queue=QUEUE, limit=settings.max_queue, results=metrics.bounds.receipts, metrics=metrics)
+        results = metrics.group(ReceiptMetrics).receipts
+        super().__init__(file, queue=QUEUE, limit=settings.max_queue, results=results, metrics=metrics)
 
     def received(self, exchange: Exchange, now: float) -> None:
         """Follow the request if chance says so."""

@@ -9,8 +9,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, Self, TypeVar
 
+from kvproxy.base.metrics.bounds import BoundMetrics
 from kvproxy.base.metrics.collectors import Counter, CounterCell
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.operate.receipts.files import RotatingFile
 from kvproxy.proxy.request.observer import RequestObserver
 
@@ -123,8 +124,7 @@ class WritingObserver(RequestObserver, Generic[T]):
     def __init__(self, file: RotatingFile, *, queue: str, limit: int, results: Counter, metrics: Metrics) -> None:
         written, dropped, failed = (results.labels(each) for each in ("written", "dropped", "failed"))
         self._writer: Writer[T] = Writer(file, self._line, limit=limit, written=written, dropped=dropped, failed=failed)
-        metrics.bounds.queue_depth.labels(queue).set_function(lambda: self._writer.waiting)
-        metrics.bounds.queue_limit.labels(queue).set(limit)
+        metrics.group(BoundMetrics).show_queue(queue, lambda: self._writer.waiting, limit=limit)
 
     async def __aenter__(self) -> Self:
         self._writer.start()

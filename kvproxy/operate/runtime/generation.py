@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
 from kvproxy.base.upstream.pool import UpstreamPool
 from kvproxy.cache.service import KvCache
@@ -22,7 +23,6 @@ from kvproxy.cluster.routes import Routes
 from kvproxy.cluster.routing.registry import configured, runtime_overrides
 from kvproxy.cluster.settings import ClusterSettings
 from kvproxy.operate.config.schema import Config, FilterSpec
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.filter_settings import DEFAULT_FILTERS
 from kvproxy.proxy.filters.chain import FilterContext, FilterType, Services, WallClock, build_chain
 from kvproxy.proxy.filters.registry import FILTERS, discover

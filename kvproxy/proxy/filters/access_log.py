@@ -14,8 +14,8 @@ import msgspec
 from starlette.types import ASGIApp
 
 from kvproxy.base.log_lines import format_console_line, format_time
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.filter_settings import AccessLogSettings
 from kvproxy.proxy.filters.chain import FilterContext, WallClock
 from kvproxy.proxy.filters.step import Step

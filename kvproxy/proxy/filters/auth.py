@@ -13,12 +13,13 @@ from pydantic import TypeAdapter
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.base.errors import ConfigError, Problem
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.model import Name
 from kvproxy.base.types import Clock, Headers
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.filter_settings import ApiKey, AuthSettings, RouterSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.filters.step import Step
+from kvproxy.proxy.metrics import ClientBoundMetrics
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.error_reply import LocalReply
 from kvproxy.proxy.request.exchange import Exchange
@@ -104,7 +105,7 @@ class AuthFilter(Step):
     def before(self, exchange: Exchange, downstream: Downstream) -> None:
         """The request gets its tenant, or is refused."""
         if fault := self._admit(exchange, downstream.scope):
-            self.metrics.bounds.auth_failures.labels(fault).inc()
+            self.metrics.group(ClientBoundMetrics).auth_failures.labels(fault).inc()
             message = "A valid API key is required: `Authorization: Bearer <key>` or `x-api-key: <key>`."
             raise LocalReply(401, "invalid_api_key", message, headers=_REFUSED_HEADERS)
 
@@ -114,7 +115,7 @@ class AuthFilter(Step):
             return False
         fault = self._admit(Exchange.of(scope, now=self.clock()), scope)
         if fault:
-            self.metrics.bounds.auth_failures.labels(fault).inc()
+            self.metrics.group(ClientBoundMetrics).auth_failures.labels(fault).inc()
             await send({"type": "websocket.close", "code": 1008})
         return bool(fault)
 

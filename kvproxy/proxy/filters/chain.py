@@ -14,12 +14,12 @@ from pydantic import ValidationError
 from starlette.types import ASGIApp
 
 from kvproxy.base.errors import ConfigError, Problem
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.resilience.retry import RetryBudget
 from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import dotted_path
 from kvproxy.base.types import Clock
 from kvproxy.operate.config.schema import Config, FilterSpec
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.filters.buckets import BucketTable
 from kvproxy.proxy.filters.step import Step, joined
 from kvproxy.proxy.request.observer import RequestObserver

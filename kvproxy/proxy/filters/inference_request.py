@@ -10,12 +10,13 @@ from typing import Any
 from starlette.types import ASGIApp, Message
 
 from kvproxy.base.metrics.collectors import CounterCell
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Headers, InferenceRequest, RequestKind
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.filter_settings import InferenceRequestSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.filters.step import Step
 from kvproxy.proxy.forward.body_guard import is_guarded
+from kvproxy.proxy.metrics import RequestMetrics
 from kvproxy.proxy.request.body import LONG_BYTES, BodiesFull, BodyReader, BodyRefused, ClientLeft, HeldBodies
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.exchange import Exchange
@@ -103,7 +104,8 @@ class InferenceRequestFilter(Step):
         about = (inference.client, session)
         counted = self._counted.get(about)
         if counted is None:
-            counted = self._counted[about] = self.metrics.request.clients.labels(about[0] or "unknown", session)
+            clients = self.metrics.group(RequestMetrics).clients
+            counted = self._counted[about] = clients.labels(about[0] or "unknown", session)
         counted.value += 1.0
 
     def _headers(self, headers: Headers) -> tuple[int, bool, Caller]:

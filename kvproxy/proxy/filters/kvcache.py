@@ -10,6 +10,7 @@ from typing import Protocol
 import msgspec
 from starlette.types import ASGIApp, Scope
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId
 from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.overlap.kv_event_streams import EventStreams, follow_events
@@ -23,7 +24,6 @@ from kvproxy.cluster.routing.registry import POLICIES
 from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
 from kvproxy.features.transfers.copy_watch import follow_copy
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.filter_settings import CachedTokens, RouterSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.filters.router import RouterFilter

@@ -11,13 +11,13 @@ from typing import Any, Protocol, Self
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, Headers, RequestKind
 from kvproxy.cache.service import KvCache
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import RouteTarget
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.filters.inference_request import KIND_OF_PATH, ReadIfPossible
 from kvproxy.proxy.filters.kvcache import STATE_KEY, KvCacheFilter
 from kvproxy.proxy.request.body import BodyReader, HeldBodies

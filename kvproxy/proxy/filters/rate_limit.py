@@ -9,12 +9,14 @@ import math
 from starlette.types import ASGIApp, Scope
 
 from kvproxy.base.errors import ConfigError, Problem
+from kvproxy.base.metrics.bounds import BoundMetrics
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Headers
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.filter_settings import RateLimitSettings
 from kvproxy.proxy.filters.buckets import Buckets, BucketTable, Limit, TokenBucket
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.filters.step import Step
+from kvproxy.proxy.metrics import ClientBoundMetrics
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.error_reply import LocalReply
 from kvproxy.proxy.request.exchange import Exchange
@@ -45,7 +47,7 @@ class RateLimitFilter(Step):
 
     def show(self) -> None:
         """The gauges read it from now on."""
-        bounds, buckets = self.metrics.bounds, self._buckets
+        bounds, buckets = self.metrics.group(BoundMetrics), self._buckets
         buckets.serve()
         bounds.queue_depth.labels("rate_limit").set_function(lambda: len(buckets))
         bounds.queue_limit.labels("rate_limit").set(buckets.max_keys)
@@ -71,7 +73,7 @@ class RateLimitFilter(Step):
             ((bucket.wait_s(1.0, now), limit) for limit, bucket in zip(self._limits, buckets, strict=True)),
             key=lambda pair: pair[0],
         )
-        self.metrics.bounds.rate_limited.labels(limit.kind).inc()
+        self.metrics.group(ClientBoundMetrics).rate_limited.labels(limit.kind).inc()
         retry_after_s = math.ceil(wait_s)
         message = f"Over the limit of {limit.per_minute:g} {limit.kind} per minute; retry in {retry_after_s} s."
         headers = [(b"retry-after", b"%d" % retry_after_s), *self._standing(buckets, now)]

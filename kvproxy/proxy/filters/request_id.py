@@ -8,8 +8,8 @@ from operator import itemgetter
 
 from starlette.types import ASGIApp
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Headers
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.filter_settings import RequestIdSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.filters.step import Step

@@ -12,13 +12,13 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.base.errors import QueueFull, UnsafeRequest
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.resilience.retry import RetryBudget
 from kvproxy.base.types import CONNECTION, Headers
 from kvproxy.base.upstream.pool import Timeouts
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.routes import Routes, RouteTarget
 from kvproxy.operate.config.schema import Config
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.filter_settings import CachedTokens, RequestIdSettings, RouterSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.forward import models as model_list

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Headers
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.request.body import ClientLeft
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.error_reply import LocalReply, refuse

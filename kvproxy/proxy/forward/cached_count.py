@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import RequestKind
 from kvproxy.base.upstream.response import UpstreamResponse
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.metrics import RequestMetrics
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.usage import read_usage, write_cached
 
@@ -94,7 +95,7 @@ class CachedCount(msgspec.Struct, eq=False):
         if written is not answer:
             self._exchange.outcome.predicted_tokens = predicted
             source = "engine" if predicted is None else "predicted"
-            self._shared.metrics.request.cached_counts.labels(source).inc()
+            self._shared.metrics.group(RequestMetrics).cached_counts.labels(source).inc()
         return written
 
 

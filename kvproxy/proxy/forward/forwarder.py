@@ -19,6 +19,7 @@ from kvproxy.base.errors import (
     ResponseHeadTooLarge,
     UpstreamError,
 )
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.resilience.retry import RetryBudget
 from kvproxy.base.types import Clock, EndpointId, Headers
 from kvproxy.base.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
@@ -28,13 +29,13 @@ from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.routing.policy import FactSource, PickRequest
 from kvproxy.cluster.screening import Refusal
 from kvproxy.operate.config.schema import RetrySettings
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.forward.answer import NOT_IMPLEMENTED, Attempts, names_no_model, read_short, verdict_on
 from kvproxy.proxy.forward.asking import Asking
 from kvproxy.proxy.forward.cached_count import CachedCounts
 from kvproxy.proxy.forward.headers import RequestHead, describe_decision, response_headers
 from kvproxy.proxy.forward.relay import Relay, is_comment, is_event_stream
 from kvproxy.proxy.forward.request_body import RequestBody
+from kvproxy.proxy.metrics import RequestMetrics
 from kvproxy.proxy.placement import NO_ENDPOINTS, Placement, make_pick_request
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.exchange import CLIENT_CLOSED_REQUEST, Exchange
@@ -394,9 +395,9 @@ class Forwarding(Placement, kw_only=True):
         metrics = self._shared.metrics
         notify(RequestObserver.attempt_failed, self.exchange, reason, self._shared.clock())
         if refusal:
-            metrics.request.retries_refused.labels(refusal).inc()
+            metrics.group(RequestMetrics).retries_refused.labels(refusal).inc()
             return _Next.GIVE_UP
-        metrics.request.retries.labels(reason).inc()
+        metrics.group(RequestMetrics).retries.labels(reason).inc()
         return _Next.RETRY
 
     def _note_first_token(self, pick: Pick) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from kvproxy.base.metrics.collectors import CounterCell
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Tier
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint_metrics import OTHER
 from kvproxy.cluster.routing.policy import Overlap
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.operate.config.schema import RouteSettings
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.metrics import CacheUseMetrics, RequestMetrics
 from kvproxy.proxy.request.exchange import RESULTS, Exchange, Outcome, result_of
 from kvproxy.proxy.request.observer import RequestObserver
 
@@ -23,11 +24,12 @@ class _ClusterSeries:
     """Kept children of one cluster."""
 
     def __init__(self, catalog: Metrics, cluster: str) -> None:
-        self.results = {result: catalog.request.results.labels(cluster, result) for result in RESULTS}
-        self.prompt_tokens: CounterCell = catalog.latency.prompt_tokens.labels(cluster)
-        self.cached_tokens: CounterCell = catalog.latency.cached_tokens.labels(cluster)
-        self.completion_tokens: CounterCell = catalog.latency.completion_tokens.labels(cluster)
-        self.window = catalog.cache.hit_windows.of(cluster)
+        group = catalog.group(RequestMetrics)
+        self.results = {result: group.results.labels(cluster, result) for result in RESULTS}
+        self.prompt_tokens: CounterCell = group.prompt_tokens.labels(cluster)
+        self.cached_tokens: CounterCell = group.cached_tokens.labels(cluster)
+        self.completion_tokens: CounterCell = group.completion_tokens.labels(cluster)
+        self.window = catalog.group(CacheUseMetrics).hit_windows.of(cluster)
         self._catalog, self._cluster = catalog, cluster
         self._tiers: dict[Tier, tuple[CounterCell, CounterCell]] = {}
         self.count_tier(Tier.DEVICE, 0)
@@ -36,7 +38,7 @@ class _ClusterSeries:
         """So many tokens of a prompt were believed to be on it."""
         cells = self._tiers.get(tier)
         if cells is None:
-            cache, labels = self._catalog.cache, (self._cluster, tier.value)
+            cache, labels = self._catalog.group(CacheUseMetrics), (self._cluster, tier.value)
             cells = self._tiers[tier] = (cache.tier_hits.labels(*labels), cache.tier_hit_tokens.labels(*labels))
         if tokens:
             cells[0].value += 1.0
@@ -86,7 +88,7 @@ class RouteMetrics(RequestObserver):
             return
         end = self._ends.get(outcome.end)
         if end is None:
-            end = self._ends[outcome.end] = self.catalog.request.ends.labels(outcome.end)
+            end = self._ends[outcome.end] = self.catalog.group(RequestMetrics).ends.labels(outcome.end)
         end.value += 1.0
 
     def _model(self, exchange: Exchange, cluster: Cluster | None) -> str:
@@ -166,11 +168,8 @@ class Savings:
         key = (model, tenant) if len(self._pairs) < MAX_PAIRS else (OTHER, OTHER)
         pair = self._pairs.get(key)
         if pair is None:
-            catalog = self._catalog
-            pair = self._pairs[key] = (
-                catalog.cache.saved_tokens.labels(*key),
-                catalog.cache.saved_seconds.labels(*key),
-            )
+            group = self._catalog.group(CacheUseMetrics)
+            pair = self._pairs[key] = (group.saved_tokens.labels(*key), group.saved_seconds.labels(*key))
         return pair
 
 

@@ -13,12 +13,12 @@ from cachetools import TTLCache
 from starlette.types import Scope, Send
 
 from kvproxy.base.errors import UpstreamError
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Headers
 from kvproxy.base.upstream.pool import Timeouts, UpstreamPool
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.engine import Engine
 from kvproxy.operate.config.schema import RouteSettings
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.forward.headers import CREDENTIALS, response_headers
 from kvproxy.proxy.request.error_reply import local_reply
 

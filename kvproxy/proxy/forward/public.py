@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 
 from starlette.types import Scope, Send
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Headers
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import clusters_without_endpoint
-from kvproxy.operate.metrics.catalog import Metrics
 from kvproxy.proxy.request.error_reply import local_reply
 
 #: Inference and what clients need beside it, as vLLM, SGLang and their like call it.

@@ -9,7 +9,8 @@ from typing import Generic, TypeVar
 
 from starlette.types import Message, Receive
 
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.base.metrics.groups import Metrics
+from kvproxy.proxy.metrics import ClientBoundMetrics
 from kvproxy.proxy.request.error_reply import LocalReply
 
 K = TypeVar("K")
@@ -66,8 +67,8 @@ class HeldBodies:
         self.held_bytes = 0
         self.limit_bytes = limit_bytes
         if metrics is not None:
-            metrics.bounds.bodies_held.set_function(lambda: self.held_bytes)
-            metrics.bounds.bodies_limit.set(limit_bytes)
+            metrics.group(ClientBoundMetrics).bodies_held.set_function(lambda: self.held_bytes)
+            metrics.group(ClientBoundMetrics).bodies_limit.set(limit_bytes)
 
     def hold_bytes(self, size_bytes: int) -> None:
         """Hold that much more; raises BodiesFull, and holds no more, when it would be too much."""

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import CONNECTION, RequestKind
-from kvproxy.operate.metrics.catalog import Metrics
+from kvproxy.proxy.metrics import ClientBoundMetrics, RequestMetrics
 from kvproxy.proxy.request.exchange import SCOPE_KEY
 
 _OPENAI_TYPES = {
@@ -112,7 +113,7 @@ async def local_reply(
         exchange.outcome.status = status
         exchange.outcome.end = "local_reply"
         exchange.outcome.local_reason = reason
-    metrics.request.local_replies.labels(str(status), reason).inc()
+    metrics.group(RequestMetrics).local_replies.labels(str(status), reason).inc()
     body = error_body(scope["path"], status, reason=reason, message=message)
     head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *(headers or ())]
     if unread is not None:
@@ -128,9 +129,9 @@ async def local_reply(
 async def refuse(why: LocalReply, scope: Scope, receive: Receive, send: Send, *, metrics: Metrics) -> None:
     """The answer to a refused request."""
     if why.reason == "body_too_large":
-        metrics.bounds.body_refused.inc()
+        metrics.group(ClientBoundMetrics).body_refused.inc()
     elif why.reason == "bodies_full":
-        metrics.bounds.bodies_full.inc()
+        metrics.group(ClientBoundMetrics).bodies_full.inc()
     await local_reply(
         scope,
         send,

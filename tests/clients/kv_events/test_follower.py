@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvproxy.base.errors import ClientTimeout
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.kv_events.events import END_OF_REPLAY
 from kvproxy.cache.kv_events.follower import StreamFollower
 from kvproxy.cache.kv_events.status import StreamHealth, StreamMeter
-from kvproxy.operate.metrics.catalog import Metrics
 from tests.clients.kv_events.support import CLEARED, Index, frames, removed, stored
 from tests.support.clock import FakeClock
 

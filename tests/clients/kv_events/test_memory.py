@@ -12,6 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.kv_events import subscriber as subscriber_module
 from kvproxy.cache.kv_events.events import END_OF_REPLAY
@@ -19,7 +20,6 @@ from kvproxy.cache.kv_events.sockets import AHEAD_BYTES, Subscription, read_repl
 from kvproxy.cache.kv_events.source import KvEventSource
 from kvproxy.cache.kv_events.subscriber import KvEventSubscriber
 from kvproxy.cache.kv_events.zmtp import ReceiveMemory
-from kvproxy.operate.metrics.catalog import Metrics
 from tests.clients.kv_events.support import Index, Publisher, frames, stored
 from tests.support.clock import FakeClock
 from tests.support.until import until

@@ -14,11 +14,11 @@ import zmq
 import zmq.asyncio
 
 from kvproxy.base.errors import BadResponse, ClientTimeout
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.kv_events import sockets
 from kvproxy.cache.kv_events.source import KvEventSource
 from kvproxy.cache.kv_events.subscriber import KvEventSubscriber
-from kvproxy.operate.metrics.catalog import Metrics
 from tests.clients.kv_events.support import Index, Publisher, captured_frames, frames, removed, stored
 from tests.support.clock import FakeClock
 from tests.support.until import until

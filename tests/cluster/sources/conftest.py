@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from kvproxy.base.metrics.groups import Metrics
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.discovery_settings import DiscoverySettings
 from kvproxy.cluster.settings import ClusterSettings, HealthCheckSettings, PolicyName
-from kvproxy.operate.metrics.catalog import Metrics
 from tests.cluster.conftest import Bench
 from tests.support.clock import FakeClock
 

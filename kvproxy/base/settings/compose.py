@@ -1,0 +1,87 @@
+"""Models of the core with the fields that installed features add to them, and how code reads these fields.
+
+A feature adds fields by a model of its own that has them: `class LeasePlace(Model): leases: LeaseSettings`. The model
+that a file is decoded into inherits from it and from the core's, so `isinstance` and types say what is there. Each is
+made once for a process: models of two classes are never equal, and a reload would find everything changed.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin
+
+from pydantic import create_model
+from pydantic.fields import FieldInfo
+
+from kvproxy.base.feature import BaseFeature
+from kvproxy.base.installed import installed
+from kvproxy.base.settings.model import Model
+
+M = TypeVar("M", bound=Model)
+
+
+def composed(model: type[M]) -> type[M]:
+    """The model, and models within it, with the fields of all installed features."""
+    return cast("type[M]", _compose(model))
+
+
+def part_of(settings: Model, fields: type[M]) -> M:
+    """The settings as a model with the fields that a feature added; their defaults where the core made the settings
+    by itself."""
+    return settings if isinstance(settings, fields) else fields()
+
+
+@cache
+def _compose(model: type[Model]) -> type[Model]:
+    added = [fields for feature in installed(BaseFeature) for fields in feature.settings.get(model, ())]
+    return compose_model(model, tuple(added))
+
+
+def compose_model(model: type[Model], added: tuple[type[Model], ...]) -> type[Model]:
+    """A class that is both the model and those with the added fields; the model itself where nothing is added."""
+    changed = {}
+    for name, field in model.model_fields.items():
+        kind = _replace(field.annotation)
+        if kind is not field.annotation:
+            changed[name] = (kind, _field_of(field, kind))
+    if not added and not changed:
+        return model
+    whole = cast("Any", create_model)(
+        model.__name__, __base__=(*added, model), __doc__=model.__doc__, __module__=model.__module__, **changed
+    )
+    whole.__reduce__ = lambda self: (_restore, (model, self.__getstate__()))  # made at run time: found by its model
+    return cast("type[Model]", whole)
+
+
+def _restore(model: type[Model], state: Any) -> Model:
+    kind = composed(model)
+    made = kind.__new__(kind)
+    made.__setstate__(state)
+    return made
+
+
+def _replace(annotation: Any) -> Any:
+    """The same annotation object where no model in it gets fields."""
+    if isinstance(annotation, type) and issubclass(annotation, Model):
+        return composed(annotation)
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    replaced = tuple(_replace(one) for one in arguments)
+    if origin is None or all(one is other for one, other in zip(arguments, replaced, strict=True)):
+        return annotation
+    if origin in (Union, UnionType):
+        return Union[replaced]  # noqa: UP007 - of a tuple
+    if origin is Annotated:
+        return Annotated[(replaced[0], *annotation.__metadata__)]
+    return origin[replaced]
+
+
+def _field_of(field: FieldInfo, kind: Any) -> FieldInfo:
+    """The field with the other annotation, and with a default of the new class."""
+    made = copy.copy(field)
+    made.annotation = kind
+    if isinstance(field.default, Model):
+        default = field.default
+        made.default = composed(type(default))(**{name: getattr(default, name) for name in default.model_fields_set})
+    return made

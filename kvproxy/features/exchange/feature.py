@@ -1,0 +1,26 @@
+"""The feature, as the core meets it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvproxy.operate.feature import Feature
+
+if TYPE_CHECKING:
+    from kvproxy.base.metrics.groups import MetricGroup
+
+
+class Exchange(Feature):
+    """Has several processes decide as one."""
+
+    name = "exchange"
+
+    def list_metrics(self) -> Sequence[type[MetricGroup]]:
+        """Its group."""
+        from kvproxy.features.exchange.metrics import SyncMetrics
+
+        return (SyncMetrics,)
+
+
+FEATURE = Exchange()

@@ -1,0 +1,76 @@
+"""Metrics of exchange."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from kvproxy.base.metrics.across_workers import Across
+from kvproxy.base.metrics.collectors import CallbackGauge, Counter
+from kvproxy.base.metrics.groups import MetricGroup
+
+
+class SyncMetrics(MetricGroup):
+    """Several processes that decide as one."""
+
+    across = {
+        "kvproxy_sync_status": Across.MAX,
+        "kvproxy_sync_consistency_ratio": Across.MIN,
+        "kvproxy_sync_peers": Across.MAX,
+        "kvproxy_sync_peer_lag_seconds": Across.MAX,
+        "kvproxy_sync_index_blocks": Across.MAX,
+        "kvproxy_sync_store_up": Across.MIN,
+    }
+    labels = {
+        "peer": "another process: host and worker (at most 256, silent ones for ten minutes)",
+        "quantile": "`0.5` or `0.99`",
+    }
+
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.status = Gauge(
+            "kvproxy_sync_status", "1: so it stands with the other processes", ["state"], registry=r
+        )  # joining, alone, synced, degraded
+        self.consistency = CallbackGauge(
+            "kvproxy_sync_consistency_ratio",
+            "Of the prompts that others routed in the last minute, the share that is known here", registry=r,
+        )  # fmt: skip
+        self.peers = CallbackGauge("kvproxy_sync_peers", "Other processes, as they are heard", ["state"], registry=r)
+        # alive, silent
+        self.lag = CallbackGauge(
+            "kvproxy_sync_peer_lag_seconds", "From another process to here, over its latest messages",
+            ["peer", "quantile"], registry=r,
+        )  # fmt: skip
+        self.gaps = CallbackGauge(
+            "kvproxy_sync_peer_gaps", "Times that something of another process was missing", ["peer"],
+            counts=True, registry=r,
+        )  # fmt: skip
+        self.lost = CallbackGauge(
+            "kvproxy_sync_peer_lost", "Prompts it routed that never became known here", ["peer"],
+            counts=True, registry=r,
+        )  # fmt: skip
+        self.index_blocks = CallbackGauge(
+            "kvproxy_sync_index_blocks", "Blocks in the approximate indexes of each process, as it says; peer `self`: "
+            "this one", ["peer"], registry=r,
+        )  # fmt: skip
+        self.messages = Counter(
+            "kvproxy_sync_messages", "Messages between processes", ["outcome"], registry=r
+        )  # sent, received, malformed, failed
+        self.bytes = Counter("kvproxy_sync_bytes", "Bytes of these", ["direction"], registry=r)  # in, out
+        self.dropped = CallbackGauge(
+            "kvproxy_sync_dropped",
+            "`deltas` and `messages` that found no room and were never sent, messages `received` that found none, and "
+            "deltas that `failed` to be applied",
+            ["what"],
+            counts=True,
+            registry=r,
+        )
+        self.held = CallbackGauge(
+            "kvproxy_sync_held_bytes",
+            "Kept for the exchange: `deltas` not told yet (at most 16 MiB), messages `unsent` (16 MiB for a store, 8 "
+            "for each worker), batches `sent` that may be asked for again (4 MiB), messages that came `early` "
+            "(32 MiB), and while `joining` what others say and the snapshot (96 MiB)",
+            ["what"], registry=r,
+        )  # fmt: skip
+        self.store_up = CallbackGauge(
+            "kvproxy_sync_store_up", "1: what replicas meet at can be reached; not there where they meet at nothing",
+            registry=r,
+        )  # fmt: skip

@@ -1,0 +1,59 @@
+"""Metrics of leases."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from kvproxy.base.metrics.across_workers import Across
+from kvproxy.base.metrics.collectors import CallbackGauge, Counter
+from kvproxy.base.metrics.groups import MetricGroup
+
+
+class LeaseMetrics(MetricGroup):
+    """Prompts kept for conversations that are expected back (docs/leases.md)."""
+
+    across = {
+        "kvproxy_lease_kept_ratio": Across.MEAN,
+        "kvproxy_lease_held_tokens": Across.MAX,
+        "kvproxy_lease_entries": Across.MAX,
+    }
+    labels = {
+        "why": "why a prompt is kept: `tool_call` (its answer calls a tool) or `client` (asked for it)",
+        "lever": "what keeps a prompt: `pin` (LMCache) or `touch` (asked for again)",
+    }
+
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.grants = Counter(
+            "kvproxy_lease_grants", "Prompts that are to be kept, by why and by what keeps them",
+            ["why", "lever"], registry=r,
+        )  # fmt: skip  # tool_call, client; pin, session, touch
+        self.refusals = Counter(
+            "kvproxy_lease_refusals", "Prompts worth keeping that are not kept", ["reason"], registry=r
+        )  # short, max_leases, tenant_budget, endpoint_budget, no_lever, unpriced, duplicate
+        self.results = Counter(
+            "kvproxy_lease_results", "Leases by how they ended", ["result"], registry=r
+        )  # kept, broken, elsewhere, unverified, early; without a return: expired, session_ended, no_effect, not_worth
+        self.promised_tokens = Counter(
+            "kvproxy_lease_promised_tokens", "Tokens under leases whose conversation came back and that were verified",
+            registry=r,
+        )  # fmt: skip
+        self.reused_tokens = Counter(
+            "kvproxy_lease_reused_tokens", "Of these, tokens that the engines did reuse", registry=r
+        )
+        self.reused_seconds = Counter(
+            "kvproxy_lease_reused_seconds", "Seconds of prefill these would have taken, by learned speeds (some of it "
+            "would have been cached without a lease)", registry=r,
+        )  # fmt: skip
+        self.touched_tokens = Counter(
+            "kvproxy_lease_touched_tokens", "Tokens of prompts asked for again to keep them", ["state"], registry=r
+        )  # found, computed
+        self.kept_ratio = CallbackGauge(
+            "kvproxy_lease_kept_ratio", "Of the promises that could be verified, the share that was kept", registry=r
+        )
+        self.held_tokens = CallbackGauge(
+            "kvproxy_lease_held_tokens", "Tokens under lease by tenant", ["tenant"], registry=r
+        )
+        self.entries = CallbackGauge(
+            "kvproxy_lease_entries", "`leases`, conversations that are `waiting`, known kinds of `pauses`, and "
+            "`sessions` of SGLang to be closed", ["what"], registry=r,
+        )  # fmt: skip
