@@ -11,8 +11,8 @@ from kvproxy.base.types import Clock
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition
 from kvproxy.cluster.metrics import ScalingMetrics, SpeedMetrics
+from kvproxy.cluster.settings import RouteSettings
 from kvproxy.features.autoscaling import TAKING
-from kvproxy.operate.config.schema import Config, RouteSettings
 
 #: Answers remembered. Paths and models come from clients, so the memory starts over when it is full. A dict: every
 #: request asks, and a BoundedMapping's hit takes six times as long.
@@ -59,9 +59,9 @@ class Routes:
         self._remembered: dict[tuple[str, str], tuple[RouteTarget, ...]] = {}
 
     @classmethod
-    def from_config(cls, config: Config, clusters: Mapping[str, Cluster]) -> Routes:
+    def from_settings(cls, routes: Sequence[RouteSettings], clusters: Mapping[str, Cluster]) -> Routes:
         """KeyError for a route to a cluster that is not in `clusters`."""
-        routes = config.routes or tuple(RouteSettings(cluster=name) for name in clusters)
+        routes = routes or tuple(RouteSettings(cluster=name) for name in clusters)
         return cls(
             [
                 _Rule(route.prefix, route.model, RouteTarget(clusters[route.cluster], route.upstream_model))

@@ -401,3 +401,21 @@ class ClusterSettings(Model):
     engine_priority_order: PriorityOrder = PriorityOrder.LOWEST_FIRST
     """Which number these engines admit first: vLLM the lowest, SGLang the highest (unless it is started with
     `--schedule-low-priority-values-first`)."""
+
+
+class RouteMatch(Model):
+    """What a route applies to; all that is given must hold."""
+
+    prefix: str = "/"
+    """Path prefix."""
+    model: str = ""
+    """Model name in the body, or an alias; a trailing `*` matches any rest; empty: any."""
+
+
+class RouteSettings(RouteMatch):
+    """Sends matching requests to a cluster. The first match wins."""
+
+    cluster: str = "default"
+    """Name of the cluster."""
+    upstream_model: str = ""
+    """Model name the engine knows (the route's `model` is then an alias); empty: as the client wrote it."""

@@ -15,12 +15,12 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routes import Routes
 from kvproxy.cluster.routing.policy import PickRequest
 from kvproxy.cluster.screening import Refusal
-from kvproxy.operate.config.schema import Config
 from kvproxy.proxy.forward.headers import RANK_HEADER
 from kvproxy.proxy.placement import NO_ENDPOINTS, Placement, make_pick_request
 from kvproxy.proxy.request.error_reply import LocalReply
 from kvproxy.proxy.request.observer import RequestObserver
 from kvproxy.proxy.request.session import NO_CALLER, Caller, SessionHeaders
+from kvproxy.proxy.settings import ServingSettings
 
 _MAX_ID_BYTES = 128
 _MESSAGES = {
@@ -35,7 +35,7 @@ class PickerTarget(Protocol):
     replaced any part."""
 
     @property
-    def config(self) -> Config: ...
+    def config(self) -> ServingSettings: ...
     @property
     def routes(self) -> Routes: ...
     @property

@@ -164,7 +164,7 @@ def test_routes_lead_to_the_cluster_that_has_the_adapter() -> None:
     clusters = {name: World(models=(name,)).cluster for name in ("one", "two")}
     endpoints = {name: [{"id": "a", "url": "http://127.0.0.1:9", "models": [name]}] for name in clusters}
     config = load_config({"clusters": {name: {"endpoints": some} for name, some in endpoints.items()}})
-    routes = Routes.from_config(config, clusters)
+    routes = Routes.from_settings(config.routes, clusters)
     engine = clusters["two"].engines[0].adapters
     clusters["two"].adapters.observe_list("a", engine, listed=["x"])
     target = routes.resolve("/v1/chat/completions", "x")

@@ -10,8 +10,8 @@ import pytest
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import Routes
-from kvproxy.cluster.settings import ClusterSettings
-from kvproxy.operate.config.schema import Config, RouteSettings
+from kvproxy.cluster.settings import ClusterSettings, RouteSettings
+from kvproxy.operate.config.schema import Config
 from tests.cluster.conftest import configs
 from tests.support.clock import FakeClock
 
@@ -32,7 +32,7 @@ def clusters(**models: tuple[str, ...]) -> dict[str, Cluster]:
 
 def routes_of(routes: list[dict[str, Any]], **models: tuple[str, ...]) -> Routes:
     config = Config(routes=tuple(RouteSettings(**route) for route in routes))
-    return Routes.from_config(config, clusters(**models))
+    return Routes.from_settings(config.routes, clusters(**models))
 
 
 def where(routes: Routes, path: str = "/v1/chat/completions", model: str = "") -> tuple[str, str] | None:
@@ -100,7 +100,7 @@ def test_a_route_that_names_the_model_is_not_second_guessed() -> None:
 def test_declared_models_are_those_of_the_moment() -> None:
     """A remembered answer follows endpoints that come and go."""
     both = clusters(a=(), b=())
-    routes = Routes.from_config(Config(), both)
+    routes = Routes.from_settings((), both)
     assert where(routes, model="x") == ("a", "")
     both["b"].apply_endpoints(configs("b", models=("x",)))
     assert where(routes, model="x") == ("b", "")

@@ -17,7 +17,7 @@ import pytest
 from kvproxy.base.log_lines import log_fields
 from kvproxy.operate.commands import logging_setup
 from kvproxy.operate.commands.logging_setup import LogOutput, log_to
-from kvproxy.operate.config.schema import LogSettings
+from kvproxy.proxy.settings import LogSettings
 
 
 def logged(settings: LogSettings, *records: tuple[str, int, str]) -> list[str]:

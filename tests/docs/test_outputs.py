@@ -41,12 +41,12 @@ from kvproxy.operate.commands.configuration import format_problem
 from kvproxy.operate.commands.logging_setup import log_to
 from kvproxy.operate.commands.status import describe_adapters, describe_steps
 from kvproxy.operate.config.load import check_config, load_config
-from kvproxy.operate.config.schema import LogSettings
 from kvproxy.operate.doctor.report import DoctorReport, Finding, Severity, SkippedCheck, print_table
 from kvproxy.operate.receipts.explain import explain_receipt
 from kvproxy.operate.receipts.receipt import Attempt, Receipt, ReceiptCandidate
 from kvproxy.proxy.filters.access_log import as_text, fields
 from kvproxy.proxy.request.exchange import Exchange
+from kvproxy.proxy.settings import LogSettings
 from tests.docs.blocks import ROOT, block, blocks
 from tests.support.fake_engine import Call, FakeEngine, reply
 from tests.support.loopback import serve

@@ -13,10 +13,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
-from kvproxy.operate.config.schema import LogSettings
 from kvproxy.proxy.filter_settings import AccessLogSettings
 from kvproxy.proxy.filters.access_log import LOGGER, AccessLogFilter, build, fields, printable
 from kvproxy.proxy.request.exchange import Exchange
+from kvproxy.proxy.settings import LogSettings
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.clock import FakeClock
 from tests.support.filter_context import NOON, filter_context

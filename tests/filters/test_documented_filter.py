@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvproxy.operate.config.load import load_config
-from kvproxy.operate.config.schema import FilterSpec
 from kvproxy.proxy.filters.chain import build_chain
 from kvproxy.proxy.filters.registry import FILTERS, discover
+from kvproxy.proxy.settings import FilterSpec
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.filter_context import counted, filter_context
 

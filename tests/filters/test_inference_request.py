@@ -14,13 +14,13 @@ from starlette.types import ASGIApp, Message
 
 from kvproxy.base.json_scan import MAX_DECODED_BYTES
 from kvproxy.base.types import RequestKind
-from kvproxy.operate.config.schema import LimitSettings
 from kvproxy.proxy.filter_settings import InferenceRequestSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.filters.inference_request import KIND_OF_PATH, build
 from kvproxy.proxy.forward.body_guard import is_guarded
 from kvproxy.proxy.request.body import BodyReader, BodyTooSlow, HeldBodies
 from kvproxy.proxy.request.parse import MAX_PARTS
+from kvproxy.proxy.settings import LimitSettings
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.filter_context import counted, filter_context
 from tests.support.loop_time import skipping_time

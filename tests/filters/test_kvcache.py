@@ -20,7 +20,6 @@ from kvproxy.cluster.routes import Routes
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
 from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
-from kvproxy.operate.config.schema import Config
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.filters.kvcache import STATE_KEY, KvCacheFilter, build, needs_facts, prefers
 from kvproxy.proxy.request.exchange import Exchange
@@ -372,7 +371,7 @@ async def test_facts_and_preference_are_refreshed_when_the_router_asks(
     cluster = cluster_of({"a": NOWHERE, "b": NOWHERE})
     inner, context = Inner(), filter_context()
     kv = Forgetful(settings(), clusters={"default": cluster}, metrics=context.metrics)
-    routes: Any = Routes.from_config(Config(), {"default": cluster})
+    routes: Any = Routes.from_settings((), {"default": cluster})
     app = KvCacheFilter(
         inner, kv, routes=routes, prefer={"default": prefers_match}, metrics=context.metrics, clock=context.clock
     )

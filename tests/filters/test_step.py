@@ -10,7 +10,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Headers
-from kvproxy.operate.config.schema import FilterSpec
 from kvproxy.proxy.filters.chain import FilterType, build_chain
 from kvproxy.proxy.filters.step import Step, StepRun, joined
 from kvproxy.proxy.request.body import ClientLeft
@@ -18,6 +17,7 @@ from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.error_reply import LocalReply
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.observer import RequestObserver
+from kvproxy.proxy.settings import FilterSpec
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.clock import FakeClock
 from tests.support.filter_context import filter_context

@@ -9,8 +9,8 @@ from typing import cast
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.settings import EndpointRetrySettings
-from kvproxy.operate.config.schema import RetrySettings
 from kvproxy.proxy.forward.answer import Attempts
+from kvproxy.proxy.settings import RetrySettings
 
 
 class Fake:

@@ -12,8 +12,7 @@ from kvproxy.base.types import EndpointId, InferenceRequest, Prompt, RequestKind
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint_metrics import MAX_MODELS
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts
-from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, PolicyName
-from kvproxy.operate.config.schema import RouteSettings
+from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, PolicyName, RouteSettings
 from kvproxy.proxy.forward import metrics as savings
 from kvproxy.proxy.forward.metrics import RouteMetrics, spared_s
 from kvproxy.proxy.request.exchange import RESULTS, Exchange, Outcome, result_of

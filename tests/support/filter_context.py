@@ -8,10 +8,11 @@ from datetime import UTC, datetime
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.upstream.pool import UpstreamPool
 from kvproxy.cluster.routes import Routes
-from kvproxy.operate.config.schema import Config, LimitSettings, LogSettings
+from kvproxy.operate.config.schema import Config
 from kvproxy.operate.runtime.generation import StateStore
 from kvproxy.proxy.filters.chain import FilterContext, Services
 from kvproxy.proxy.request.body import HeldBodies
+from kvproxy.proxy.settings import LimitSettings, LogSettings
 from tests.support.clock import FakeClock
 
 NOON = datetime(2026, 1, 2, 12, 0, 0, tzinfo=UTC)

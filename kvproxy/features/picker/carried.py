@@ -149,7 +149,7 @@ class CarriedRequest:
         exchange, service = self.exchange, self.placer.target.kvcache
         if service is None or exchange.inference is None or exchange.body is None:
             return
-        recorded = bool(self.placer.target.config.receipts.path)
+        recorded = any(one.wants_facts for one in self.placer.target.observers)
         if not (recorded or needs_facts(service.settings, target.cluster.settings)):
             return
         if "facts_began" in exchange.hooks:

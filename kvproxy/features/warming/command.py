@@ -21,7 +21,8 @@ from kvproxy.base.errors import KvproxyError
 from kvproxy.lab.replay.report import ProgressBar
 from kvproxy.operate.commands.configuration import ConfigSource, find_usual_file
 from kvproxy.operate.commands.operate import AdminAddress
-from kvproxy.operate.config.schema import Config, FilterSpec, ReceiptSettings
+from kvproxy.operate.config.schema import Config, ReceiptSettings
+from kvproxy.proxy.settings import FilterSpec
 
 #: Of the file.
 MAX_PROMPTS, MAX_LINE_BYTES = 10_000, 8 << 20

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from kvproxy.cache.settings import KvCacheSettings, SnapshotSettings
 from kvproxy.cluster.settings import ClusterSettings
-from kvproxy.operate.config.schema import Config, FilterSpec
+from kvproxy.operate.config.schema import Config
 from kvproxy.operate.receipts.files import worker_path
+from kvproxy.proxy.settings import FilterSpec
 
 #: `auto` takes no more: every worker also hears what all the others decide.
 AUTO_MOST = 8

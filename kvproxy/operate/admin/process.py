@@ -19,7 +19,7 @@ from kvproxy.base.settings.paths import spelling_hint
 from kvproxy.cluster.routes import clusters_without_endpoint
 from kvproxy.operate.admin.operated import AdminTarget, OperatedProcess
 from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_object, reply_json
-from kvproxy.operate.config.schema import LogLevel
+from kvproxy.proxy.settings import LogLevel
 
 REDACTED = "**********"
 #: Seconds of simulations that a run of the adviser has.

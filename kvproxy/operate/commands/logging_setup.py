@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from kvproxy.base.log_lines import FIELDS, format_console_line, format_time
-from kvproxy.operate.config.schema import LogSettings
+from kvproxy.proxy.settings import LogSettings
 
 _MAX_WAITING_RECORDS = 10_000
 #: How long the end waits for what is not written yet; the rest is lost when the log is no longer read.

@@ -13,10 +13,11 @@ from kvproxy.base.settings.paths import Finding, Origins, Path, closest_word, is
 from kvproxy.base.settings.yaml_text import retype_scalars
 from kvproxy.cluster.settings import ClusterSettings
 from kvproxy.features.profiles import apply_profile
-from kvproxy.operate.config.schema import Config, FilterSpec
+from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.shorthand import Canonical, to_canonical_form
 from kvproxy.operate.config.verify import find_faults
 from kvproxy.proxy.filter_settings import DEFAULT_FILTERS, FILTER_SETTINGS
+from kvproxy.proxy.settings import FilterSpec
 
 
 def decode_native(

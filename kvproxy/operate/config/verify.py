@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from kvproxy.base.settings.addresses import is_address, is_loopback, same_origin, url_fault
 from kvproxy.base.settings.paths import Finding, Path, closest_word, error_at, missing_file, warning_at
 from kvproxy.cluster.discovery_settings import DiscoverySettings
+from kvproxy.cluster.settings import RouteSettings
 from kvproxy.features.exchange.settings import SyncSettings
-from kvproxy.operate.config.schema import Config, RouteSettings
+from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.verify_clusters import CLUSTERS_ARE_FROM, find_cluster_faults
 from kvproxy.operate.config.verify_filters import find_chain_faults
 from kvproxy.proxy.listener_settings import ListenerTls

@@ -116,6 +116,8 @@ def _rounded(seconds: float) -> float:
 class Recorder(WritingObserver[FinishedRequest]):
     """Entered before the first request and left after the last."""
 
+    wants_facts = True
+
     def __init__(
         self,
         settings: ReceiptSettings,

@@ -22,13 +22,14 @@ from kvproxy.cluster.prober import HttpProbe
 from kvproxy.cluster.routes import Routes
 from kvproxy.cluster.routing.registry import configured, runtime_overrides
 from kvproxy.cluster.settings import ClusterSettings
-from kvproxy.operate.config.schema import Config, FilterSpec
+from kvproxy.operate.config.schema import Config
 from kvproxy.proxy.filter_settings import DEFAULT_FILTERS
 from kvproxy.proxy.filters.chain import FilterContext, FilterType, Services, WallClock, build_chain
 from kvproxy.proxy.filters.registry import FILTERS, discover
 from kvproxy.proxy.request.body import HeldBodies
 from kvproxy.proxy.request.error_reply import local_reply
 from kvproxy.proxy.request.observer import RequestObserver
+from kvproxy.proxy.settings import FilterSpec
 
 log = logging.getLogger("kvproxy")
 
@@ -131,7 +132,7 @@ class Generation:
             name: self.states.get(Cluster, name, partial(self._cluster, name, settings), close=Cluster.close)
             for name, settings in config.clusters.items()
         }
-        routes = self.routes = Routes.from_config(config, self.clusters)
+        routes = self.routes = Routes.from_settings(config.routes, self.clusters)
         context = FilterContext(
             config,
             shared.metrics,

@@ -19,10 +19,10 @@ from kvproxy.base.resilience.retry import RetryBudget
 from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import dotted_path
 from kvproxy.base.types import Clock
-from kvproxy.operate.config.schema import Config, FilterSpec
 from kvproxy.proxy.filters.buckets import BucketTable
 from kvproxy.proxy.filters.step import Step, joined
 from kvproxy.proxy.request.observer import RequestObserver
+from kvproxy.proxy.settings import FilterSpec, ServingSettings
 
 if TYPE_CHECKING:
     from kvproxy.base.upstream.pool import UpstreamPool
@@ -62,7 +62,7 @@ class States(Protocol):
 class FilterContext:
     """What every filter may use besides its own settings."""
 
-    config: Config
+    config: ServingSettings
     metrics: Metrics
     clock: Clock
     wall_clock: WallClock  # for log lines and `created` fields only

@@ -241,7 +241,7 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
     context.on_serving.append(service.show)
     configured = context.config.clusters  # the clusters may still have older policies
     prefer = {name: prefers(settings, one.policy) for name, one in configured.items()}
-    told = bool(context.config.receipts.path) or any(
+    told = any(one.wants_facts for one in context.observers) or any(
         isinstance(spec.settings, RouterSettings) and spec.settings.cached_tokens is CachedTokens.PREDICTED
         for spec in context.config.filters
     )

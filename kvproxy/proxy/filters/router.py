@@ -18,7 +18,6 @@ from kvproxy.base.types import CONNECTION, Headers
 from kvproxy.base.upstream.pool import Timeouts
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.routes import Routes, RouteTarget
-from kvproxy.operate.config.schema import Config
 from kvproxy.proxy.filter_settings import CachedTokens, RequestIdSettings, RouterSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.forward import models as model_list
@@ -38,6 +37,7 @@ from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.error_reply import LocalReply, error_event, refuse
 from kvproxy.proxy.request.exchange import QUEUE_FULL, SCOPE_KEY, Exchange
 from kvproxy.proxy.request.observer import RequestObserver, notify
+from kvproxy.proxy.settings import ServingSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def _cached_counts(settings: RouterSettings, metrics: Metrics) -> CachedCounts |
     return CachedCounts(settings.cached_tokens is CachedTokens.PREDICTED, metrics)
 
 
-def _preference_headers(config: Config) -> list[bytes]:
+def _preference_headers(config: ServingSettings) -> list[bytes]:
     """What `kvcache` adds for engines, whatever it is called."""
     settings = [spec.settings for spec in config.filters if isinstance(spec.settings, KvCacheSettings)]
     return [one.preference_header.lower().encode() for one in settings if one.preference_header]

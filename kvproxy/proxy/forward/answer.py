@@ -14,8 +14,8 @@ from kvproxy.base.types import EndpointId
 from kvproxy.base.upstream.response import UpstreamResponse
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome
-from kvproxy.operate.config.schema import RetrySettings
 from kvproxy.proxy.request.usage import error_status
+from kvproxy.proxy.settings import RetrySettings
 
 #: An error answer kept while another endpoint is tried is no longer than this; a longer one goes down as it comes.
 _MAX_HELD_BYTES = 64 * 1024

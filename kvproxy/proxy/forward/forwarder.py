@@ -28,7 +28,6 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.routing.policy import FactSource, PickRequest
 from kvproxy.cluster.screening import Refusal
-from kvproxy.operate.config.schema import RetrySettings
 from kvproxy.proxy.forward.answer import NOT_IMPLEMENTED, Attempts, names_no_model, read_short, verdict_on
 from kvproxy.proxy.forward.asking import Asking
 from kvproxy.proxy.forward.cached_count import CachedCounts
@@ -40,6 +39,7 @@ from kvproxy.proxy.placement import NO_ENDPOINTS, Placement, make_pick_request
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.exchange import CLIENT_CLOSED_REQUEST, Exchange
 from kvproxy.proxy.request.observer import RequestObserver, notify
+from kvproxy.proxy.settings import RetrySettings
 
 _IDEMPOTENT = frozenset({b"GET", b"HEAD", b"OPTIONS", b"PUT", b"DELETE"})
 _NOT_FOUND = 404

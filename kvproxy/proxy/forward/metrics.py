@@ -11,7 +11,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint_metrics import OTHER
 from kvproxy.cluster.routing.policy import Overlap
 from kvproxy.cluster.routing.speeds import SpeedModel
-from kvproxy.operate.config.schema import RouteSettings
+from kvproxy.cluster.settings import RouteSettings
 from kvproxy.proxy.metrics import CacheUseMetrics, RequestMetrics
 from kvproxy.proxy.request.exchange import RESULTS, Exchange, Outcome, result_of
 from kvproxy.proxy.request.observer import RequestObserver

@@ -18,7 +18,7 @@ from kvproxy.base.types import Clock, Headers
 from kvproxy.base.upstream.pool import Timeouts, UpstreamPool
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.engine import Engine
-from kvproxy.operate.config.schema import RouteSettings
+from kvproxy.cluster.settings import RouteSettings
 from kvproxy.proxy.forward.headers import CREDENTIALS, response_headers
 from kvproxy.proxy.request.error_reply import local_reply
 

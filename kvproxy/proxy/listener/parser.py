@@ -16,7 +16,7 @@ from urllib.parse import unquote
 import httptools
 
 from kvproxy.base.types import Headers
-from kvproxy.operate.config.schema import LimitSettings
+from kvproxy.proxy.settings import LimitSettings
 
 #: Chunk sizes, chunk extensions, trailers and blank lines without a body byte among them.
 MAX_FRAMING_BYTES = 64 * 1024

@@ -60,6 +60,8 @@ class RequestObserver:
 
     #: Names of the hooks a class overrides; the others are not called.
     hooks: ClassVar[frozenset[str]] = frozenset()
+    #: Whether requests are matched against what endpoints hold for it alone, where no policy needs that.
+    wants_facts: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -1,0 +1,139 @@
+"""How requests are served, in the native configuration: the chain, where it leads to, bounds and retries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import Field
+
+from kvproxy.base.settings.model import Duration, Fraction, Model, Name, Size
+from kvproxy.cluster.settings import ClusterSettings, RouteSettings
+
+
+class LimitSettings(Model):
+    """Bounds on what one client may make the proxy hold."""
+
+    body: Size = 32 * 1024 * 1024
+    """Largest request body, on every path; a larger one gets 413 and is not read into memory."""
+    body_timeout: Duration = Field(default=60.0, gt=0)
+    """The whole body must have arrived after this long, on every path; otherwise the client gets 408. Of a body that is
+    passed on as it comes, only the time spent waiting for the client counts."""
+    bodies: Size = 1024 * 1024 * 1024
+    """All request bodies held at once; beyond it a request gets 503 with `retry-after`. At least `body`."""
+    connections: int = Field(default=10_000, ge=1)
+    """Client connections served at once; further ones get 503."""
+    head: Size = Field(default=64 * 1024, ge=4096, le=1024 * 1024)
+    """Largest request line with its header fields; a larger one gets 431."""
+    headers: int = Field(default=256, ge=16, le=10_000)
+    """Header fields of a request; more get 431."""
+    head_timeout: Duration = Field(default=20.0, le=3600)
+    """From a request's first byte (or the connection's start) to the end of its head; then 408. 0: no bound."""
+    keep_alive: Duration = Field(default=75.0, le=86_400)
+    """A client's connection without a request is closed after this long: keep it longer than what stands before the
+    proxy does. 0: never."""
+    stall_timeout: Duration = Field(default=120.0, le=86_400)
+    """A client that takes no byte of its answer for this long is gone. 0: no bound."""
+
+
+class TimeoutSettings(Model):
+    """How long an engine may take. None bounds a stream as a whole."""
+
+    connect: Duration = 2.0
+    """To open a connection to an endpoint."""
+    first_byte: Duration = 600.0
+    """From the request sent to the first body byte (a long prefill included)."""
+    idle: Duration = 300.0
+    """Between two pieces of a response."""
+
+
+class PoolSettings(Model):
+    """Connections to each endpoint."""
+
+    max_connections: int = Field(default=1024, ge=1)
+    """Open at once to one endpoint."""
+    max_idle: int = Field(default=256, ge=0)
+    """Kept open without a request, per endpoint."""
+    idle_timeout: Duration = 4.0
+    """Closed after this long without a request (uvicorn engines close theirs after 5 s)."""
+    max_waiting: int = Field(default=4096, ge=0)
+    """Requests waiting for a connection to one endpoint; further ones try elsewhere or get 503."""
+    max_response_head: Size = Field(default=1024 * 1024, ge=1024)
+    """Largest head of an engine's response; a larger one is answered with 502, and no engine is blamed."""
+
+
+class RetrySettings(Model):
+    """Trying another endpoint, only before the first byte went to the client."""
+
+    attempts: int = Field(default=3, ge=1, le=20)
+    """Attempts in all, the first included."""
+    budget: Fraction = 0.2
+    """Retries allowed as a share of recent requests, so that an outage is not multiplied."""
+    min_per_second: float = Field(default=1.0, ge=0)
+    """Retries allowed regardless of the share, so that a quiet proxy may retry too. Nothing is retried while every
+    endpoint is out."""
+    backoff: Duration = 0.025
+    """Base of the pause before a retry once every endpoint was tried (full jitter, doubling)."""
+    max_backoff: Duration = 1.0
+    """Longest pause between attempts."""
+
+
+class LogLevel(StrEnum):
+    """Python's levels."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogSettings(Model):
+    """The process log."""
+
+    level: LogLevel = LogLevel.INFO
+    """Least severe record written."""
+    format: Literal["console", "json"] = "console"
+    """`console` for people, `json` for machines: every line then, those of the access and the audit log included."""
+
+
+class FilterSpec(Model):
+    """One filter of the chain: its registered name and its settings (typed for the filters shipped here)."""
+
+    name: Name
+    """Its registered name."""
+    settings: Any = None
+    """Its settings, decoded by the filter's own type."""
+
+
+class ShutdownSettings(Model):
+    """Graceful end."""
+
+    drain: Duration = 30.0
+    """After SIGTERM no new connections are taken; running requests have this long to finish."""
+    idle: Duration = 5.0
+    """For this long of it kept connections stay open without a request: the next one on each is answered with
+    `connection: close`, so that a rollout resets no client."""
+
+
+class ServingSettings(Model):
+    """What a chain of filters is built by; the root of a configuration has more."""
+
+    filters: tuple[FilterSpec, ...] = ()
+    """The chain in order: a name, or `name: {settings}`; the last is `router`. Empty: the default chain."""
+    clusters: Mapping[str, ClusterSettings] = Field(default_factory=dict)
+    """Clusters by name. With only one, `endpoints:` and `policy:` at the top level are short for `clusters.default`."""
+    routes: tuple[RouteSettings, ...] = ()
+    """Which request goes to which cluster; empty: everything to the only cluster."""
+    limits: LimitSettings = LimitSettings()
+    """Bounds on clients."""
+    timeouts: TimeoutSettings = TimeoutSettings()
+    """Bounds on engines."""
+    pool: PoolSettings = PoolSettings()
+    """Connections to engines."""
+    retry: RetrySettings = RetrySettings()
+    """Another endpoint when one fails."""
+    shutdown: ShutdownSettings = ShutdownSettings()
+    """Graceful end."""
+    log: LogSettings = LogSettings()
+    """The process log."""
