@@ -343,6 +343,7 @@ def _add_simulate(commands: _Commands[argparse.ArgumentParser]) -> None:
                           help="with -c: write a copy of it with the stand-ins' addresses")  # fmt: skip
     simulate.add_argument("--engine", dest="kind", choices=("vllm", "sglang"), default="vllm",
                           help="their kind (default vllm)")  # fmt: skip
+    simulate.add_argument("--engine-version", metavar="V", default="", help="that they report, as in 0.18.0")
     simulate.add_argument("--engines", type=_count, default=2, metavar="N", help="how many (default 2)")
     simulate.add_argument("--port", type=int, default=8000, help="of the first (default 8000); 0: free ones")
     simulate.add_argument("--model", default="sim", help="its name (default sim)")

@@ -83,7 +83,7 @@ async def test_a_route_for_all_of_v1_opens_no_control_path() -> None:
 
 async def test_router_paths_opens_further_ones() -> None:
     """Listed paths, or all of them."""
-    engine = FakeEngine("a")
+    engine = FakeEngine("a", version="0.32.0")
     listed = [*CHAIN[:2], {"router": {"paths": ["/version", "/lora/"]}}]
     async with serve(engine) as url:
         async with running_proxy({"a": url}, filters=listed) as proxy:
@@ -165,7 +165,7 @@ async def test_the_health_path_can_be_named_or_left_out() -> None:
 
 async def test_a_request_does_not_loop_through_two_proxies() -> None:
     """A -> B -> A ends with 508 at A, after one round; the list of models as well."""
-    a_config, b_config = ({"health": {"active": False}, "retry": {"attempts": 1}} for _ in "ab")
+    a_config, b_config = ({"health": {"active": False}, "retry": {"attempts": 1}, "shield": "off"} for _ in "ab")
     async with TwoInARing(a_config, b_config) as (client, seen):
         answer = await client.post(CHAT, json=chat())
         chats = len(seen)

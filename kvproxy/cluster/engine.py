@@ -167,7 +167,7 @@ class Engine:
     time.
     """
 
-    __slots__ = ("adapters", "authorization", "breaker", "health", "id", "members", "origin", "ranks")
+    __slots__ = ("adapters", "authorization", "breaker", "health", "id", "members", "origin", "ranks", "software")
 
     def __init__(
         self,
@@ -187,6 +187,7 @@ class Engine:
         self.ranks = Ranks(config.data_parallel or settings.data_parallel)
         self.adapters = adapters
         self.members: tuple[EndpointId, ...] = ()  # its endpoints in the cluster
+        self.software: str | None = None  # such as "vLLM 0.32.0"; "": it does not report it; None: it was not asked
         self.configure(config, settings)
 
     def __repr__(self) -> str:

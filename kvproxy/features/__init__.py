@@ -13,4 +13,5 @@ SHIPPED = (
     "picker",
     "exchange",
     "ledger",
+    "shield",
 )

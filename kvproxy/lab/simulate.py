@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import TextIO
@@ -105,9 +105,11 @@ def _engine_of(plan: SimulationPlan, one: PlannedEngine) -> EngineKindSettings:
     model, *others = one.models
     if plan.kind == "sglang":
         events = EventSettings(port=one.events_port, replay_port=one.replay_port) if plan.kv_events else None
-        return SglangSettings(model=model, engine=engine, kv_events=events)
+        settings: EngineKindSettings = SglangSettings(model=model, engine=engine, kv_events=events)
+        return replace(settings, version=plan.version or settings.version)
     publisher = PublisherSettings(port=one.events_port, replay_port=one.replay_port) if plan.kv_events else None
-    return VllmSettings(model=model, loras=tuple(others), engine=engine, kv_events=publisher)
+    vllm = VllmSettings(model=model, loras=tuple(others), engine=engine, kv_events=publisher)
+    return replace(vllm, version=plan.version or vllm.version)
 
 
 async def _switch_faults_on(plan: SimulationPlan, urls: Mapping[str, str]) -> None:

@@ -42,6 +42,7 @@ class SimulationPlan:
     lmcache_replaces: str = ""
     kv_tokens: int = KV_TOKENS
     prefill_tokens_per_s: int = PREFILL_TOKENS_PER_S
+    version: str = ""  # that engines report; "": that of the newest one they stand in for
     faults: tuple[tuple[str, dict[str, object]], ...] = field(default_factory=tuple)  # engine ("": all), changes
 
 
@@ -58,6 +59,7 @@ def plan_from_options(args: argparse.Namespace) -> SimulationPlan:
         args.lmcache,
         kv_tokens=args.kv_tokens,
         prefill_tokens_per_s=args.prefill_speed,
+        version=args.engine_version,
         faults=tuple(read_fault(text) for text in args.fault),
     )
 
@@ -80,6 +82,7 @@ def plan_from_config(config: Config, args: argparse.Namespace) -> SimulationPlan
         lmcache_replaces=lmcache,
         kv_tokens=args.kv_tokens,
         prefill_tokens_per_s=args.prefill_speed,
+        version=args.engine_version,
         faults=tuple(read_fault(text) for text in args.fault),
     )
 

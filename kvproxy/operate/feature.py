@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
 from kvproxy.base.feature import BaseFeature
+
+if TYPE_CHECKING:
+    from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
+    from kvproxy.operate.config.schema import Config
+    from kvproxy.operate.doctor.deployment import ClusterCheck, Deployment
+    from kvproxy.proxy.filters.chain import FilterType
 
 
 class Feature(BaseFeature):
     """One optional capability: a folder, its line in `kvproxy/features/__init__.py`, and nothing anywhere else."""
+
+    def list_guards(self, config: Config) -> Sequence[tuple[str, FilterType]]:
+        """Filters that stand right before the router in every chain, by name; they have no settings of their own."""
+        return ()
+
+    def find_troubles(self, operated: AdminTarget) -> Iterable[OperatorFinding]:
+        """Findings for the live page, as they are now."""
+        return ()
+
+    def list_cluster_checks(self, deployment: Deployment, cluster: str) -> Sequence[ClusterCheck]:
+        """Checks of `kvproxy doctor` for one cluster that has engines."""
+        return ()

@@ -123,7 +123,7 @@ def make_pick_request(
         session_key=None if inference is None else inference.affinity_key,
         facts=exchange.facts or NO_FACTS,
         preferred=instead or preferred,
-        excluded=excluded,
+        excluded=excluded | exchange.barred if exchange.barred else excluded,
         streams=inference is not None and inference.stream,
         prompt_head=b"" if inference is None else inference.head,
         policy=exchange.policy,

@@ -174,10 +174,10 @@ async def test_a_clock_by_event_time_stamps() -> None:
 
 async def test_versions_that_differ() -> None:
     """Named one by one."""
-    async with cluster({"a": PLAIN, "b": replace(PLAIN, version="0.24.0")}, controller=None) as site:
+    async with cluster({"a": PLAIN, "b": replace(PLAIN, version="0.32.1")}, controller=None) as site:
         found = only(await visit({"endpoints": site.urls, **QUIET}))
     assert (found.severity, found.check) == (Severity.WARNING, "version")
-    assert "a 0.32.0, b 0.24.0" in found.what
+    assert "a 0.32.0, b 0.32.1" in found.what
 
 
 @pytest.mark.parametrize(

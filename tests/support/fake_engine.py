@@ -52,17 +52,20 @@ async def event(send: Send, data: bytes) -> None:
 
 
 class FakeEngine:
-    """ASGI app. `behave` decides every answer and `calls` holds what came, `/health` and `/metrics` aside.
+    """ASGI app. `behave` decides every answer and `calls` holds what came, `/health`, `/metrics` and the questions for
+    its `version` aside.
 
     `listings` holds the questions for its models, which the proxy asks of its own accord too.
     """
 
-    def __init__(self, name: str, behave: Behaviour = answer_ok) -> None:
+    def __init__(self, name: str, behave: Behaviour = answer_ok, *, version: str = "") -> None:
         self.name = name
         self.behave = behave
         self.calls: list[Call] = []
         self.listings: list[Call] = []
         self.healthy = True
+        self.version = version  # "": it does not report it
+        self.versions_told = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,7 +73,11 @@ class FakeEngine:
         if scope["path"] == "/health":
             await reply(send, 200 if self.healthy else 503, b"")
             return
-        if scope["path"] == "/metrics":
+        if scope["path"] == "/version" and self.version:
+            self.versions_told += 1
+            await reply(send, 200, b'{"version":"%s"}' % self.version.encode())
+            return
+        if scope["path"] in ("/metrics", "/version", "/server_info", "/get_server_info"):
             await reply(send, 404, b'{"detail":"Not Found"}')
             return
         call = Call(scope["method"], scope["path"], scope["query_string"], list(scope["headers"]))

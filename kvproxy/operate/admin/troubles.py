@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvproxy.base.installed import installed
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import DOWN, TAKING, Condition, Endpoint
 from kvproxy.operate.admin.config_file import find_refused_file
@@ -23,10 +24,12 @@ from kvproxy.operate.admin.findings import (
     source_trouble,
 )
 from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
+from kvproxy.operate.feature import Feature
 from kvproxy.proxy.request.observer import FailureTally, Tally
 
 _PROBE = {"unreachable": "it cannot be reached", "timeout": "no answer in time", "failed": "it answers, with an error"}
 _DOCTOR = "read the engine's log, or run `kvproxy doctor`"
+_ONE_A_PLACE = ("alarm", "speeds", "priority", "ranks", "adapters")
 _SEVERITIES = ("problem", "error", "warning", "note", "ok")
 
 
@@ -91,11 +94,12 @@ class Troubles:
             ("priority", unheeded),
             ("ranks", find_unsteered_ranks(self._operated.clusters)),
             ("adapters", find_lost_adapters(self._operated.clusters)),
+            *((feature.name, feature.find_troubles(self._operated)) for feature in installed(Feature)),
             ("finding", self._operated.findings),
         ):
             for one in found:
                 # Alarms and speeds count in their text; findings of one place may be several.
-                about = (kind, one.where, one.what) if kind == "finding" else (kind, one.where)
+                about = (kind, one.where) if kind in _ONE_A_PLACE else (kind, one.where, one.what)
                 yield Trouble(about, Rank.REST, str(one.severity), one.where, one.what, one.fix)
 
 

@@ -55,6 +55,14 @@ class Profile(StrEnum):
     BATCH = "batch"  # everything at once, and no one waits for the first token
 
 
+class ShieldMode(StrEnum):
+    """Requests that would harm an engine, by the advisories for its version."""
+
+    OFF = "off"  # engines are not asked for their version
+    WARN = "warn"  # counted and logged
+    REFUSE = "refuse"  # sent to an engine without the fault, else refused
+
+
 class Config(ServingSettings):
     """A whole kvproxy configuration."""
 
@@ -67,6 +75,9 @@ class Config(ServingSettings):
     """The operator's listener."""
     picker: PickerSettings | None = None
     """Envoy's listener, with `kvproxy picker`; the defaults without one."""
+    shield: ShieldMode = ShieldMode.WARN
+    """Requests that would harm an engine by a known fault of its version (see docs/shield.md): `refuse` sends them to
+    an engine without the fault, or answers 400 where there is none; `warn` counts and logs them; `off` does nothing."""
     workers: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 1
     """Processes that serve behind the one listening socket, decide as one, and share bounds; `auto`: one less than
     there are cores, at most 8. With 1 there is no supervisor and no exchange. Also `serve --workers`."""

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from kvproxy.base.background_task import BackgroundTask
 from kvproxy.base.errors import ClientError, Problem
+from kvproxy.base.installed import installed
 from kvproxy.cluster.settings import EnginePriorityMode
 from kvproxy.features.hygiene.agent_prompts import AgentPromptsCheck
 from kvproxy.operate.config.schema import Config
@@ -42,6 +43,7 @@ from kvproxy.operate.doctor.check_trial import (
 from kvproxy.operate.doctor.deployment import Deployment, survey_deployment
 from kvproxy.operate.doctor.report import DoctorReport, Finding, Severity, SkippedCheck, warning
 from kvproxy.operate.doctor.tools import Tools
+from kvproxy.operate.feature import Feature
 
 log = logging.getLogger("kvproxy.doctor")
 
@@ -133,6 +135,8 @@ def _quiet(deployment: Deployment, problems: Sequence[Problem], *, trial: bool) 
         if engines:
             yield ModelsCheck(deployment, name)
             yield VersionCheck(deployment, name)
+            for feature in installed(Feature):
+                yield from feature.list_cluster_checks(deployment, name)
     if lmcache is not None:
         yield ConnectionCheck(lmcache.where, lmcache.origin, lmcache.try_link, wall_clock)
         yield ServiceCheck(lmcache)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
 from kvproxy.base.upstream.pool import UpstreamPool
@@ -23,6 +24,7 @@ from kvproxy.cluster.routes import Routes
 from kvproxy.cluster.routing.registry import configured, runtime_overrides
 from kvproxy.cluster.settings import ClusterSettings
 from kvproxy.operate.config.schema import Config
+from kvproxy.operate.feature import Feature
 from kvproxy.proxy.filter_settings import DEFAULT_FILTERS
 from kvproxy.proxy.filters.chain import FilterContext, FilterType, Services, WallClock, build_chain
 from kvproxy.proxy.filters.registry import FILTERS, discover
@@ -146,6 +148,10 @@ class Generation:
         specs = config.filters or tuple(FilterSpec(name=name) for name in DEFAULT_FILTERS)
         extra = shared.extra_filters
         types = {**(discover({spec.name for spec in specs}) if extra is None else extra), **FILTERS}
+        if specs[-1].name == "router":
+            guards = dict(guard for feature in installed(Feature) for guard in feature.list_guards(config))
+            specs = (*specs[:-1], *(FilterSpec(name=name) for name in guards), specs[-1])
+            types |= guards
         self.chain: ASGIApp = build_chain(specs, self._not_found, context=context, types=types)
         self.kvcaches: list[KvCache] = context.kvcaches
         self._on_serving = context.on_serving

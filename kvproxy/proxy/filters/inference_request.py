@@ -15,7 +15,7 @@ from kvproxy.base.types import Clock, Headers, InferenceRequest, RequestKind
 from kvproxy.proxy.filter_settings import InferenceRequestSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.filters.step import Step
-from kvproxy.proxy.forward.body_guard import is_guarded
+from kvproxy.proxy.forward.body_guard import is_examined
 from kvproxy.proxy.metrics import RequestMetrics
 from kvproxy.proxy.request.body import LONG_BYTES, BodiesFull, BodyReader, BodyRefused, ClientLeft, HeldBodies
 from kvproxy.proxy.request.downstream import Downstream
@@ -90,7 +90,7 @@ class InferenceRequestFilter(Step):
         return asyncio.sleep(0) if len(body) > LONG_BYTES else None
 
     async def _scan(self, exchange: Exchange, kind: RequestKind, body: bytes, caller: Caller) -> None:
-        exchange.inference, exchange.members = await scan_body(kind, body, caller, pace=self._pace, also=is_guarded)
+        exchange.inference, exchange.members = await scan_body(kind, body, caller, pace=self._pace, also=is_examined)
         if exchange.inference is not None:
             self._take_note(exchange, exchange.inference)
 

@@ -178,7 +178,7 @@ class RouterFilter:
         try:
             target = self._target(exchange, scope)
             body = RequestBody.of(downstream.receive, scope["headers"], whole=exchange.body, uploads=parts.uploads)
-            head = parts.headers.build_head(scope, request_id=exchange.request_id, trusted=exchange.trusted)
+            head = parts.headers.build_head(scope, request_id=exchange.engine_id, trusted=exchange.trusted)
             forwarding = Forwarding.of(
                 parts.forwarder,
                 exchange,

@@ -57,6 +57,16 @@ CONTROL_FIELDS = frozenset(
 #: Beginnings of further ones: SGLang's meeting point of prefill and decode, and where KV is pulled from.
 CONTROL_PREFIXES = ("bootstrap_", "remote_")
 
+#: Members that some versions of engines do not bear: kept by a scan for features that look at them.
+EXAMINED_FIELDS = frozenset(
+    {
+        *("chat_template", "chat_template_kwargs", "echo", "logprobs", "n", "prompt", "prompt_embeds"),
+        *("guided_choice", "guided_grammar", "guided_json", "guided_json_object", "guided_regex", "structural_tag"),
+        *("prompt_logprobs", "response_format", "sampling_params", "structured_outputs", "text", "tools"),
+        *("kv_transfer_params", "vllm_xargs"),
+    }
+)
+
 #: vLLM copies the members of this one into the same place `kv_transfer_params` goes to.
 _CARRIER = "vllm_xargs"
 _SALT = "cache_salt"
@@ -109,10 +119,15 @@ class BodyGuard:
             return True
         if not exchange.trusted and may_name_media(body):
             return False
-        body = _beside_messages(body, exchange)
+        known = exchange.members
+        if known is None:
+            names = read_names(body, exchange)
+            if names is None or (exchange.tells_priority and _PRIORITY in names):
+                return False
+            return exchange.trusted or _are_clients(names)
         if exchange.trusted:
-            return _has_no_priority(body, exchange.members)
-        return needs_no_change(body, exchange.members, priority=exchange.tells_priority)
+            return _has_no_priority(body, known)
+        return needs_no_change(body, known, priority=exchange.tells_priority)
 
     async def checked(self, body: bytes, exchange: Exchange, headers: Headers) -> bytes:
         """The body as an engine may get it. Raises BodyUnchecked."""
@@ -189,6 +204,11 @@ def is_guarded(name: str) -> bool:
     return name in (_CARRIER, _SALT, _PRIORITY) or name in MEDIA_ROOTS or is_control(name)
 
 
+def is_examined(name: str) -> bool:
+    """Whether the guard or a feature has to know of it."""
+    return is_guarded(name) or name in EXAMINED_FIELDS
+
+
 def without_messages(body: bytes, messages: Sequence[bytes]) -> bytes:
     """A body, parsed as strict JSON, with the same names at its top and without its messages: what is left of a long
     one is parsed in a tenth of the time. The body itself where they are not found as clients commonly write them.
@@ -219,7 +239,7 @@ def needs_no_change(body: bytes, known: Members | None = None, *, priority: bool
     if known is not None:
         named = (_CARRIER, _PRIORITY) if priority else (_CARRIER,)
         return not any(is_control(member.name) or member.name in named for member in known.found)
-    names = _names(body)
+    names = top_names(body)
     return names is not None and not (priority and _PRIORITY in names) and _are_clients(names)
 
 
@@ -233,7 +253,7 @@ def _are_clients(names: Mapping[str, object]) -> bool:
     return True
 
 
-def _beside_messages(body: bytes, exchange: Exchange) -> bytes:
+def beside_messages(body: bytes, exchange: Exchange) -> bytes:
     """The body, or as much of a long one as has its names."""
     inference = exchange.inference
     if exchange.members is None and inference is not None and body is exchange.body and len(body) > _SHORTENED_BYTES:
@@ -241,9 +261,16 @@ def _beside_messages(body: bytes, exchange: Exchange) -> bytes:
     return body
 
 
+def read_names(body: bytes, exchange: Exchange) -> Mapping[str, msgspec.Raw] | None:
+    """The members of its body, read once; of a long one beside its messages. None as for `top_names`."""
+    if exchange.names is None or exchange.names[0] is not body:
+        exchange.names = (body, top_names(beside_messages(body, exchange)))
+    return exchange.names[1]
+
+
 def _salted_at_once(body: bytes, exchange: Exchange) -> bytes | None:
     """What `checked` makes of nearly all bodies of isolated tenants; None if there is more to it than a salt."""
-    names = None if exchange.members is not None else _names(_beside_messages(body, exchange))
+    names = None if exchange.members is not None else read_names(body, exchange)
     if names is None or _SALT in names or (exchange.tells_priority and _PRIORITY in names):
         return None
     if not exchange.trusted and (not _are_clients(names) or may_name_media(body)):
@@ -254,7 +281,7 @@ def _salted_at_once(body: bytes, exchange: Exchange) -> bytes | None:
 def _has_no_priority(body: bytes, known: Members | None) -> bool:
     if known is not None:
         return not any(member.name == _PRIORITY for member in known.found)
-    names = _names(body)
+    names = top_names(body)
     return names is not None and _PRIORITY not in names
 
 
@@ -269,8 +296,8 @@ def _integer(body: bytes, span: Span) -> int:
         raise Unchecked("`priority` is no integer") from None
 
 
-def _names(body: bytes) -> dict[str, msgspec.Raw] | None:
-    """None: not within milliseconds, or not in strict JSON."""
+def top_names(body: bytes) -> dict[str, msgspec.Raw] | None:
+    """The members of an object, the last of each name. None: not within milliseconds, or not in strict JSON."""
     if len(body) > MAX_DECODED_BYTES or (len(body) > _LARGE_BYTES and body.count(b":") > _MANY_COLONS):
         return None
     try:
@@ -352,7 +379,7 @@ async def with_salt(
 
     `own` is the client's salt where it is known already. What is no JSON object stays: no engine makes a prompt of it.
     """
-    names = _names(body) if known is None else None
+    names = top_names(body) if known is None else None
     if names is not None and _SALT not in names:
         return _with_salt_in_front(body, tenant, own, last=not names)
     if encoded and names is None and body:

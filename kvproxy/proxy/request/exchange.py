@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -160,10 +160,13 @@ class Exchange(msgspec.Struct, eq=False, kw_only=True):
     held_bytes: int = 0  # of it, that are counted among those of all requests
     received_bytes: int = 0  # of the body, from the client
     inference: InferenceRequest | None = None
-    members: Members | None = None  # of a scanned body: those that are read, guarded or salted
+    members: Members | None = None  # of a scanned body: those that are read, guarded, salted or examined
+    names: tuple[bytes, Mapping[str, msgspec.Raw] | None] | None = None  # of a body that was not, and which body
     #: That the client asked for and gets; "": the cluster's own. It decides alone, preference or not.
     policy: str = ""
     preferred: EndpointId | None = None
+    barred: frozenset[EndpointId] = frozenset()  # endpoints that it must not go to
+    upstream_id: str = ""  # the id that engines get in place of `request_id`; "": the same
     facts: OverlapFacts | None = None
     #: Brings facts and preference up to date from what is known here; must not raise, block or wait.
     facts_source: Callable[[Exchange], None] | None = None
@@ -176,6 +179,11 @@ class Exchange(msgspec.Struct, eq=False, kw_only=True):
     #: What hears of this request's stages, in this order (`attach`), and the hooks that some of it has.
     observers: tuple[HasHooks, ...] = ()
     hooks: frozenset[str] = frozenset()
+
+    @property
+    def engine_id(self) -> str:
+        """The request's id as engines get it."""
+        return self.upstream_id or self.request_id
 
     def attach(self, *observers: HasHooks) -> None:
         """These hear of the request from now on, after those that are there."""

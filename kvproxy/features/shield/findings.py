@@ -1,0 +1,78 @@
+"""The known faults of this fleet's engines, for the live page and `kvproxy doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.features.shield.rules import ADVISORIES, VLLM, open_rules, parse_version
+from kvproxy.features.shield.versions import fetch_software
+from kvproxy.operate.admin.operated import ConfigFinding
+from kvproxy.operate.config.schema import ShieldMode
+from kvproxy.operate.doctor.deployment import ClusterCheck, gather_facts
+from kvproxy.operate.doctor.report import Finding, ok, warning
+
+_DONE = {
+    ShieldMode.WARN: "such requests are counted and pass (`shield: refuse` stops them)",
+    ShieldMode.REFUSE: "such requests go to an engine without the fault, or are refused",
+}
+_UNKNOWN = "the version of {} is not known, so its faults are not either"
+_ASK = "does `GET /version` answer there? A build from a source tree without tags has no version that means anything"
+_NAMED = 3
+
+
+def find_open_faults(clusters: Mapping[str, Cluster], mode: ShieldMode) -> Iterator[ConfigFinding]:
+    """Yield a finding for each fault of each cluster, and one for engines of an unknown version."""
+    for name, cluster in clusters.items():
+        software = {str(one.id): one.software for one in cluster.engines if one.software is not None}
+        where = f"clusters.{name}"
+        for what, fix in describe_faults(software, mode):
+            yield ConfigFinding("note", where, what, fix)
+        if unknown := list_unknown(software):
+            yield ConfigFinding("note", where, _UNKNOWN.format(_listed(unknown)), _ASK)
+
+
+def describe_faults(software: Mapping[str, str], mode: ShieldMode) -> Iterator[tuple[str, str]]:
+    """Yield what each fault is and how to mend it. What no release has mended is in the documentation alone."""
+    for rule, row in ADVISORIES.items():
+        affected = [name for name, one in software.items() if one and rule in open_rules(one)]
+        if affected and row.fixed is not None:
+            kinds = sorted({software[name] for name in affected})
+            what = f"{_listed(affected)} ({_listed(kinds)}): {row.field}: {row.harm}; {_DONE[mode]}"
+            fix = f"upgrade to {VLLM} {'.'.join(map(str, row.fixed[:3]))} or later"
+            yield what, f"{fix} ({row.source})" if row.source else fix
+
+
+def list_unknown(software: Mapping[str, str]) -> list[str]:
+    """The engines that report no version, or one that means nothing."""
+    return [name for name, one in software.items() if not one or (one.startswith(VLLM) and not _is_version(one))]
+
+
+def _is_version(software: str) -> bool:
+    return parse_version(software.partition(" ")[2]) is not None
+
+
+def _listed(names: Iterable[str]) -> str:
+    first = list(names)
+    more = f" and {len(first) - _NAMED} more" if len(first) > _NAMED else ""
+    return ", ".join(first[:_NAMED]) + more
+
+
+@dataclass(frozen=True, slots=True)
+class FaultsCheck(ClusterCheck):
+    """One cluster's engines: the faults of their versions that requests can meet."""
+
+    name = "shield"
+    calls = 6
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        facts = await gather_facts(self.engines, lambda engine: fetch_software(engine.vllm))
+        software = {engine.endpoint.id: one for engine, one in facts.items()}
+        mode = self.deployment.config.shield
+        found = [warning(self.where, what, fix) for what, fix in describe_faults(software, mode)]
+        if unknown := list_unknown(software):
+            found.append(ok(self.where, f"{_UNKNOWN.format(_listed(unknown))}: {_ASK}"))
+        if software and not found:
+            return [ok(self.where, "the engines' versions have no known fault that a release has mended")]
+        return found
