@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvproxy.features.shield.findings import find_open_faults
-from kvproxy.features.shield.rules import Rule
+from kvproxy.features.shield.rules import ADVISORIES, Rule
 from kvproxy.operate.config.schema import ShieldMode
 from kvproxy.operate.doctor.report import Severity
 from tests.admin.support import admin_of, proxy_of
+from tests.docs.blocks import ROOT, block
 from tests.doctor.setup import ENGINE, cluster, visit
 from tests.support.clock import FakeClock
+from tests.support.proxy import running_proxy
 
 CHAIN: dict[str, Any] = {"filters": ["inference_request", "router"]}
 THREE = {name: f"http://127.0.0.1:{port}" for port, name in enumerate("abc", start=9)}
@@ -70,6 +73,27 @@ async def test_doctor_names_what_is_open() -> None:
         report = await visit({"endpoints": site.urls, **CHAIN})
         [good] = [one for one in report.passed if one.check == "shield"]
         assert "no known fault" in good.what
+
+
+async def test_the_example_of_the_page() -> None:
+    """Body and answer as they stand there, at a simulated engine of the version that they name."""
+    shell, answer = block("docs/shield.md", "curl -s"), block("docs/shield.md", '"code":"shield"')
+    version, body = re.findall(r"--engine-version (\S+)|-d '([^']*)'", shell)
+    async with (
+        cluster({"a": replace(ENGINE, version=version[0])}, controller=None) as site,
+        running_proxy(site.urls, shield="refuse") as proxy,
+    ):
+        headers = {"content-type": "application/json"}
+        refused = await proxy.client.post("/v1/completions", content=body[1], headers=headers)
+    assert (refused.status_code, refused.text) == (400, answer.strip())
+
+
+def test_the_page_has_each_rule() -> None:
+    """With the release that the table of the code names."""
+    page = (ROOT / "docs/shield.md").read_text()
+    for rule, row in ADVISORIES.items():
+        fixed = "none yet" if row.fixed is None else ".".join(map(str, row.fixed[:3]))
+        assert re.search(rf"^\| `{rule.value}` \|[^|]*\|[^|]*\| {re.escape(fixed)}", page, re.MULTILINE), rule
 
 
 def test_rules_are_named_as_metrics_label_them() -> None:

@@ -105,8 +105,8 @@ def _engine_of(plan: SimulationPlan, one: PlannedEngine) -> EngineKindSettings:
     model, *others = one.models
     if plan.kind == "sglang":
         events = EventSettings(port=one.events_port, replay_port=one.replay_port) if plan.kv_events else None
-        settings: EngineKindSettings = SglangSettings(model=model, engine=engine, kv_events=events)
-        return replace(settings, version=plan.version or settings.version)
+        sglang = SglangSettings(model=model, engine=engine, kv_events=events)
+        return replace(sglang, version=plan.version or sglang.version)
     publisher = PublisherSettings(port=one.events_port, replay_port=one.replay_port) if plan.kv_events else None
     vllm = VllmSettings(model=model, loras=tuple(others), engine=engine, kv_events=publisher)
     return replace(vllm, version=plan.version or vllm.version)

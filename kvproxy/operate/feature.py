@@ -10,7 +10,8 @@ from kvproxy.base.feature import BaseFeature
 if TYPE_CHECKING:
     from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
     from kvproxy.operate.config.schema import Config
-    from kvproxy.operate.doctor.deployment import ClusterCheck, Deployment
+    from kvproxy.operate.doctor.deployment import Deployment
+    from kvproxy.operate.doctor.report import Check
     from kvproxy.proxy.filters.chain import FilterType
 
 
@@ -25,6 +26,6 @@ class Feature(BaseFeature):
         """Findings for the live page, as they are now."""
         return ()
 
-    def list_cluster_checks(self, deployment: Deployment, cluster: str) -> Sequence[ClusterCheck]:
+    def list_cluster_checks(self, deployment: Deployment, cluster: str) -> Sequence[Check]:
         """Checks of `kvproxy doctor` for one cluster that has engines."""
         return ()

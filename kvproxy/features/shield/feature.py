@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from kvproxy.base.metrics.groups import MetricGroup
     from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
     from kvproxy.operate.config.schema import Config
-    from kvproxy.operate.doctor.deployment import ClusterCheck, Deployment
+    from kvproxy.operate.doctor.deployment import Deployment
+    from kvproxy.operate.doctor.report import Check
     from kvproxy.proxy.filters.chain import FilterType
 
 
@@ -39,7 +40,7 @@ class Shield(Feature):
         mode = operated.config.shield
         return () if mode == "off" else find_open_faults(operated.clusters, mode)
 
-    def list_cluster_checks(self, deployment: Deployment, cluster: str) -> Sequence[ClusterCheck]:
+    def list_cluster_checks(self, deployment: Deployment, cluster: str) -> Sequence[Check]:
         """The same for the doctor."""
         from kvproxy.features.shield.findings import FaultsCheck
 

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 _MARK_WIDTH, _CHECK_WIDTH, _MIN_TEXT = 9, 18, 40
 
@@ -33,6 +33,26 @@ class Finding:
     fix: str = ""
     causes: tuple[str, ...] = ()
     check: str = ""
+
+
+class Check(Protocol):
+    """One question. `calls` is how many exchanges it waits for, one after another, at most: its deadline."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def calls(self) -> int: ...
+    @property
+    def where(self) -> str:
+        """What it looks at."""
+        ...
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        """What it found, good findings included.
+
+        A ClientError means that it could not look; the check that owns the failed exchange says what is wrong.
+        """
+        ...
 
 
 def ok(where: str, what: str) -> Finding:

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from kvproxy.base.background_task import BackgroundTask
 from kvproxy.base.errors import ClientError, Problem
@@ -41,31 +40,11 @@ from kvproxy.operate.doctor.check_trial import (
     priority_mode,
 )
 from kvproxy.operate.doctor.deployment import Deployment, survey_deployment
-from kvproxy.operate.doctor.report import DoctorReport, Finding, Severity, SkippedCheck, warning
+from kvproxy.operate.doctor.report import Check, DoctorReport, Finding, Severity, SkippedCheck, warning
 from kvproxy.operate.doctor.tools import Tools
 from kvproxy.operate.feature import Feature
 
 log = logging.getLogger("kvproxy.doctor")
-
-
-class Check(Protocol):
-    """One question. `calls` is how many exchanges it waits for, one after another, at most: its deadline."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def calls(self) -> int: ...
-    @property
-    def where(self) -> str:
-        """What it looks at."""
-        ...
-
-    async def collect_findings(self) -> Sequence[Finding]:
-        """What it found, good findings included.
-
-        A ClientError means that it could not look; the check that owns the failed exchange says what is wrong.
-        """
-        ...
 
 
 async def run_checks(checks: Iterable[Check], *, timeout_s: float) -> DoctorReport:
