@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Sequence
-from typing import Any
+from collections.abc import Awaitable
 
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp
 
 from kvproxy.base.metrics.collectors import CounterCell
 from kvproxy.base.metrics.groups import Metrics
@@ -17,7 +15,7 @@ from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.filters.step import Step
 from kvproxy.proxy.forward.body_guard import is_examined
 from kvproxy.proxy.metrics import RequestMetrics
-from kvproxy.proxy.request.body import LONG_BYTES, BodiesFull, BodyReader, BodyRefused, ClientLeft, HeldBodies
+from kvproxy.proxy.request.body import LONG_BYTES, BodyReader
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.parse import decode_body, scan_body
@@ -117,48 +115,6 @@ class InferenceRequestFilter(Step):
             caller = self._session_headers.read({name: sent[name] for name in names & sent.keys()})
         length_bytes = int(length) if length.isdigit() and len(length) < 20 else 0
         return length_bytes, coding.strip().lower() not in (b"", b"identity"), caller
-
-
-class ReadIfPossible(InferenceRequestFilter):
-    """Hands on what the filter of the proxy would refuse: a body that is encoded, over a limit or cut off is the app's
-    business."""
-
-    def __init__(self, app: ASGIApp, *, held: HeldBodies, reader: BodyReader, **options: Any) -> None:
-        super().__init__(app, reader=reader, **options)
-        self._held = held
-
-    def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
-        length, encoded, caller = self._headers(downstream.scope["headers"])
-        if encoded or length > self._reader.limit_bytes:
-            return None
-        return self._read(exchange, downstream, KIND_OF_PATH[downstream.scope["path"]], caller)
-
-    async def _read(self, exchange: Exchange, downstream: Downstream, kind: RequestKind | None, caller: Caller) -> None:
-        seen: list[Message] = []
-
-        async def receive() -> Message:
-            message = await downstream.receive()
-            seen.append(message)
-            return message
-
-        try:
-            body = await self._reader.read(receive)
-        except (BodyRefused, ClientLeft):
-            downstream.replay_messages(seen)
-            self._hold(exchange, seen)
-            return
-        seen.clear()
-        waits = self._parse(exchange, downstream, body, kind, caller)
-        if waits is not None:
-            await waits
-
-    def _hold(self, exchange: Exchange, seen: Sequence[Message]) -> None:
-        """Count what is kept for the app, as far as the bound goes."""
-        with contextlib.suppress(BodiesFull):
-            for message in seen:
-                size = len(message.get("body", b""))
-                self._held.hold_bytes(size)
-                exchange.held_bytes += size
 
 
 def build(app: ASGIApp, settings: InferenceRequestSettings, context: FilterContext) -> ASGIApp:

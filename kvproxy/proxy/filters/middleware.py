@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol, Self
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.metrics.groups import Metrics
+from kvproxy.base.settings.model import parse_size_bytes
 from kvproxy.base.types import Clock, EndpointId, Headers, RequestKind
 from kvproxy.cache.service import KvCache
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import RouteTarget
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
-from kvproxy.proxy.filters.inference_request import KIND_OF_PATH, ReadIfPossible
+from kvproxy.proxy.filters.embedded_body import ReadAhead
+from kvproxy.proxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.proxy.filters.kvcache import STATE_KEY, KvCacheFilter
-from kvproxy.proxy.request.body import BodyReader, HeldBodies
+from kvproxy.proxy.request.body import HeldBodies
+from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.exchange import SCOPE_KEY, Exchange
 from kvproxy.proxy.request.observer import RequestObserver, notify
 from kvproxy.proxy.request.usage import read_response_id, read_usage
@@ -35,7 +40,8 @@ _CLUSTER = "default"
 _SAID_FIRST = frozenset({RequestKind.MESSAGES, RequestKind.RESPONSES})
 _TAIL_BYTES = 16 * 1024
 _KEPT_BYTES = 256 * 1024  # of a piece of the answer
-_PATIENCE_S = 7 * 86400.0  # for a body: how long the client may take is the app's business
+#: After a start that failed, requests pass without facts for so long before the next try.
+RETRY_S = 60.0
 
 
 class HasScope(Protocol):
@@ -85,8 +91,8 @@ class KVCacheMiddleware:
         endpoints: Mapping[str, str] | Sequence[EndpointSettings],
         settings: KvCacheSettings | Mapping[str, Any] | None = None,
         metrics: Metrics | None = None,
-        limit_bytes: int = 32 * 1024 * 1024,
-        limit_all_bytes: int = 1024 * 1024 * 1024,
+        limit_bytes: int | str = 32 * 1024 * 1024,
+        limit_all_bytes: int | str = 1024 * 1024 * 1024,
         session_header: str = "",
         clock: Clock = time.monotonic,
         rng: random.Random | None = None,
@@ -99,80 +105,179 @@ class KVCacheMiddleware:
         if isinstance(endpoints, Mapping):
             endpoints = [EndpointSettings(id=name, url=url) for name, url in endpoints.items()]
         members = ClusterSettings(endpoints=tuple(endpoints))
-        cluster = Cluster(_CLUSTER, members, metrics=self.metrics, clock=clock, rng=rng)
-        cluster.show()
-        self.service = KvCache(settings, clusters={_CLUSTER: cluster}, metrics=self.metrics, clock=clock, rng=rng)
-        filtered = KvCacheFilter(
-            self._behind_the_filters,
-            self.service,
-            routes=_OneCluster(cluster),
-            prefer={_CLUSTER: False},
-            metrics=self.metrics,
-            clock=clock,
-        )
-        held = HeldBodies(limit_all_bytes, metrics=self.metrics)
-        reader = BodyReader(limit_bytes=limit_bytes, timeout_s=_PATIENCE_S, held=held)
-        self._filters = ReadIfPossible(
-            filtered, session_header=session_header, reader=reader, held=held, metrics=self.metrics, clock=clock
-        )
+        self._cluster = Cluster(_CLUSTER, members, metrics=self.metrics, clock=clock, rng=rng)
+        self._cluster.show()
+        self._held = HeldBodies(_size("limit_all_bytes", limit_all_bytes), metrics=self.metrics)
+        self._limit_bytes = _size("limit_bytes", limit_bytes)
+        self._session_header = session_header
         self._clock = clock
         self._enabled = settings.enabled
-        self._started = False
-        self._starting = asyncio.Lock()
+        self._header = settings.preference_header.lower().encode()
+        self._make_service = functools.partial(
+            KvCache, settings, clusters={_CLUSTER: self._cluster}, metrics=self.metrics, clock=clock, rng=rng
+        )
+        #: That of the latest start; what was learned goes on in the next.
+        self.service = self._make_service()
+        self._lives: dict[asyncio.AbstractEventLoop, _Life] = {}
+        self._started = False  # the service above is used up
+        self._retry_at = float("-inf")
 
     async def __aenter__(self) -> Self:
-        async with self._starting:
-            if not self._started:
-                await self.service.__aenter__()
-                self.service.show()
-                self._started = True
+        life = self._life()
+        if life is None:
+            raise RuntimeError("this KVCacheMiddleware runs in another event loop; make one for each loop")
+        async with life.changing:
+            await self._start(life)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        async with self._starting:
-            if self._started:
-                self._started = False
-                await self.service.__aexit__()
+        life = self._lives.get(asyncio.get_running_loop())
+        if life is not None:
+            async with life.changing:
+                await self._end(life)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._lifespan(scope, receive, send)
             return
+        if scope["type"] == "http":
+            scope = self._without_others(scope)
         known = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in KIND_OF_PATH
-        if not (known and self._enabled and await self._running()):
+        filters = await self._running() if known and self._enabled else None
+        if filters is None:
             await self._app(scope, receive, send)
             return
-        scope.setdefault("state", {})  # here, so that copies of the scope further in share it
+        scope.setdefault("state", {})[SERVED_KEY] = None  # here, so that copies of the scope further in share it
         own = {key: value for key, value in scope.items() if key != SCOPE_KEY}
-        await self._filters(own, receive, send)
+        await filters(own, receive, send)
+
+    def _without_others(self, scope: Scope) -> Scope:
+        """Take away what a client may have set as its preference, and ids that another request, or another middleware
+        of this kind, put into a state that both share."""
+        state = scope.get("state")
+        if state and (SERVED_KEY in state or STATE_KEY in state):
+            scope["state"] = {key: value for key, value in state.items() if key not in (SERVED_KEY, STATE_KEY)}
+        if self._header and any(name == self._header for name, _ in scope["headers"]):
+            scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != self._header]}
+        return scope
 
     async def _behind_the_filters(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The app. Its own kvproxy filters, if it has any, begin with an exchange of theirs."""
-        exchange: Exchange = scope.pop(SCOPE_KEY)
-        if exchange.facts is not None and exchange.inference is not None:
-            exchange.attach(_UsageTap(exchange.inference.kind, scope["state"], self._clock))
+        self._tap(scope.pop(SCOPE_KEY), scope)
         await self._app(scope, receive, send)
 
-    async def _running(self) -> bool:
-        """Whether the service runs; under a server without lifespan events the first request starts it."""
-        if not self._started:
-            try:
-                await self.__aenter__()
-            except Exception:
-                log.exception("[kvcache] no facts: the service cannot start")
-        return self._started
+    def _tap(self, exchange: Exchange, scope: Scope) -> None:
+        """Follow the answer to a request of which there are facts."""
+        if exchange.facts is not None and exchange.inference is not None:
+            exchange.attach(_UsageTap(exchange.inference.kind, scope["state"], self._clock))
+
+    # its life
+
+    def _life(self) -> _Life | None:
+        """That of the running event loop. None if another thread runs the service in a loop of its own: nothing of it
+        may be touched from here."""
+        loop = asyncio.get_running_loop()
+        life = self._lives.get(loop)
+        if life is None:
+            self._lives = {other: one for other, one in self._lives.items() if not other.is_closed()}
+            if any(other.is_running() for other in self._lives):
+                return None
+            life = self._lives[loop] = _Life()
+        return life
+
+    async def _running(self) -> ASGIApp | None:
+        """The filters; None if the service cannot run here. Without lifespan events the first request starts it."""
+        life = self._lives.get(asyncio.get_running_loop()) or self._life()
+        if life is not None and life.filters is None:
+            async with life.changing:
+                if life.filters is None and self._clock() >= self._retry_at:
+                    await self._try_to_start(life)
+        return None if life is None else life.filters
+
+    async def _try_to_start(self, life: _Life) -> None:
+        try:
+            await self._start(life)
+        except Exception:
+            self._retry_at = self._clock() + RETRY_S
+            log.exception("[kvcache] the service cannot start: requests pass without facts; next try in %g s", RETRY_S)
+
+    async def _start(self, life: _Life) -> None:
+        """Start a service in the running loop, with what earlier ones learned. Raises what its parts raise."""
+        if life.filters is not None:
+            return
+        service = self.service
+        if self._started:
+            service = self._make_service(state=service.state)
+        self._started = True
+        await service.__aenter__()
+        service.show()
+        self.service = life.service = service
+        life.filters = self._filters(service)
+
+    async def _end(self, life: _Life) -> None:
+        service, life.service, life.filters = life.service, None, None
+        if service is not None:
+            await service.__aexit__()
+
+    def _filters(self, service: KvCache) -> ASGIApp:
+        """Those around the app, made again for each event loop: their locks and timers belong to it."""
+        filtered = KvCacheFilter(
+            self._behind_the_filters,
+            service,
+            routes=_OneCluster(self._cluster),
+            prefer={_CLUSTER: False},
+            metrics=self.metrics,
+            clock=self._clock,
+        )
+
+        async def on_late_body(exchange: Exchange, downstream: Downstream) -> None:
+            waits: Awaitable[None] | None = filtered.before(exchange, downstream)
+            if waits is not None:
+                await waits
+            self._tap(exchange, downstream.scope)
+
+        return ReadAhead(
+            filtered,
+            on_late_body=on_late_body,
+            session_header=self._session_header,
+            held=self._held,
+            limit_bytes=self._limit_bytes,
+            metrics=self.metrics,
+            clock=self._clock,
+        )
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Start when the app has started, end when it has ended."""
+        """Start when the app has started, end when it has ended. The app's messages go on, whatever becomes of it."""
 
         async def send_after(message: Message) -> None:
             if message["type"] == "lifespan.startup.complete":
-                await self.__aenter__()
+                await self._running()
             elif message["type"] in ("lifespan.shutdown.complete", "lifespan.shutdown.failed"):
-                await self.__aexit__()
+                try:
+                    await self.__aexit__()
+                except Exception:
+                    log.exception("[kvcache] the service cannot end in order")
             await send(message)
 
         await self._app(scope, receive, send_after)
+
+
+class _Life:
+    """The service and its filters in one event loop; neither while it does not run there."""
+
+    __slots__ = ("changing", "filters", "service")
+
+    def __init__(self) -> None:
+        self.changing = asyncio.Lock()  # it starts, or ends
+        self.service: KvCache | None = None
+        self.filters: ASGIApp | None = None
+
+
+def _size(name: str, value: int | str) -> int:
+    try:
+        return parse_size_bytes(value)
+    except ValueError as error:
+        raise ConfigError([Problem(name, str(error))]) from None
 
 
 class _OneCluster:

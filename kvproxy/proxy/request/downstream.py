@@ -6,7 +6,6 @@ filter that wraps `receive` or `send` and has to see their messages, they are AS
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -78,14 +77,9 @@ class Downstream(msgspec.Struct, eq=False):
                 self.exchange.received_bytes += len(body)
         return body
 
-    def replay_messages(self, messages: Sequence[Message]) -> None:
-        """Hand these messages, which were received, to the app behind; what `receive` gives next comes after them."""
-        again, receive = deque(messages), self._receive
-
-        async def receive_again() -> Message:
-            return again.popleft() if again else await receive()
-
-        self._receive = receive_again
+    def wrap_receive(self, wrap: Callable[[Receive], Receive]) -> None:
+        """Put a receive of one's own between the client and the app behind."""
+        self._receive = wrap(self._receive)
 
     async def receive(self) -> Message:
         """ASGI's receive, for the app behind."""
