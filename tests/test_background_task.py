@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Generator
 
-from kvproxy.base.background_task import BackgroundTask, cancel_tasks, run_in_slices
+import pytest
+
+from kvproxy.base.background_task import (
+    CANCELLATIONS,
+    BackgroundTask,
+    cancel_tasks,
+    raise_if_cancelled,
+    run_in_slices,
+)
 
 
 class Waiting(BackgroundTask):
@@ -75,6 +84,59 @@ async def test_all_tasks_are_ended_whatever_they_end_with() -> None:
     assert all(task.done() for task in ended)
     await asyncio.sleep(0)
     assert tasks == set()
+
+
+class Swallowing:
+    """A task's work whose library swallows so many cancellations."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+        self.began = asyncio.Event()
+
+    async def run(self) -> None:
+        self.began.set()
+        while self.left >= 0:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            self.left -= 1
+        raise asyncio.CancelledError
+
+
+async def test_a_swallowed_cancellation_is_repeated() -> None:
+    """As redis-py swallows it while it connects."""
+    work = Swallowing(1)
+    task = asyncio.create_task(work.run(), name="swallowing")
+    await work.began.wait()
+    await cancel_tasks([task], again_s=0.001)
+    assert task.cancelled()
+
+
+async def test_a_task_that_never_ends_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
+    """The wait for it is bounded, and the log names it."""
+    work = Swallowing(CANCELLATIONS)
+    task = asyncio.create_task(work.run(), name="deaf")
+    await work.began.wait()
+    await cancel_tasks([task], again_s=0.001)
+    assert not task.done()
+    assert "left behind, since cancelling does not end them: deaf" in caplog.text
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_a_cancellation_that_was_swallowed_is_raised_after_the_call() -> None:
+    """A task that was not cancelled goes on."""
+
+    async def work() -> None:
+        raise_if_cancelled()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        raise_if_cancelled()
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
 
 
 async def test_steps_are_taken_in_slices_of_time() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import httpx
@@ -107,3 +108,53 @@ async def test_the_last_requests_are_in_the_access_log(tmp_path: Path) -> None:
             kvproxy.terminate()
     lines = [line for line in kvproxy.lines if "POST /v1/chat/completions 200" in line]
     assert len(lines) == 20
+
+
+async def test_a_blocked_event_loop_does_not_outlive_the_signal(tmp_path: Path) -> None:
+    """A filter that hangs in a call which never returns: after drain and grace the process ends, and says so."""
+    (tmp_path / "hanging.py").write_text(HANGING)
+    process = await asyncio.create_subprocess_exec(
+        _python()[0], "hanging.py", cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.getcwd()},
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(120):
+            assert await process.stdout.readline() == b"hangs\n"
+            process.terminate()
+            _, stderr = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode == 1
+    assert b"the process ends now although this still runs" in stderr
+
+
+#: The event loop opens a pipe that nothing writes to; a task swallows what ends it, and so does a thread.
+HANGING = """
+import asyncio, os, threading
+from kvproxy.operate.commands.last_resort import LastResort
+from kvproxy.operate.commands.serving import ProcessSignals, run_bounded, run_loop
+
+async def main(last_resort):
+    signals = ProcessSignals(0.0, last_resort, grace_s=0.1)
+    signals.install(lambda: None)
+    os.mkfifo("pipe")
+    asyncio.get_running_loop().run_in_executor(None, open, "pipe")
+    print("hangs", flush=True)
+    open("pipe")
+
+with LastResort() as last_resort:
+    run_loop(lambda: run_bounded(main(last_resort), last_resort))
+"""
+
+
+async def test_threads_of_libraries_do_not_keep_the_process(tmp_path: Path) -> None:
+    """The default pool's threads are joined at the end: one in a dead mount never returns. The exit status is that of
+    the work."""
+    script = HANGING.replace('    open("pipe")\n', "    return 5\n")
+    process = await asyncio.create_subprocess_exec(
+        _python()[0], "-c", script, cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.getcwd()},
+        stdout=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    assert await asyncio.wait_for(process.wait(), 120) == 5

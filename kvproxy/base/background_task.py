@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from typing import Any, Self, TypeVar
@@ -11,12 +12,34 @@ from typing import Any, Self, TypeVar
 T = TypeVar("T")
 
 
-async def cancel_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancels all of them and waits for their ends, whatever these are."""
-    ending = list(tasks)
-    for task in ending:
-        task.cancel()
-    await asyncio.gather(*ending, return_exceptions=True)
+log = logging.getLogger(__name__)
+
+#: A task that swallowed its cancellation is cancelled again after this long, so many times; then it is left behind.
+CANCEL_AGAIN_S, CANCELLATIONS = 2.0, 3
+
+
+async def cancel_tasks(tasks: Iterable[asyncio.Task[Any]], *, again_s: float = CANCEL_AGAIN_S) -> None:
+    """Cancel all of them and wait for their ends, whatever these are. Libraries may swallow a cancellation: a task that
+    goes on is cancelled again, and in the end left behind with a line in the log."""
+    ending = set(tasks)
+    for _ in range(CANCELLATIONS):
+        if not ending:
+            return
+        for task in ending:
+            task.cancel()
+        done, ending = await asyncio.wait(ending, timeout=again_s)
+        for task in done:
+            if not task.cancelled():
+                task.exception()  # read, so that it is not reported as lost
+    if ending:
+        log.error("left behind, since cancelling does not end them: %s", ", ".join(map(asyncio.Task.get_name, ending)))
+
+
+def raise_if_cancelled() -> None:
+    """Raise the cancellation of the running task that a library swallowed, if there is one."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 async def run_in_slices(

@@ -110,7 +110,8 @@ class ShutdownSettings(Model):
     """Graceful end."""
 
     drain: Duration = 30.0
-    """After SIGTERM no new connections are taken; running requests have this long to finish."""
+    """After SIGTERM no new connections are taken; running requests have this long to finish. The process
+    ends at most 15 s later, whatever hangs."""
     idle: Duration = 5.0
     """For this long of it kept connections stay open without a request: the next one on each is answered with
     `connection: close`, so that a rollout resets no client."""

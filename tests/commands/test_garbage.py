@@ -27,6 +27,7 @@ from kvproxy.operate.commands.garbage import (
     YOUNG_ROUNDS,
     GarbageCollections,
 )
+from kvproxy.operate.commands.last_resort import LastResort
 from kvproxy.operate.commands.serve import serve_until_signal
 from tests.prefix.support import A, stored
 
@@ -196,7 +197,7 @@ async def _serve() -> list[tuple[int, int, int]]:
     gc.set_threshold(700, 10, 10)
     source = ConfigSource(endpoints=("http://127.0.0.1:1",), host="127.0.0.1", port=0, admin=False)
     config, problems = source.load()
-    serving = asyncio.create_task(serve_until_signal(config, problems, source))
+    serving = asyncio.create_task(serve_until_signal(config, problems, source, LastResort()))
     while gc.get_threshold()[0] == 700:
         await asyncio.wait({serving}, timeout=0.01)
         if serving.done():

@@ -16,7 +16,7 @@ import pytest
 from starlette.types import Send
 
 from kvproxy.app import Proxy
-from kvproxy.base.errors import ConfigError
+from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.operate.commands.configuration import ConfigSource
 from kvproxy.operate.commands.reload import FileReloader
 from kvproxy.operate.config.load import load_config
@@ -260,3 +260,18 @@ async def test_sighup_and_the_admin_call(tmp_path: Path) -> None:
             refused = await client.post(f"{admin}/reload", headers=headers, content=b"{}")
             assert refused.status_code == 422
             assert await served_by(client) == "a"
+
+
+class HangingSource(ConfigSource):
+    """A configuration on a disk that does not answer."""
+
+    def load(self) -> tuple[Config, list[Problem]]:
+        raise TimeoutError
+
+
+async def test_a_file_that_cannot_be_read_in_time_changes_nothing() -> None:
+    """The reload is refused with its reason, and the thread is the reloader's own."""
+    proxy = Proxy(config_of({"a": "http://127.0.0.1:1"}))
+    reloader = FileReloader(proxy, HangingSource(), interval_s=0)
+    (error,) = (await reloader()).errors
+    assert error.message == "the file cannot be read: its disk hangs"

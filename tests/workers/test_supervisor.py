@@ -163,7 +163,7 @@ async def test_a_drain_ends_a_worker_that_hangs_before_it_serves(
     late: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may hang for as long as it likes otherwise."""
-    monkeypatch.setattr(module, "END_GRACE_S", -1.0)
+    monkeypatch.setattr(module, "_KILL_S", -1.0)
     late.served.config = CONFIG.model_copy(update={"worker_start_timeout": 0})
     running = asyncio.create_task(late.run())
     await until(lambda: all(slot.process is not None and slot.process.pid for slot in late.slots))
@@ -281,7 +281,7 @@ async def test_a_hurry_reaches_workers_that_drain(tmp_path: Path) -> None:
 
 async def test_a_worker_that_outlives_the_drain_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However it hangs, the end comes."""
-    monkeypatch.setattr(module, "END_GRACE_S", -1.0)
+    monkeypatch.setattr(module, "_KILL_S", -1.0)
     async with supervised(tmp_path, "deaf", count=1) as supervisor:
         (worker,) = pids(supervisor)
         supervisor.drain()

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import SecretStr
 from xxhash import xxh3_64_hexdigest
 
-from kvproxy.base.background_task import BackgroundTask
+from kvproxy.base.background_task import BackgroundTask, raise_if_cancelled
 from kvproxy.base.bounded import BoundedQueue
 from kvproxy.features.exchange.datagrams import MESSAGE_BYTES
 from kvproxy.features.exchange.wire import Origin
@@ -110,6 +110,7 @@ class StoreLink(BackgroundTask):
         while True:
             try:
                 async with self._connection() as connection:
+                    raise_if_cancelled()  # the library may have taken it for an error of its own
                     pause_s = FIRST_PAUSE_S
                     self.connected = True
                     log.info("%s is reached", self.where)
@@ -119,6 +120,7 @@ class StoreLink(BackgroundTask):
                             group.create_task(work, name="sync store")
             except Exception as error:  # noqa: BLE001 - whatever a library raises: the store is away
                 self._away(error)
+            raise_if_cancelled()
             await asyncio.sleep(pause_s * self._rng.random())
             pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
 
@@ -152,8 +154,7 @@ class StoreLink(BackgroundTask):
                 taken = [self._waiting.popleft() for _ in range(min(_TOGETHER, len(self._waiting)))]
                 async with asyncio.timeout(TIMEOUT_S):
                     await self._publish(connection, taken)
-                if (task := asyncio.current_task()) is not None and task.cancelling():
-                    raise asyncio.CancelledError  # redis-py may take a cancellation for an error of its own
+                raise_if_cancelled()
             self._sent.set()
 
     @abstractmethod
@@ -207,6 +208,7 @@ class RedisLink(StoreLink):
         async for message in connection.listen():
             if message["type"] == "message":
                 self._on_message(message["data"])
+            raise_if_cancelled()
 
     async def _publish(self, connection: Any, messages: list[tuple[str, bytes]]) -> None:
         pipeline = self._client.pipeline(transaction=False)

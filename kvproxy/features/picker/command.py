@@ -15,6 +15,7 @@ from kvproxy.app import Proxy
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.operate.commands.configuration import ConfigSource, named_file
 from kvproxy.operate.commands.garbage import GarbageCollections
+from kvproxy.operate.commands.last_resort import LastResort
 from kvproxy.operate.commands.serving import ProcessSignals, run_logged, run_until_signal
 from kvproxy.operate.config.schema import Config
 from kvproxy.proxy.listener_settings import PickerSettings
@@ -31,9 +32,10 @@ def main(args: argparse.Namespace) -> int:
     source = ConfigSource(path=named_file(args), endpoints=args.endpoint, policy=args.policy, lenient=args.lenient)
     changes = {name: value for name, value in (("host", args.host), ("port", args.port)) if value is not None}
 
-    async def pick(config: Config, problems: list[Problem]) -> int:
+    async def pick(config: Config, problems: list[Problem], last_resort: LastResort) -> int:
         settings = (config.picker or PickerSettings()).model_copy(update=changes)
-        return await run_until_signal(config, problems, source, listen=partial(_open_picker, settings=settings))
+        listen = partial(_open_picker, settings=settings)
+        return await run_until_signal(config, problems, source, last_resort, listen=listen)
 
     return run_logged(source, pick)
 

@@ -11,6 +11,7 @@ from typing import Self, TypeVar
 
 from kvproxy.base.background_task import BackgroundTask, run_in_slices
 from kvproxy.base.metrics.groups import Metrics
+from kvproxy.base.timed_thread import TimedThread
 from kvproxy.base.types import Clock, Sleep
 from kvproxy.cache.settings import SnapshotSettings
 from kvproxy.cache.snapshot_contents import Contents, Returned
@@ -18,7 +19,7 @@ from kvproxy.cache.snapshot_format import Outcome, Unusable
 from kvproxy.cache.state import CacheState
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.features.snapshot.metrics import SnapshotMetrics
-from kvproxy.features.snapshot.snapshot_file import SnapshotFile, Store, TimedThread
+from kvproxy.features.snapshot.snapshot_file import SnapshotFile, Store
 
 log = logging.getLogger("kvproxy.kvcache")
 

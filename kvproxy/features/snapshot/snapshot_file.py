@@ -1,19 +1,15 @@
-"""Keeps a snapshot in a file: replaced whole or not at all, for its owner's eyes. Blocking calls, and a thread for
-them."""
+"""Keeps a snapshot in a file: replaced whole or not at all, for its owner's eyes. Blocking calls."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import errno
 import os
 import stat
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from glob import escape
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from xxhash import xxh3_64
 
@@ -23,9 +19,6 @@ from kvproxy.cache.snapshot_format import Outcome, Snapshot, Unusable, decode, p
 _READ_BYTES = 4 << 20
 #: A temporary file this old was left by a proxy that was killed while it wrote.
 _LEFT_BEHIND_S = 600.0
-
-
-T = TypeVar("T")
 
 
 class Store(Protocol):
@@ -120,41 +113,3 @@ class SnapshotFile:
             with contextlib.suppress(OSError):
                 if file.lstat().st_mtime < before:
                     file.unlink()
-
-
-class TimedThread:
-    """Blocking calls, one at a time, in a daemon thread: a disk that hangs delays neither requests nor the end."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._busy = False
-
-    async def call(self, work: Callable[[], T], *, timeout_s: float) -> T:
-        """What `work` answers or raises. OSError (a TimeoutError at first) while an earlier call still hangs."""
-        if self._busy:
-            raise OSError(errno.EBUSY, "an earlier call still hangs")
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
-
-        def hand_over(result: T | None, error: BaseException | None) -> None:
-            if answer.done():  # the call was given up
-                return
-            if error is not None:
-                answer.set_exception(error)
-            else:
-                answer.set_result(result)  # type: ignore[arg-type]  # T may be None
-
-        def run() -> None:
-            result, raised = None, None
-            try:
-                result = work()
-            except BaseException as error:  # noqa: BLE001 - handed to the caller
-                raised = error
-            self._busy = False
-            with contextlib.suppress(RuntimeError):  # the loop ended while it hung
-                loop.call_soon_threadsafe(hand_over, result, raised)
-
-        self._busy = True
-        threading.Thread(target=run, name=self._name, daemon=True).start()
-        async with asyncio.timeout(timeout_s):
-            return await answer

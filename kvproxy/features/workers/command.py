@@ -16,8 +16,9 @@ from kvproxy.features.exchange.peers import SyncStatus
 from kvproxy.features.workers.assignment import Assignment, Link, receive_assignment, remove_left_folder
 from kvproxy.features.workers.control import ControlApp
 from kvproxy.features.workers.share import take_share
+from kvproxy.operate.commands.last_resort import END_GRACE_S, LastResort
 from kvproxy.operate.commands.logging_setup import log_to
-from kvproxy.operate.commands.serving import diagnosis, public_listener, run_loop
+from kvproxy.operate.commands.serving import diagnosis, public_listener, run_bounded, run_loop
 from kvproxy.proxy.listener.server import Server
 
 #: A sibling that does not answer must not keep a worker from serving.
@@ -34,11 +35,11 @@ def main(args: argparse.Namespace) -> int:
         assignment = receive_assignment(line)
     except EOFError:
         return 1
-    with log_to(assignment.config.log):
-        return run_loop(lambda: serve_as_worker(assignment, line))
+    with log_to(assignment.config.log), LastResort() as last_resort:
+        return run_loop(lambda: run_bounded(serve_as_worker(assignment, line, last_resort), last_resort))
 
 
-async def serve_as_worker(assignment: Assignment, line: socket.socket) -> int:
+async def serve_as_worker(assignment: Assignment, line: socket.socket, last_resort: LastResort) -> int:
     """The worker's whole life. It serves once it knows what the others know, and what an operator changed before it was
     there."""
     link = Link(line)
@@ -61,6 +62,7 @@ async def serve_as_worker(assignment: Assignment, line: socket.socket) -> int:
             await listeners.enter_async_context(diagnosis(proxy))
         link.say_ready()
         await link.stop.wait()
+        last_resort.end_within(config.shutdown.drain + END_GRACE_S)
         proxy.draining = True
     if link.cut:
         remove_left_folder(assignment.folder)

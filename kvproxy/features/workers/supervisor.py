@@ -19,6 +19,7 @@ from kvproxy.base.errors import KvproxyError
 from kvproxy.base.types import Clock
 from kvproxy.features.workers.assignment import Assignment, Change
 from kvproxy.features.workers.process import COMMAND, WorkerProcess
+from kvproxy.operate.commands.last_resort import END_GRACE_S
 from kvproxy.operate.config.schema import Config
 
 log = logging.getLogger("kvproxy")
@@ -27,8 +28,8 @@ log = logging.getLogger("kvproxy")
 FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S = 0.1, 30.0, 60.0
 #: Starts in a row that came to nothing while no worker serves, until the supervisor gives up.
 GIVE_UP_AFTER = 5
-#: After the drain time a worker has this long to close what is left; then it is killed.
-END_GRACE_S = 15.0
+#: A worker that ends itself when its drain and grace are over is killed if it does not.
+_KILL_S = END_GRACE_S + 5.0
 
 
 class WorkersFailed(KvproxyError):
@@ -190,7 +191,7 @@ class Supervisor:
         """One that outlives the drain is killed."""
         await self.ending.wait()
         process.drain()  # again: it may have been starting when all were told
-        await asyncio.sleep(self.served.config.shutdown.drain + END_GRACE_S)
+        await asyncio.sleep(self.served.config.shutdown.drain + _KILL_S)
         log.error("worker %d is killed: it outlived the drain", process.assignment.index)
         process.kill()
 

@@ -13,6 +13,7 @@ from typing import Protocol
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.settings.paths import summarise_changes
+from kvproxy.base.timed_thread import TimedThread
 from kvproxy.base.types import Clock
 from kvproxy.features.priority.engine_priority import utc_seconds
 from kvproxy.operate.admin.operated import ConfigFinding, ConfigReloader, Event, OperatorFinding, RefusedFile, Reloaded
@@ -23,6 +24,8 @@ from kvproxy.operate.metrics.process import ProcessMetrics
 logger = logging.getLogger("kvproxy")
 
 Signature = tuple[int, int, int]
+#: A file that takes longer to be read is on a disk that hangs.
+_LOAD_TIMEOUT_S = 30.0
 #: Reloads that are remembered for the live page.
 _KEPT_EVENTS = 20
 
@@ -66,6 +69,7 @@ class FileReloader:
         self._source = source
         self._interval_s = interval_s
         self._one_at_a_time = asyncio.Lock()
+        self._reading, self._looking = TimedThread("configuration"), TimedThread("watch the configuration")
         self._watching: asyncio.Task[None] | None = None
         self._seen = self._signature()
 
@@ -84,9 +88,8 @@ class FileReloader:
     async def __call__(self) -> Reloaded:
         """Read, check, apply. A bad file changes nothing and says why."""
         async with self._one_at_a_time:
-            self._seen = self._signature()
             try:
-                config, problems = await asyncio.to_thread(self._source.load)
+                config, problems = await self._read()
                 before = self._proxy.config
                 reloaded = await self._proxy.reload(config)
             except ConfigError as error:
@@ -104,6 +107,13 @@ class FileReloader:
                 values = ", ".join(f"{name}={value}" for name, value in lost.items())
                 logger.warning("cluster %s has another policy; changed at runtime and lost: %s", cluster, values)
             return reloaded
+
+    async def _read(self) -> tuple[Config, list[Problem]]:
+        try:
+            self._seen = await self._reading.call(self._signature, timeout_s=_LOAD_TIMEOUT_S)
+            return await self._reading.call(self._source.load, timeout_s=_LOAD_TIMEOUT_S)
+        except OSError as error:
+            raise ConfigError([Problem("", f"the file cannot be read: {str(error) or 'its disk hangs'}")]) from error
 
     def _refused(self, errors: list[Problem]) -> Reloaded:
         self._proxy.metrics.group(ProcessMetrics).reloads.labels("refused").inc()
@@ -125,7 +135,10 @@ class FileReloader:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._interval_s)
-            signature = await asyncio.to_thread(self._signature)
+            try:
+                signature = await self._looking.call(self._signature, timeout_s=_LOAD_TIMEOUT_S)
+            except OSError:  # its disk hangs: what is served stays, and a reload that is asked for reports it
+                continue
             if signature is not None and signature != self._seen:
                 await self()
 

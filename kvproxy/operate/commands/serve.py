@@ -18,6 +18,7 @@ from kvproxy.features.workers.share import count_workers, keeps_snapshot
 from kvproxy.features.workers.supervisor import Served, Supervisor, WorkersFailed
 from kvproxy.features.workers.workers import Workers
 from kvproxy.operate.commands.configuration import ConfigSource, named_file
+from kvproxy.operate.commands.last_resort import END_GRACE_S, LastResort
 from kvproxy.operate.commands.serving import (
     ProcessSignals,
     announce,
@@ -55,16 +56,18 @@ def main(args: argparse.Namespace) -> int:
 def run(source: ConfigSource) -> int:
     """Serve until a signal; 0 after a graceful end."""
 
-    async def serve(config: Config, problems: list[Problem]) -> int:
+    async def serve(config: Config, problems: list[Problem], last_resort: LastResort) -> int:
         workers = count_workers(config.workers)
         if workers > 1:
-            return await supervise_until_signal(config, problems, source, count=workers)
-        return await serve_until_signal(config, problems, source)
+            return await supervise_until_signal(config, problems, source, last_resort, count=workers)
+        return await serve_until_signal(config, problems, source, last_resort)
 
     return run_logged(source, serve)
 
 
-async def serve_until_signal(config: Config, problems: list[Problem], source: ConfigSource) -> int:
+async def serve_until_signal(
+    config: Config, problems: list[Problem], source: ConfigSource, last_resort: LastResort
+) -> int:
     """The proxy's whole life. A second signal ends the drain at once."""
 
     async def listen(proxy: Proxy, signals: ProcessSignals, listeners: AsyncExitStack) -> None:
@@ -75,12 +78,15 @@ async def serve_until_signal(config: Config, problems: list[Problem], source: Co
         if (adviser := make_adviser(source)) is not None:
             proxy.adviser = await listeners.enter_async_context(adviser)
 
-    return await run_until_signal(config, problems, source, listen=listen)
+    return await run_until_signal(config, problems, source, last_resort, listen=listen)
 
 
-async def supervise_until_signal(config: Config, problems: list[Problem], source: ConfigSource, *, count: int) -> int:
+async def supervise_until_signal(
+    config: Config, problems: list[Problem], source: ConfigSource, last_resort: LastResort, *, count: int
+) -> int:
     """The supervisor's whole life: it binds the sockets, keeps the workers, and is the operator's one listener."""
-    signals, metrics = ProcessSignals(config.shutdown.drain), make_metrics()
+    signals = ProcessSignals(config.shutdown.drain, last_resort, grace_s=2 * END_GRACE_S)  # after that of its workers
+    metrics = make_metrics()
     ProcessCollector(registry=metrics.registry)
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(shared_folder())

@@ -27,6 +27,7 @@ from kvproxy.lab.advise.live_advice import AdviceRunner, advise_command
 from kvproxy.operate.admin.operated import ConfigReloader
 from kvproxy.operate.commands.configuration import ConfigSource
 from kvproxy.operate.commands.garbage import GarbageCollections
+from kvproxy.operate.commands.last_resort import END_GRACE_S, LastResort
 from kvproxy.operate.commands.logging_setup import log_to
 from kvproxy.operate.commands.reload import FileReloader, Reloadable, convert_problems
 from kvproxy.operate.config.schema import Config
@@ -43,14 +44,29 @@ logger = logging.getLogger("kvproxy")
 _OTHER_FILES = 64
 
 
-def run_logged(source: ConfigSource, main: Callable[[Config, list[Problem]], Coroutine[Any, Any, int]]) -> int:
+Main = Callable[[Config, list[Problem], LastResort], Coroutine[Any, Any, int]]
+
+
+def run_logged(source: ConfigSource, main: Main) -> int:
     """Run what serves that configuration; what is to be said about it is logged once. The exit status."""
     config, problems = source.load()
     with log_to(config.log):
         for problem in problems:
             logger.log(logging.WARNING if problem.severity == "warning" else logging.INFO, "%s", problem.located())
         raise_open_files()
-        return run_loop(lambda: main(config, problems))
+        with LastResort() as last_resort:
+            return run_loop(lambda: run_bounded(main(config, problems, last_resort), last_resort))
+
+
+async def run_bounded(main: Coroutine[Any, Any, int], last_resort: LastResort) -> int:
+    """Run `main`; threads that hang do not keep the process after its end. The exit status."""
+    last_resort.watch_loop()
+    status = 1
+    try:
+        status = await main
+    finally:
+        last_resort.end_threads(status)
+    return status
 
 
 def run_loop(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
@@ -71,18 +87,22 @@ async def run_until_signal(
     config: Config,
     problems: list[Problem],
     source: ConfigSource,
+    last_resort: LastResort,
     *,
     listen: Callable[[Proxy, ProcessSignals, AsyncExitStack], Awaitable[None]],
 ) -> int:
     """A proxy's whole life in a process of its own; `listen` enters what serves it. `problems` are shown on the live
     page."""
-    signals = ProcessSignals(config.shutdown.drain)
+    signals = ProcessSignals(config.shutdown.drain, last_resort)
     async with Proxy(config) as proxy, AsyncExitStack() as listeners:
-        reloader = make_reloader(proxy, source, problems=problems, signals=signals)
-        await open_admin(listeners, proxy.admin, config.admin)
-        await listen(proxy, signals, listeners)
-        await listeners.enter_async_context(reloader)
-        await signals.stop.wait()
+        try:
+            reloader = make_reloader(proxy, source, problems=problems, signals=signals)
+            await open_admin(listeners, proxy.admin, config.admin)
+            await listen(proxy, signals, listeners)
+            await listeners.enter_async_context(reloader)
+            await signals.stop.wait()
+        finally:  # also of a start that fails
+            last_resort.end_within(config.shutdown.drain + END_GRACE_S)
         proxy.draining = True
     logger.info("ended")
     return 0
@@ -153,19 +173,32 @@ def make_adviser(source: ConfigSource) -> AdviceRunner | None:
 
 
 class ProcessSignals:
-    """SIGTERM and SIGINT end the proxy, a second one at once; SIGHUP reads the configuration again."""
+    """SIGTERM and SIGINT end the proxy, a second one at once; SIGHUP reads the configuration again.
 
-    def __init__(self, drain_s: float) -> None:
+    The first two are taken outside of the event loop, since that may be what hangs.
+    """
+
+    def __init__(self, drain_s: float, last_resort: LastResort, *, grace_s: float = END_GRACE_S) -> None:
         self.stop = asyncio.Event()
         self.hurry = asyncio.Event()
         self._drain_s = drain_s
+        self._grace_s = grace_s
+        self._last_resort = last_resort
+        self._signalled = False
         self._reloads: set[asyncio.Task[object]] = set()
 
     def install(self, reloader: ConfigReloader) -> None:
         """Take the signals over."""
         loop = asyncio.get_running_loop()
+
+        def end(number: int, _: object) -> None:
+            self._last_resort.end_within(self._grace_s + (0 if self._signalled else self._drain_s))
+            self._signalled = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._end, signal.Signals(number).name)
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._end, number.name)
+            signal.signal(number, end)
         loop.add_signal_handler(signal.SIGHUP, self._reload, reloader)
 
     def _end(self, name: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvproxy.base.background_task import cancel_tasks
 from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
@@ -207,9 +208,7 @@ class Reloader:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._retiring:
-            task.cancel()
-        await asyncio.gather(*self._retiring, return_exceptions=True)
+        await cancel_tasks(self._retiring)
         await self._end(list(self._alive))
 
     async def begin_generation(self, generation: Generation) -> None:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kvproxy.features.snapshot.snapshot_file import TimedThread
+from kvproxy.base.timed_thread import TimedThread
 
 
 async def test_the_answer_and_the_error_come_through() -> None:
