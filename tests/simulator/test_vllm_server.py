@@ -292,8 +292,18 @@ async def test_an_answer_of_open_length_stops() -> None:
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "not a multimodal model",
+            "no cached item",
         ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": "data:image/png;base64,?"}]}
+                ]
+            },
+            "base64",
+        ),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "only text parts"),
         ("/sim/faults", {"nonsense": 1}, "unknown fault"),
         ("/sim/faults", {"fail_next": "x"}, "takes int"),
         ("/sim/faults", {"fail_next": True}, "takes int"),

@@ -213,7 +213,7 @@ class LocalIndexes:
                 exact = _without_confirmed(exact, announced, len(tokens))
         routed, tokens_per_block = self.approximate.lookup(cursor), TEXT_BLOCK_BYTES / bytes_per_token
         if mixed is not None:
-            routed, in_flight = (_in_tokens(found, mixed, len(cursor.hashes)) for found in (routed, in_flight))
+            routed, in_flight = (_in_tokens(found, mixed, prompt_tokens) for found in (routed, in_flight))
             tokens_per_block = 1.0
         return merge_overlaps(
             routed=routed,
@@ -381,13 +381,13 @@ def _without_confirmed(
     return frozenset(exact) - confirmed
 
 
-def _in_tokens(blocks: Mapping[EndpointId, int], mixed: MixedPrompt, total: int) -> dict[EndpointId, int]:
-    """Leading blocks of text as tokens; behind the last block that is held, part of the next one is."""
-    found = {}
-    for endpoint, count in blocks.items():
-        beyond = int(BEYOND * TEXT_BLOCK_BYTES) if count < total else 0
-        found[endpoint] = mixed.tokens_matched(count * TEXT_BLOCK_BYTES, beyond)
-    return found
+def _in_tokens(blocks: Mapping[EndpointId, int], mixed: MixedPrompt, prompt_tokens: int) -> dict[EndpointId, int]:
+    """Leading blocks of text as tokens; behind the last block that is held, part of the next one is, or of the rest."""
+    beyond = int(BEYOND * TEXT_BLOCK_BYTES)
+    return {
+        endpoint: min(mixed.tokens_matched(count * TEXT_BLOCK_BYTES, beyond), prompt_tokens)
+        for endpoint, count in blocks.items()
+    }
 
 
 def _undenied(endpoint: EndpointId, match: PreciseMatch, denials: Denials) -> PreciseMatch:

@@ -9,6 +9,8 @@ from typing import Any
 from kvproxy.lab.simulator.vllm_errors import VllmError
 
 _BILLING_HEADER = "x-anthropic-billing-header"
+_EMPTY = {"type": "text", "text": ""}
+_SHOWN = ("text", "image", "document")
 _TEMPLATE = ("model", "chat_template_kwargs")
 Body = Mapping[str, Any]
 Chat = dict[str, Any]
@@ -45,9 +47,9 @@ def _anthropic_message(message: Body) -> list[Chat]:
         return [{"role": role, "content": blocks}]
     made: list[Chat] = []
     own: Chat = {"role": role}
-    parts = [{"type": "text", "text": block["text"]} for block in blocks if _is(block, "text") and block.get("text")]
+    parts = [part for block in blocks if (part := as_part(block)) is not None]
     if parts:
-        own["content"] = parts[0]["text"] if len(parts) == 1 else parts
+        own["content"] = parts[0]["text"] if len(parts) == 1 and "text" in parts[0] else parts
     thoughts = [block["thinking"] for block in blocks if _is(block, "thinking") and block.get("thinking") is not None]
     if thoughts:
         own["reasoning"] = "".join(thoughts)
@@ -57,9 +59,22 @@ def _anthropic_message(message: Body) -> list[Chat]:
     for block in _all(blocks, "tool_result"):
         answered = block.get("content")
         if isinstance(answered, list):
-            answered = "\n".join(str(one.get("text", "")) for one in answered if _is(one, "text"))
+            shown = [as_part(one) or _EMPTY for one in answered if any(_is(one, kind) for kind in _SHOWN)]
+            text_alone = all("text" in part for part in shown)
+            answered = "\n".join(part["text"] for part in shown) if text_alone else shown
         made.append({"role": "tool", "tool_call_id": block.get("tool_use_id", ""), "content": answered or ""})
     return [*made, own] if role == "assistant" or "content" in own else made
+
+
+def as_part(block: Any) -> Chat | None:
+    """The content part that a block of text or a picture is; None for another block, or an empty text."""
+    if _is(block, "text"):
+        return {"type": "text", "text": str(block["text"])} if block.get("text") else None
+    if not _is(block, "image") and not _is(block, "document"):
+        return None
+    source = block["source"]
+    url = source["url"] if source.get("type") == "url" else f"data:{source.get('media_type')};base64,{source['data']}"
+    return {"type": "image_url" if _is(block, "image") else "file", "image_url": {"url": url}}
 
 
 def _anthropic_call(block: Body) -> Chat:

@@ -6,6 +6,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvproxy.lab.simulator.media import PlacedMedium
 from kvproxy.lab.simulator.retention import Eviction, TierSettings
 from kvproxy.lab.simulator.timing import EngineTiming, TokenGaps
 
@@ -39,8 +40,9 @@ class Checkpoints:
         return list(range(first - first % step + step, last + 1, step))
 
 
-#: Extra keys of one block, as an event shows them: the cache salt (first block only), the LoRA name (every block).
-ExtraKeys = tuple[str, ...]
+#: Extra keys of one block, as an event shows them: the LoRA name (every block), the media in it, and the cache salt
+#: (first block only).
+ExtraKeys = tuple[str | tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,7 @@ class SimRequest:
     finish_reason: str = "length"
     priority: int = 0  # lower first, where the engine schedules by it
     copy_of: str = ""  # the request whose prompt it shares, block by block; "": it computes its own
+    media: tuple[PlacedMedium, ...] = ()  # in the prompt
     report_full: bool = False  # publish hit blocks too: vLLM's kv_cache_report_mode "full"
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ import xxhash
 
 from kvproxy.lab.simulator.engine_io import Scheduling, SimRequest
 from kvproxy.lab.simulator.engine_runner import GenerationGroup
+from kvproxy.lab.simulator.media import count_by_kind, media_of
 from kvproxy.lab.simulator.tokenizer import Tokenizer, hash_blocks
 from kvproxy.lab.simulator.vllm_errors import (
     VllmError,
@@ -97,7 +98,9 @@ class Planner:
         arguments = body.get("vllm_xargs") or {}
         return SimRequest(
             id=request_id,
-            block_hashes=hash_blocks(token_ids, self._settings.engine.block_size, lora=lora, salt=salt),
+            block_hashes=hash_blocks(
+                token_ids, self._settings.engine.block_size, lora=lora, salt=salt, media=media_of(prompt)
+            ),
             prompt_tokens=len(prompt),
             output_tokens=output_tokens,
             token_ids=token_ids,
@@ -107,6 +110,7 @@ class Planner:
             finish_reason=reason,
             priority=self._priority(body),
             copy_of=copy_of,
+            media=media_of(prompt),
             report_full=arguments.get("kv_cache_report_mode") == "full",
         )
 
@@ -163,6 +167,7 @@ class AnswerUsage:
     completion_tokens: int
     cached_tokens: int
     created_cache_tokens: int
+    media_tokens: Mapping[str, int]  # by modality
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +213,9 @@ class Answer:
         firsts = [member.first for member in self._group.members[::choices]]
         cached = [first.cached_tokens if first is not None else 0 for first in firsts]
         full = [len(prompt) // self._block_size * self._block_size for prompt in self.plan.prompts]
+        media = [one for request in self.plan.requests[::choices] for one in request.media]
         return AnswerUsage(
+            media_tokens=count_by_kind(media),
             prompt_tokens=self.plan.prompt_tokens,
             completion_tokens=sum(member.generated for member in self._group.members),
             cached_tokens=sum(cached),

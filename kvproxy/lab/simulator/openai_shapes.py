@@ -77,13 +77,16 @@ class OpenAiShape(ABC):
         if not self._details:
             return None
         created = self._created(usage)
-        return {"cached_tokens": usage.cached_tokens, "created_cache_tokens": created, "multimodal_tokens": None}
+        media = dict(usage.media_tokens) or None
+        return {"cached_tokens": usage.cached_tokens, "created_cache_tokens": created, "multimodal_tokens": media}
 
     def _stream_details(self, usage: AnswerUsage) -> dict[str, Any]:
         if not self._details:
             return {}
         created = self._created(usage)
-        known = {} if created is None else {"created_cache_tokens": created}
+        known: dict[str, Any] = {} if created is None else {"created_cache_tokens": created}
+        if usage.media_tokens:
+            known["multimodal_tokens"] = dict(usage.media_tokens)
         return {"prompt_tokens_details": {"cached_tokens": usage.cached_tokens, **known}}
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvproxy.lab.simulator.as_chat import messages_as_chat, responses_as_chat
+from kvproxy.lab.simulator.media import MARK, MediaError, MediaLoader, MediaPrompt, RenderedMedium, place_media
 from kvproxy.lab.simulator.tokenizer import Tokenizer
 from kvproxy.lab.simulator.vllm_errors import VllmError, missing_fields, validation_errors
 
@@ -33,14 +34,17 @@ class Rendering:
     drops_header: bool = True  # Claude Code's billing header, from system messages
 
 
-def render_chat(messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> str:
-    """The prompt text. Known template arguments: `enable_thinking`, `reasoning_effort`, `documents`."""
+def render_chat(
+    messages: Sequence[Mapping[str, Any]], rendering: Rendering, mark_medium: Callable[[Mapping[str, Any]], str]
+) -> str:
+    """The prompt text, with what `mark_medium` makes of content parts that are no text. Known template arguments:
+    `enable_thinking`, `reasoning_effort`, `documents`."""
     if rendering.continue_final_message and rendering.add_generation_prompt:
         raise TemplateError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
     if not messages:
         raise TemplateError("Cannot apply chat template to an empty conversation. Provide at least one message.")
     parts = ["" if messages[0].get("role") == "system" else _DEFAULT_SYSTEM, _preamble(rendering)]
-    parts += [_message(message, drops_header=rendering.drops_header) for message in messages]
+    parts += [_message(message, mark_medium, drops_header=rendering.drops_header) for message in messages]
     if rendering.continue_final_message:
         parts[-1] = parts[-1].removesuffix("<|im_end|>\n")
     if rendering.add_generation_prompt:
@@ -61,11 +65,12 @@ def _preamble(rendering: Rendering) -> str:
     return "".join(f"<|im_start|>system\n{part}<|im_end|>\n" for part in parts)
 
 
-def _message(message: Mapping[str, Any], *, drops_header: bool) -> str:
+def _message(message: Mapping[str, Any], mark_medium: Callable[[Mapping[str, Any]], str], *, drops_header: bool) -> str:
     if drops_header and message.get("role") == "system":
         message = {**message, "content": _without_header_lines(message.get("content"))}
     calls = [_called(call) for call in message.get("tool_calls") or ()]
-    return f"<|im_start|>{message.get('role', '')}\n{_content(message)}{_json(calls) if calls else ''}<|im_end|>\n"
+    content = _content(message, mark_medium)
+    return f"<|im_start|>{message.get('role', '')}\n{content}{_json(calls) if calls else ''}<|im_end|>\n"
 
 
 def _called(call: Any) -> Any:
@@ -90,7 +95,7 @@ def _shown(tool: Any) -> Any:
     return {**tool, "function": known | given}
 
 
-def _content(message: Mapping[str, Any]) -> str:
+def _content(message: Mapping[str, Any], mark_medium: Callable[[Mapping[str, Any]], str]) -> str:
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
@@ -98,9 +103,10 @@ def _content(message: Mapping[str, Any]) -> str:
         raise TemplateError("Input should be a valid string or a list of content parts")
     texts = []
     for part in content:
-        if not isinstance(part, Mapping) or part.get("type") not in ("text", "input_text", "output_text"):
-            raise TemplateError("The model is not a multimodal model: only text parts can be used")
-        texts.append(str(part.get("text", "")))
+        if not isinstance(part, Mapping):
+            raise TemplateError("Input should be a valid dictionary")
+        is_text = part.get("type") in ("text", "input_text", "output_text")
+        texts.append(str(part.get("text", "")) if is_text else mark_medium(part))
     return "".join(texts)
 
 
@@ -121,11 +127,21 @@ def _json(value: Any) -> str:
 
 
 class Prompts:
-    """Renders and tokenizes; every error is a VllmError."""
+    """Renders and tokenizes; every error is a VllmError. `model` is the name that media are identified with, None: it
+    takes text alone. `wide_media`: placeholders name their medium, as SGLang's do."""
 
-    def __init__(self, tokenizer: Tokenizer, *, drops_header: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        drops_header: bool = True,
+        model: str | None = "sim",
+        wide_media: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         self._drops_header = drops_header
+        self._loader = None if model is None else MediaLoader(model)
+        self._wide_media = wide_media
 
     def encode_chat(self, body: Body) -> list[int]:
         """`/v1/chat/completions`: reasoning effort and documents go to the template, as in vLLM."""
@@ -202,10 +218,27 @@ class Prompts:
             continue_final_message=bool(body.get("continue_final_message", False)),
             drops_header=self._drops_header,
         )
+        media: list[RenderedMedium] = []
         try:
-            return self._tokenizer.encode(render_chat(messages, rendering))
-        except TemplateError as error:
+            text = render_chat(messages, rendering, lambda part: self._mark_medium(part, media))
+        except (TemplateError, MediaError) as error:
             raise VllmError(str(error)) from error
+        if not media:
+            return self._tokenizer.encode(text)
+        return self._place_media(text, media)
+
+    def _mark_medium(self, part: Mapping[str, Any], media: list[RenderedMedium]) -> str:
+        medium = None if self._loader is None else self._loader.load(part)
+        if medium is None:
+            raise TemplateError("The model is not a multimodal model: only text parts can be used")
+        media.append(medium)
+        return MARK
+
+    def _place_media(self, text: str, media: Sequence[RenderedMedium]) -> MediaPrompt:
+        pieces = text.split(MARK)
+        if len(pieces) != len(media) + 1:
+            raise VllmError("A text has the mark of a medium in it")
+        return place_media([self._tokenizer.encode(piece) for piece in pieces], media, wide=self._wide_media)
 
     def _text_or_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):

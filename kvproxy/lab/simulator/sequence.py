@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import count
 
 from kvproxy.lab.simulator.engine_io import GROUP, KIND, BlockStored, ExtraKeys, Scheduling, SimRequest
+from kvproxy.lab.simulator.media import media_keys
 
 #: What runs and what waits, as lists of names, and when an engine step last had it so.
 Combination = tuple[str, str]
@@ -108,7 +109,9 @@ class Sequence:
             token_ids=tuple(request.token_ids[first * block_size : end]),
             lora_id=request.lora_id,
             lora_name=request.lora_name,
-            extra_keys=tuple(self._extra_keys(block) for block in range(first, last)) if request.token_ids else (),
+            extra_keys=tuple(self._extra_keys(block, block_size) for block in range(first, last))
+            if request.token_ids
+            else (),
         )
 
     def states_event(self, ends: list[int], first: int, last: int, block_size: int) -> BlockStored:
@@ -117,14 +120,15 @@ class Sequence:
             first, last, block_size, parent=self.request.block_hashes[first - 1] if first else None
         )
         hashes = tuple(self.request.block_hashes[end - 1] for end in ends)
-        keys = tuple(self._extra_keys(end - 1) for end in ends) if event.extra_keys else ()
+        keys = tuple(self._extra_keys(end - 1, block_size) for end in ends) if event.extra_keys else ()
         return replace(event, block_hashes=hashes, extra_keys=keys, group=GROUP, kind=KIND)
 
-    def _extra_keys(self, block: int) -> ExtraKeys | None:
+    def _extra_keys(self, block: int, block_size: int) -> ExtraKeys | None:
         request = self.request
         lora = (request.lora_name,) if request.lora_name is not None else ()
         salt = (request.cache_salt,) if request.cache_salt is not None and block == 0 else ()
-        return (*lora, *salt) or None
+        media = media_keys(request.media, block, block_size) if request.media else ()
+        return (*lora, *media, *salt) or None
 
 
 class WaitingLine:

@@ -10,6 +10,7 @@ from typing import Any
 
 import xxhash
 
+from kvproxy.lab.simulator.as_chat import as_part
 from kvproxy.lab.simulator.engine_io import SimRequest
 from kvproxy.lab.simulator.generation import GenerationPlan
 from kvproxy.lab.simulator.http_call import HttpError
@@ -115,10 +116,12 @@ def _chat_messages(role: str, content: str | list[dict[str, Any]]) -> list[dict[
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     made: list[dict[str, Any]] = []
-    said: list[str] = []
+    said: list[dict[str, Any]] = []
     for block in content:
         if block["type"] == "text":
-            said.append(block["text"])
+            said.append({"type": "text", "text": block["text"]})
+        elif (part := as_part(block)) is not None:
+            said.append(part)
         elif block["type"] == "tool_result":
             made += _said(role, said)
             said = []
@@ -132,18 +135,18 @@ def _chat_messages(role: str, content: str | list[dict[str, Any]]) -> list[dict[
     return made + (_said(role, said) or ([] if role == "user" else [{"role": role, "content": ""}]))
 
 
-def _said(role: str, texts: list[str]) -> list[dict[str, Any]]:
+def _said(role: str, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """At most one message; a single text is a string."""
-    if not texts:
+    if not parts:
         return []
-    return [{"role": role, "content": texts[0] if len(texts) == 1 else [{"type": "text", "text": t} for t in texts]}]
+    return [{"role": role, "content": parts[0]["text"] if len(parts) == 1 and "text" in parts[0] else parts}]
 
 
 def _result(content: Any) -> Any:
     if not isinstance(content, list):
         return content or ""
-    parts = [{"type": "text", "text": block["text"]} for block in content if block.get("text")]
-    return parts[0]["text"] if len(parts) == 1 else parts or ""
+    parts = [part for block in content if (part := as_part(block)) is not None]
+    return parts[0]["text"] if len(parts) == 1 and "text" in parts[0] else parts or ""
 
 
 def _chat_call(block: Mapping[str, Any]) -> dict[str, Any]:

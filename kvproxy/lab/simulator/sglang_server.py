@@ -56,7 +56,7 @@ class SglangApp(HttpApp):
         self._rng = rng
         self._started_at = wall_clock()
         self._tokenizer = Tokenizer(word_pieces=True)
-        self._prompts = Prompts(self._tokenizer, drops_header=False)
+        self._prompts = Prompts(self._tokenizer, drops_header=False, wide_media=True)
         self._planner = SglangPlanner(settings, self._tokenizer)
         self.ranks = [
             SglangEngine(

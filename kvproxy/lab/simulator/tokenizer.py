@@ -15,6 +15,8 @@ from functools import lru_cache
 
 import xxhash
 
+from kvproxy.lab.simulator.media import PlacedMedium, media_keys
+
 _PIECES = """
 th he in er an re on at en nd ti es or te of ed is it al ar st to nt ng se ha as ou io le ve co me de hi ri ro ic ne ea
 ra ce li ch ll be ma si om ur ing ion ent ter est ers ate ver all ith ess con pro com per ive ure ous ist ect ity tion
@@ -146,15 +148,23 @@ _VISIBLE = _visible_bytes()
 
 
 def hash_blocks(
-    token_ids: Sequence[int], block_size: int, *, lora: str | None = None, salt: str | None = None
+    token_ids: Sequence[int],
+    block_size: int,
+    *,
+    lora: str | None = None,
+    salt: str | None = None,
+    media: Sequence[PlacedMedium] = (),
 ) -> list[int]:
-    """One 64-bit hash a full block, each over its tokens and the whole prefix; LoRA and salt are part of the chain."""
+    """One 64-bit hash a full block, each over its tokens and the whole prefix; LoRA, salt and media are part of the
+    chain."""
     raw = memoryview(array("q", token_ids).tobytes())
     width = 8 * block_size
     extra = f"{'' if lora is None else 'l' + lora}\0{'' if salt is None else 's' + salt}"
     parent = xxhash.xxh3_64_intdigest(extra.encode())
     hashes = []
-    for start in range(0, len(raw) - width + 1, width):
+    for block, start in enumerate(range(0, len(raw) - width + 1, width)):
+        if media and (keys := media_keys(media, block, block_size)):
+            parent = xxhash.xxh3_64_intdigest(repr(keys).encode(), seed=parent)
         parent = xxhash.xxh3_64_intdigest(raw[start : start + width], seed=parent)
         hashes.append(parent)
     return hashes

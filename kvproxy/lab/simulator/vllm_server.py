@@ -94,7 +94,7 @@ class VllmApp(HttpApp):
         self.state = VllmState(
             settings=settings,
             tokenizer=tokenizer,
-            prompts=Prompts(tokenizer),
+            prompts=Prompts(tokenizer, model=settings.root if settings.multimodal else None),
             planner=Planner(settings, tokenizer),
             runner=self._runner,
             metrics=VllmMetrics(settings, engine, started_at=began_at),

@@ -14,7 +14,7 @@ class VllmSettings:
 
     `default_output_tokens` is the length of an answer that the client does not bound (it then ends with "stop").
     Without `word_pieces` the model has another tokenizer. With `refuse_priority` a request's `priority` is an error
-    under fcfs, as older versions have it. `rank` is what its metrics call it.
+    under fcfs, as older versions have it. Not `multimodal`, it refuses pictures. `rank` is what its metrics call it.
     """
 
     model: str = "sim"
@@ -34,6 +34,7 @@ class VllmSettings:
     version: str = "0.32.0"
     word_pieces: bool = True
     refuse_priority: bool = False
+    multimodal: bool = True
     rank: int = 0
 
     def __post_init__(self) -> None:
