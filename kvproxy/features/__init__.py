@@ -4,11 +4,12 @@ Delete a line and its folder, and everything else works as before. The order is 
 """
 
 SHIPPED = (
+    "tracing",
+    "normalize",
     "leases",
     "transfers",
     "warming",
     "hygiene",
-    "normalize",
     "snapshot",
     "picker",
     "exchange",

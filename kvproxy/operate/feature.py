@@ -1,13 +1,14 @@
-"""A feature with the members that all rooms ask for: what authors of features start from (docs/contributing)."""
+"""Features with the members that all rooms ask for: the class that authors of features derive from."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from kvproxy.base.feature import BaseFeature
+from kvproxy.proxy.feature import ProxyFeature
 
 if TYPE_CHECKING:
+    from kvproxy.base.settings.paths import Finding
     from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
     from kvproxy.operate.config.schema import Config
     from kvproxy.operate.doctor.deployment import Deployment
@@ -15,8 +16,12 @@ if TYPE_CHECKING:
     from kvproxy.proxy.filters.chain import FilterType
 
 
-class Feature(BaseFeature):
+class Feature(ProxyFeature):
     """One optional capability: a folder, its line in `kvproxy/features/__init__.py`, and nothing anywhere else."""
+
+    def verify(self, config: Config) -> Iterable[Finding]:
+        """Faults and doubts about its settings beside the rest of the configuration."""
+        return ()
 
     def list_guards(self, config: Config) -> Sequence[tuple[str, FilterType]]:
         """Filters that stand right before the router in every chain, by name; they have no settings of their own."""

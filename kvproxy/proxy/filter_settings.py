@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
+from kvproxy.base.installed import installed
+from kvproxy.base.settings.compose import composed
 from kvproxy.base.settings.model import Duration, Fraction, Model, Name, Secret
 from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.proxy.feature import ProxyFeature
 
 
 class AccessLogSettings(Model):
@@ -99,27 +104,6 @@ class InferenceRequestSettings(Model):
     """Header that names the session, before all those that agents send of their own (docs/sessions.md)."""
 
 
-class NormalizeRule(StrEnum):
-    """What `normalize` may do to a prompt."""
-
-    BILLING_HEADER = "billing_header"
-    """Takes out the header that Claude Code puts in front of its system prompt, another one in every request."""
-    SORT_TOOLS = "sort_tools"
-    """Sorts tools by name."""
-    TOKEN_COUNTERS = "token_counters"
-    """Takes `<total_tokens>N tokens left</total_tokens>` out of system prompts."""
-
-
-class NormalizeSettings(Model):
-    """Settings of `normalize`."""
-
-    rules: tuple[NormalizeRule, ...] = ()
-    """`billing_header`, `sort_tools`, `token_counters`; none: the filter does nothing."""
-    share: Fraction = 0.2
-    """Share of the sessions it is tried on, until it is clear whether engines reuse more of what is rewritten; then it
-    is on, or off. 1: on, without a trial."""
-
-
 def _listed_paths(value: Any) -> Any:
     if value == "all":
         return ("all",)
@@ -166,27 +150,23 @@ class RouterSettings(Model):
     says it nowhere, as kvproxy predicted it. Answers that are longer than 1 MiB and not streamed stay as they are."""
 
 
-class TracingSettings(Model):
-    """Settings of `tracing` (OpenTelemetry; the standard `OTEL_` variables say where spans go)."""
-
-    service_name: Name = "kvproxy"
-    """`service.name` of the spans, unless `OTEL_SERVICE_NAME` or `OTEL_RESOURCE_ATTRIBUTES` says otherwise."""
-    provider_name: Name = "vllm"
-    """`gen_ai.provider.name` of the attempts: what the engines are."""
-
-
-#: Settings type of every filter shipped here; other people's filters bring their own (entry point `kvproxy.filters`).
+#: Settings types of the core's filters; other people's filters bring their own (entry point `kvproxy.filters`).
 FILTER_SETTINGS: dict[str, type[Model]] = {
     "access_log": AccessLogSettings,
     "auth": AuthSettings,
     "cors": CorsSettings,
     "inference_request": InferenceRequestSettings,
     "kvcache": KvCacheSettings,
-    "normalize": NormalizeSettings,
     "rate_limit": RateLimitSettings,
     "request_id": RequestIdSettings,
     "router": RouterSettings,
-    "tracing": TracingSettings,
 }
 
 DEFAULT_FILTERS: tuple[str, ...] = ("request_id", "access_log", "inference_request", "kvcache", "router")
+
+
+@cache
+def filter_models() -> Mapping[str, type[Model]]:
+    """Settings type of every filter by name, those of features and fields of features included."""
+    added = {name: kind for feature in installed(ProxyFeature) for name, kind in feature.filters.items()}
+    return {name: composed(kind) for name, kind in {**added, **FILTER_SETTINGS}.items()}

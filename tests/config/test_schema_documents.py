@@ -9,12 +9,13 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
+from kvproxy.base.settings.compose import composed
 from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import bare_type
 from kvproxy.operate.config.load import check_config
 from kvproxy.operate.config.reference import file_schema, render_reference
 from kvproxy.operate.config.schema import Config
-from kvproxy.proxy.filter_settings import FILTER_SETTINGS
+from kvproxy.proxy.filter_settings import filter_models
 
 ROOT = Path(__file__).parents[2]
 E = ["http://127.0.0.1:8000"]
@@ -25,7 +26,7 @@ def test_the_schema_is_a_schema() -> None:
     """Valid under its own draft, without dangling references."""
     schema = file_schema()
     Draft202012Validator.check_schema(schema)
-    assert {f"filter_{name}" for name in FILTER_SETTINGS} <= set(schema["$defs"])
+    assert {f"filter_{name}" for name in filter_models()} <= set(schema["$defs"])
     VALIDATOR.validate({"endpoints": E})
 
 
@@ -88,7 +89,7 @@ def _models(model: type[Model]) -> list[type[Model]]:
     return found
 
 
-@pytest.mark.parametrize("model", _models(Config) + list(FILTER_SETTINGS.values()))
+@pytest.mark.parametrize("model", _models(composed(Config)) + list(filter_models().values()))
 def test_every_setting_is_documented(model: type[Model]) -> None:
     """A sentence for each model and each of its fields."""
     assert model.__doc__

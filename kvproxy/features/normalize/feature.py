@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
+from kvproxy.base.settings.paths import Finding, error_at
+from kvproxy.features.normalize.settings import NormalizeSettings
 from kvproxy.operate.feature import Feature
+from kvproxy.proxy.feature import FilterOrder
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from kvproxy.base.metrics.groups import MetricGroup
+    from kvproxy.operate.config.schema import Config
+    from kvproxy.proxy.filters.chain import FilterContext
 
 
 class Normalize(Feature):
     """Rewrites prompts so that engines can reuse them."""
 
     name = "normalize"
+    filters = {"normalize": NormalizeSettings}
+    filter_order = (
+        FilterOrder("inference_request", "normalize", "normalize rewrites what inference_request parses", "error"),
+        FilterOrder("normalize", "kvcache", "kvcache predicts for prompts that normalize then rewrites"),
+        FilterOrder("auth", "normalize", "sessions of one name are told apart by tenant, which auth names only later"),
+    )
 
     def list_metrics(self) -> Sequence[type[MetricGroup]]:
         """Its group."""
         from kvproxy.features.normalize.metrics import NormalizeMetrics
 
         return (NormalizeMetrics,)
+
+    def verify(self, config: Config) -> Iterator[Finding]:
+        """A chain that parses nothing leaves nothing to rewrite."""
+        names = [spec.name for spec in config.filters]
+        if "normalize" in names and "inference_request" not in names:
+            yield error_at(("filters", names.index("normalize")), "needs inference_request before it")
+
+    def build_filter(self, name: str, inner: ASGIApp, settings: Any, context: FilterContext) -> ASGIApp:
+        """The filter; what its trials found outlives a reload."""
+        from kvproxy.features.normalize.normalize import build
+
+        return build(inner, settings, context)
 
 
 FEATURE = Normalize()

@@ -18,7 +18,7 @@ from kvproxy.features.hygiene.parts import is_system
 from kvproxy.features.normalize.metrics import NormalizeMetrics
 from kvproxy.features.normalize.normalize_rules import Piece, pieces_of, put_into, replaced_prompt, rewrite
 from kvproxy.features.normalize.normalize_trial import Trial, TrialState
-from kvproxy.proxy.filter_settings import NormalizeRule, NormalizeSettings
+from kvproxy.features.normalize.settings import NormalizeRule, NormalizeSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.filters.step import Step
 from kvproxy.proxy.request.downstream import Downstream

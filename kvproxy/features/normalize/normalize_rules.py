@@ -13,7 +13,7 @@ from msgspec import Raw
 
 from kvproxy.base.types import Prompt
 from kvproxy.features.hygiene.parts import fields_of, is_system
-from kvproxy.proxy.filter_settings import NormalizeRule
+from kvproxy.features.normalize.settings import NormalizeRule
 
 _MAX_ITEMS = 1024
 #: Members of a name that are looked at, at whatever depth.

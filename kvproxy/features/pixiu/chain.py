@@ -8,7 +8,7 @@ from typing import Any
 from kvproxy.base.settings.paths import Path, closest_word
 from kvproxy.features.pixiu.schema import ConnectionManager, Cors, LlmProxy, PixiuRoute, Tokenizer
 from kvproxy.operate.config.shorthand import Translation
-from kvproxy.proxy.filter_settings import FILTER_SETTINGS
+from kvproxy.proxy.filter_settings import filter_models
 
 _KVCACHE = "dgp.filter.ai.kvcache"
 _PROXY = "dgp.filter.llm.proxy"
@@ -69,12 +69,12 @@ def translate_chain(translation: Translation, manager: ConnectionManager, at: Pa
     return scheme
 
 
-_KNOWN = (*FILTER_SETTINGS, _KVCACHE, _PROXY, _HTTP_PROXY, _TOKENIZER, _CORS, _ACCESS_LOG)
+_KNOWN = (_KVCACHE, _PROXY, _HTTP_PROXY, _TOKENIZER, _CORS, _ACCESS_LOG)
 
 
 def _nearest(name: str) -> str:
     """By the last part of the name; the beginnings are all alike."""
-    known = {full.rpartition(".")[2]: full for full in _KNOWN}
+    known = {full.rpartition(".")[2]: full for full in (*filter_models(), *_KNOWN)}
     close = closest_word(name.rpartition(".")[2], known)
     meant = _NEAREST.get(name) or (known[close] if close else "")
     return f"nearest: {meant}" if meant else ""

@@ -9,7 +9,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message
 
 from kvproxy.base.json_scan import NotAnObject, Unreadable, find_members, run_in_turns
 from kvproxy.base.metrics.groups import Metrics
@@ -42,6 +42,10 @@ _FORM_FIELD = re.compile(
     rb'content-disposition:[^\r\n]{0,200}?;[ \t]*name="?n"?[ \t;\r\n](?:[^\r\n]*\r?\n)+?\r?\n[ \t]*"?([^\r\n"]{0,64})',
     re.IGNORECASE,
 )
+
+
+async def _disconnected() -> Message:
+    return {"type": "http.disconnect"}
 
 
 class ShieldFilter(Step):
@@ -122,7 +126,7 @@ class ShieldFilter(Step):
             try:
                 body = await self._reader.read(downstream.receive)
             except ClientLeft:
-                downstream.replay_messages([{"type": "http.disconnect"}])  # the router counts its end
+                downstream.wrap_receive(lambda _: _disconnected)  # the router counts its end
                 return
         else:
             self._reader.accept_body(body)

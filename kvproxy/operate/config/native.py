@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvproxy.base.errors import Problem
+from kvproxy.base.settings.compose import composed
 from kvproxy.base.settings.decode import UNKNOWN_KEY, decode_model
 from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import Finding, Origins, Path, closest_word, is_inside, keys_of, spelling_hint
@@ -16,7 +17,7 @@ from kvproxy.features.profiles import apply_profile
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.shorthand import Canonical, to_canonical_form
 from kvproxy.operate.config.verify import find_faults
-from kvproxy.proxy.filter_settings import DEFAULT_FILTERS, FILTER_SETTINGS
+from kvproxy.proxy.filter_settings import DEFAULT_FILTERS, filter_models
 from kvproxy.proxy.settings import FilterSpec
 
 
@@ -37,10 +38,10 @@ def decode_form(
     form: Canonical, *, extra_filters: Mapping[str, type[Model] | None]
 ) -> tuple[Config | None, list[Problem]]:
     """The same for a form that another dialect produced."""
-    decoded = decode_model(Config, form.data, form.origins)
+    decoded = decode_model(composed(Config), form.data, form.origins)
     for problem in decoded.problems:
         form.add_problem(_with_shorthands(problem, form))
-    filters = _filters(form, {**FILTER_SETTINGS, **extra_filters})
+    filters = _filters(form, {**filter_models(), **extra_filters})
     if decoded.value is None:
         return None, form.problems
     config = decoded.value.model_copy(update={"filters": filters})
@@ -69,7 +70,7 @@ def _with_shorthands(problem: Problem, form: Canonical) -> Problem:
     """At the top level the short forms are keys too."""
     if problem.message != UNKNOWN_KEY or problem.path not in form.data:
         return problem
-    known = [*keys_of(Config), *keys_of(ClusterSettings)]
+    known = [*keys_of(composed(Config)), *keys_of(composed(ClusterSettings))]
     return replace(problem, hint=spelling_hint(problem.path, known), meant=closest_word(problem.path, known) or "")
 
 

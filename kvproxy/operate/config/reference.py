@@ -14,11 +14,12 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
+from kvproxy.base.settings.compose import composed
 from kvproxy.base.settings.model import Model, parse_duration_s, parse_size_bytes
 from kvproxy.base.settings.paths import bare_type, keys_of
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
 from kvproxy.operate.config.schema import Config
-from kvproxy.proxy.filter_settings import DEFAULT_FILTERS, FILTER_SETTINGS
+from kvproxy.proxy.filter_settings import DEFAULT_FILTERS, filter_models
 
 _INTRODUCTION = f"""# Configuration reference
 
@@ -58,9 +59,9 @@ A Dubbo-go-Pixiu file is recognised by its shape and loads as it is, where all i
 
 def render_reference() -> str:
     """The whole page."""
-    lines = [_INTRODUCTION, "## Top level", "", _sentence(Config), "", *_table(Config, "")]
+    lines = [_INTRODUCTION, "## Top level", "", _sentence(Config), "", *_table(composed(Config), "")]
     lines += ["", "## Filters", "", "Each filter's settings, below its name in `filters`."]
-    for name, kind in sorted(FILTER_SETTINGS.items()):
+    for name, kind in sorted(filter_models().items()):
         lines += ["", f"### {name}", "", _sentence(kind), "", *_table(kind, "")]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -178,9 +179,9 @@ _TYPED = {"integer", "number", "boolean"}
 
 def file_schema() -> dict[str, Any]:
     """Draft 2020-12 schema of a configuration file as a person writes it."""
-    schema = Config.model_json_schema()
+    schema = composed(Config).model_json_schema()
     definitions = schema["$defs"]
-    for name, kind in FILTER_SETTINGS.items():
+    for name, kind in filter_models().items():
         settings = kind.model_json_schema(ref_template="#/$defs/{model}")
         definitions.update(settings.pop("$defs", {}))
         definitions[f"filter_{name}"] = settings
@@ -188,7 +189,7 @@ def file_schema() -> dict[str, Any]:
         definitions[name] = _with_placeholders(definition)
     _endpoints(definitions)
     properties = _with_placeholders(schema["properties"])
-    for key in keys_of(ClusterSettings):
+    for key in keys_of(composed(ClusterSettings)):
         short = {**definitions["ClusterSettings"]["properties"][key]}
         short["description"] = f"Short for `clusters.default.{key}`. {short.get('description', '')}".rstrip()
         properties[key] = short
@@ -226,9 +227,9 @@ def _endpoints(definitions: dict[str, Any]) -> None:
 
 def _filters(listed: dict[str, Any]) -> dict[str, Any]:
     """Names, or one-key mappings; names of other people's filters are allowed with any settings."""
-    settings = {name: {"anyOf": [{"$ref": f"#/$defs/filter_{name}"}, {"type": "null"}]} for name in FILTER_SETTINGS}
+    settings = {name: {"anyOf": [{"$ref": f"#/$defs/filter_{name}"}, {"type": "null"}]} for name in filter_models()}
     mapping = {"type": "object", "minProperties": 1, "maxProperties": 1, "properties": settings}
-    name = {"anyOf": [{"enum": sorted(FILTER_SETTINGS)}, {"type": "string", "minLength": 1}]}
+    name = {"anyOf": [{"enum": sorted(filter_models())}, {"type": "string", "minLength": 1}]}
     return {"description": listed["description"], "type": "array", "items": {"anyOf": [name, mapping]}}
 
 

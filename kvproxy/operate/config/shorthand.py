@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from kvproxy.base.errors import Problem
 from kvproxy.base.settings.addresses import split_address
+from kvproxy.base.settings.compose import composed
 from kvproxy.base.settings.decode import UNKNOWN_KEY, decode_model
 from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import Origins, Path, dotted_path, keys_of
@@ -145,7 +146,7 @@ def _clusters(form: Canonical) -> None:
         form.add_error(("clusters",), "must be a mapping of names to clusters")
         given = None
     clusters = dict(given or {})
-    short = [key for key in keys_of(ClusterSettings) if key in form.data]
+    short = [key for key in keys_of(composed(ClusterSettings)) if key in form.data]
     default = clusters.get("default", {})
     if short and isinstance(default, dict):
         default = dict(default)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
+from kvproxy.base.installed import installed
 from kvproxy.base.settings.addresses import is_address, is_loopback, same_origin, url_fault
 from kvproxy.base.settings.paths import Finding, Path, closest_word, error_at, missing_file, warning_at
 from kvproxy.cluster.discovery_settings import DiscoverySettings
@@ -13,13 +14,15 @@ from kvproxy.features.exchange.settings import SyncSettings
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.verify_clusters import CLUSTERS_ARE_FROM, find_cluster_faults
 from kvproxy.operate.config.verify_filters import find_chain_faults
+from kvproxy.operate.feature import Feature
 from kvproxy.proxy.listener_settings import ListenerTls
 
 
 def find_faults(config: Config) -> list[Finding]:
     """Everything wrong (or doubtful: severity `warning`) with the configuration as a whole."""
     checks = (_listeners, _tls, _picker, _limits, find_cluster_faults, _routes, _intervals, _sync, find_chain_faults)
-    return [finding for check in checks for finding in check(config)]
+    found = [finding for check in checks for finding in check(config)]
+    return found + [finding for feature in installed(Feature) for finding in feature.verify(config)]
 
 
 def _listeners(config: Config) -> Iterator[Finding]:

@@ -7,30 +7,27 @@ from collections.abc import Callable, Iterator
 from pathlib import Path as FilePath
 from typing import Any
 
+from kvproxy.base.installed import installed
 from kvproxy.base.settings.addresses import url_fault
 from kvproxy.base.settings.paths import Finding, Path, error_at, missing_file, warning_at
 from kvproxy.cache.settings import KvCacheSettings, SnapshotSettings
 from kvproxy.operate.config.schema import Config
+from kvproxy.proxy.feature import FilterOrder, ProxyFeature
 from kvproxy.proxy.filter_settings import (
-    FILTER_SETTINGS,
     AuthSettings,
     CachedTokens,
     CorsSettings,
     RateLimitSettings,
     RouterSettings,
+    filter_models,
 )
 
-#: (earlier, later, severity of the other order, why).
 _ORDER = (
-    ("inference_request", "kvcache", error_at, "kvcache needs the request that inference_request parses"),
-    ("inference_request", "normalize", error_at, "normalize rewrites what inference_request parses"),
-    ("normalize", "kvcache", warning_at, "kvcache predicts for prompts that normalize then rewrites"),
-    ("auth", "normalize", warning_at, "sessions of one name are told apart by tenant, which auth names only later"),
-    ("auth", "rate_limit", warning_at, "rate_limit counts by client address, since auth names the tenant only later"),
-    ("auth", "kvcache", warning_at, "kvcache works for requests that auth then refuses"),
-    ("cors", "auth", warning_at, "auth refuses browsers' preflight requests before cors can answer them"),
-    ("tracing", "kvcache", warning_at, "spans leave out the time kvcache takes"),
-    ("request_id", "access_log", warning_at, "the access log does not know the request id yet"),
+    FilterOrder("inference_request", "kvcache", "kvcache needs the request that inference_request parses", "error"),
+    FilterOrder("auth", "rate_limit", "rate_limit counts by client address, since auth names the tenant only later"),
+    FilterOrder("auth", "kvcache", "kvcache works for requests that auth then refuses"),
+    FilterOrder("cors", "auth", "auth refuses browsers' preflight requests before cors can answer them"),
+    FilterOrder("request_id", "access_log", "the access log does not know the request id yet"),
 )
 
 
@@ -43,7 +40,7 @@ def find_chain_faults(config: Config) -> Iterator[Finding]:
         yield from _without_parsing(config, names)
     for index, spec in enumerate(config.filters):
         check = _SETTINGS.get(spec.name)
-        if check is not None and isinstance(spec.settings, FILTER_SETTINGS[spec.name]):
+        if check is not None and isinstance(spec.settings, filter_models()[spec.name]):
             yield from check(spec.settings, ("filters", index), config)
 
 
@@ -62,15 +59,16 @@ def _order(names: list[str]) -> Iterator[Finding]:
         if name in first:
             yield error_at(("filters", index), f"{name} is already in the chain, at filters[{first[name]}]")
         first.setdefault(name, index)
-    for early, late, severity, why in _ORDER:
+    added = (order for feature in installed(ProxyFeature) for order in feature.filter_order)
+    for early, late, why, severity in (*_ORDER, *added):
         if early in first and late in first and first[late] < first[early]:
-            yield severity(("filters", first[late]), why, f"put {early} before {late}")
+            found = error_at if severity == "error" else warning_at
+            yield found(("filters", first[late]), why, f"put {early} before {late}")
 
 
 def _without_parsing(config: Config, names: list[str]) -> Iterator[Finding]:
-    for name in ("kvcache", "normalize"):
-        if name in names:
-            yield error_at(("filters", names.index(name)), "needs inference_request before it")
+    if "kvcache" in names:
+        yield error_at(("filters", names.index("kvcache")), "needs inference_request before it")
     for index, route in enumerate(config.routes):
         if route.model:
             yield error_at(

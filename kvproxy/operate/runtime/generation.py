@@ -28,7 +28,7 @@ from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature
 from kvproxy.proxy.filter_settings import DEFAULT_FILTERS
 from kvproxy.proxy.filters.chain import FilterContext, FilterType, Services, WallClock, build_chain
-from kvproxy.proxy.filters.registry import FILTERS, discover
+from kvproxy.proxy.filters.registry import discover, list_filters
 from kvproxy.proxy.request.body import HeldBodies
 from kvproxy.proxy.request.error_reply import local_reply
 from kvproxy.proxy.request.observer import RequestObserver
@@ -148,7 +148,7 @@ class Generation:
         )
         specs = config.filters or tuple(FilterSpec(name=name) for name in DEFAULT_FILTERS)
         extra = shared.extra_filters
-        types = {**(discover({spec.name for spec in specs}) if extra is None else extra), **FILTERS}
+        types = {**(discover({spec.name for spec in specs}) if extra is None else extra), **list_filters()}
         if specs[-1].name == "router":
             guards = dict(guard for feature in installed(Feature) for guard in feature.list_guards(config))
             specs = (*specs[:-1], *(FilterSpec(name=name) for name in guards), specs[-1])

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.resilience.retry import RetryBudget
+from kvproxy.base.settings.compose import composed
 from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import dotted_path
 from kvproxy.base.types import Clock
@@ -133,7 +134,7 @@ def _typed_settings(spec: FilterSpec, kind: FilterType) -> Any:
     if kind.settings is None or isinstance(spec.settings, kind.settings):
         return spec.settings
     try:
-        return kind.settings.model_validate({} if spec.settings is None else spec.settings)
+        return composed(kind.settings).model_validate({} if spec.settings is None else spec.settings)
     except ValidationError as error:
         details = error.errors(include_input=False, include_url=False)
         raise ConfigError([Problem(dotted_path(d["loc"]), d["msg"]) for d in details]) from None

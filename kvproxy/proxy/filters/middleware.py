@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.metrics.groups import Metrics
+from kvproxy.base.settings.compose import composed
 from kvproxy.base.settings.model import parse_size_bytes
 from kvproxy.base.types import Clock, EndpointId, Headers, RequestKind
 from kvproxy.cache.service import KvCache
@@ -101,7 +102,7 @@ class KVCacheMiddleware:
         self.metrics = Metrics() if metrics is None else metrics
         rng = random.Random() if rng is None else rng
         if not isinstance(settings, KvCacheSettings):
-            settings = KvCacheSettings.model_validate(settings or {})
+            settings = composed(KvCacheSettings).model_validate(settings or {})
         if isinstance(endpoints, Mapping):
             endpoints = [EndpointSettings(id=name, url=url) for name, url in endpoints.items()]
         members = ClusterSettings(endpoints=tuple(endpoints))

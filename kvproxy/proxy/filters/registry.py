@@ -1,24 +1,24 @@
-"""Every filter by name: those shipped here, and other distributions' from the entry-point group `kvproxy.filters`."""
+"""Every filter by name: the core's, those of features, and other distributions' of the entry-point group
+`kvproxy.filters`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from importlib import metadata
 
 from kvproxy.base.errors import ConfigError, Problem
+from kvproxy.base.installed import installed
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.features.normalize import normalize
-from kvproxy.features.tracing import tracing
+from kvproxy.proxy.feature import ProxyFeature
 from kvproxy.proxy.filter_settings import (
     AccessLogSettings,
     AuthSettings,
     CorsSettings,
     InferenceRequestSettings,
-    NormalizeSettings,
     RateLimitSettings,
     RequestIdSettings,
     RouterSettings,
-    TracingSettings,
 )
 from kvproxy.proxy.filters import access_log, auth, cors, inference_request, kvcache, rate_limit, request_id, router
 from kvproxy.proxy.filters.chain import FilterType
@@ -32,12 +32,22 @@ FILTERS: dict[str, FilterType] = {
     "cors": FilterType(CorsSettings, cors.build),
     "inference_request": FilterType(InferenceRequestSettings, inference_request.build),
     "kvcache": FilterType(KvCacheSettings, kvcache.build),
-    "normalize": FilterType(NormalizeSettings, normalize.build),
     "rate_limit": FilterType(RateLimitSettings, rate_limit.build),
     "request_id": FilterType(RequestIdSettings, request_id.build),
     "router": FilterType(RouterSettings, router.build, terminal=True),
-    "tracing": FilterType(TracingSettings, tracing.build),
 }
+
+
+def list_filters() -> dict[str, FilterType]:
+    """Filters of the core and of installed features, by name."""
+    return {
+        **{
+            name: FilterType(kind, partial(feature.build_filter, name))
+            for feature in installed(ProxyFeature)
+            for name, kind in feature.filters.items()
+        },
+        **FILTERS,
+    }
 
 
 def _installed() -> Iterable[metadata.EntryPoint]:
@@ -54,10 +64,11 @@ def discover(
     """
     found: dict[str, FilterType] = {}
     problems: list[Problem] = []
+    shipped = list_filters()
     for entry in installed():
         if wanted is not None and entry.name not in wanted:
             continue
-        taken = entry.name in FILTERS or entry.name in found
+        taken = entry.name in shipped or entry.name in found
         loaded = "its name is taken already" if taken else _load(entry)
         if isinstance(loaded, FilterType):
             found[entry.name] = loaded

@@ -16,8 +16,8 @@ from kvproxy.base.types import RequestKind
 from kvproxy.features.normalize.normalize import put_all, session_of
 from kvproxy.features.normalize.normalize_rules import Piece, pieces_of, put_into, rewrite
 from kvproxy.features.normalize.normalize_trial import MAX_SESSIONS, Trial, TrialState
+from kvproxy.features.normalize.settings import NormalizeRule
 from kvproxy.operate.config.load import check_config
-from kvproxy.proxy.filter_settings import NormalizeRule
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.parse import decode_body, parse_body

@@ -1,0 +1,28 @@
+"""Settings of normalize."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from kvproxy.base.settings.model import Fraction, Model
+
+
+class NormalizeRule(StrEnum):
+    """What `normalize` may do to a prompt."""
+
+    BILLING_HEADER = "billing_header"
+    """Takes out the header that Claude Code puts in front of its system prompt, another one in every request."""
+    SORT_TOOLS = "sort_tools"
+    """Sorts tools by name."""
+    TOKEN_COUNTERS = "token_counters"
+    """Takes `<total_tokens>N tokens left</total_tokens>` out of system prompts."""
+
+
+class NormalizeSettings(Model):
+    """Settings of `normalize`."""
+
+    rules: tuple[NormalizeRule, ...] = ()
+    """`billing_header`, `sort_tools`, `token_counters`; none: the filter does nothing."""
+    share: Fraction = 0.2
+    """Share of the sessions it is tried on, until it is clear whether engines reuse more of what is rewritten; then it
+    is on, or off. 1: on, without a trial."""

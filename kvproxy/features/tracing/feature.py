@@ -1,0 +1,31 @@
+"""The feature, as the core meets it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvproxy.features.tracing.settings import TracingSettings
+from kvproxy.operate.feature import Feature
+from kvproxy.proxy.feature import FilterOrder
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from kvproxy.proxy.filters.chain import FilterContext
+
+
+class Tracing(Feature):
+    """Writes OpenTelemetry spans of requests, decisions and attempts."""
+
+    name = "tracing"
+    filters = {"tracing": TracingSettings}
+    filter_order = (FilterOrder("tracing", "kvcache", "spans leave out the time kvcache takes"),)
+
+    def build_filter(self, name: str, inner: ASGIApp, settings: Any, context: FilterContext) -> ASGIApp:
+        """The filter, or `inner` itself when the standard variables switch tracing off."""
+        from kvproxy.features.tracing.tracing import build
+
+        return build(inner, settings, context)
+
+
+FEATURE = Tracing()

@@ -1,0 +1,14 @@
+"""Settings of tracing."""
+
+from __future__ import annotations
+
+from kvproxy.base.settings.model import Model, Name
+
+
+class TracingSettings(Model):
+    """Settings of `tracing` (OpenTelemetry; the standard `OTEL_` variables say where spans go)."""
+
+    service_name: Name = "kvproxy"
+    """`service.name` of the spans, unless `OTEL_SERVICE_NAME` or `OTEL_RESOURCE_ATTRIBUTES` says otherwise."""
+    provider_name: Name = "vllm"
+    """`gen_ai.provider.name` of the attempts: what the engines are."""

@@ -1,0 +1,36 @@
+"""Features, as far as the request path meets them: filters of the chain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from kvproxy.base.errors import Severity
+from kvproxy.base.feature import BaseFeature
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from kvproxy.base.settings.model import Model
+    from kvproxy.proxy.filters.chain import FilterContext
+
+
+class FilterOrder(NamedTuple):
+    """Two filters, and why the other order is wrong (`error`) or doubtful."""
+
+    early: str
+    late: str
+    why: str
+    severity: Severity = "warning"
+
+
+class ProxyFeature(BaseFeature):
+    """What a feature adds to the request path."""
+
+    #: Filters by name, each with the model of its settings.
+    filters: ClassVar[Mapping[str, type[Model]]] = {}
+    filter_order: ClassVar[Sequence[FilterOrder]] = ()
+
+    def build_filter(self, name: str, inner: ASGIApp, settings: Any, context: FilterContext) -> ASGIApp:
+        """The filter around `inner`. Raises ConfigError, with paths relative to its settings."""
+        raise NotImplementedError(name)

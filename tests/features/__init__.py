@@ -1,0 +1,1 @@
+"""Tests of features, each in the folder of its feature: it goes with it."""
