@@ -9,7 +9,7 @@ DEV    := $(VENV)/.installed-dev
 PACK   := $(VENV)/.installed-packaging
 ARGS   ?=
 
-.PHONY: help demo test test-loaded test-real test-services check format lock bench coverage test-browser dist binary test-packaging clean
+.PHONY: help demo docs test test-loaded test-real test-services check format lock bench coverage test-browser dist binary test-packaging clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
@@ -51,12 +51,17 @@ format: $(DEV) ## let ruff fix what it can
 lock: ## writes constraints.txt anew: the newest versions that pyproject.toml allows, of all that anything here installs
 	$(PYTHON) -m venv --clear build/lock
 	build/lock/bin/python -m pip install --quiet --upgrade pip setuptools hatchling editables
-	build/lock/bin/python -m pip install --quiet '.[otel,tokenizer,redis,nats,picker,simulator]' --group dev --group browser --group packaging
+	build/lock/bin/python -m pip install --quiet '.[otel,tokenizer,redis,nats,picker,simulator]' --group dev --group browser --group packaging --group docs
 	{ sed -n '/^#/p' constraints.txt; build/lock/bin/python -m pip freeze --all --exclude kvproxy; } > build/constraints.txt
 	mv build/constraints.txt constraints.txt
 
 bench: $(DEV) ## the measurements, each beside a peer or a limit (see benchmarks/README.md)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+docs: $(DEV) ## the documentation as a site with search in build/site; a broken link is an error
+	@$(PIP) --group docs
+	$(BIN)/python packaging/site.py build/pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 dist: $(PACK) ## wheel and source distribution in dist/
 	$(BIN)/python -m build --outdir dist .

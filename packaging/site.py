@@ -1,0 +1,32 @@
+"""Collects every Markdown page of the repository, in its folder, for the site: `python packaging/site.py TARGET`.
+
+Pages link to each other by relative paths, also out of docs/, so that they can be read in a checkout and on the site.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("docs", "kvproxy", "benchmarks", "samples", "deploy", "packaging")
+SUFFIXES = (".md", ".png", ".svg", ".json", ".yaml", ".toml", ".py")
+
+
+def collect(target: Path) -> int:
+    """Copy the pages and what they link to; return the number of pages."""
+    shutil.rmtree(target, ignore_errors=True)
+    listed = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "config.yaml")]
+    for folder in FOLDERS:
+        listed += [path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
+    listed = [path for path in listed if not path.name.endswith("_notes.md")]  # parts of reports
+    for path in listed:
+        place = target / path.relative_to(ROOT)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, place)
+    return sum(path.suffix == ".md" for path in listed)
+
+
+if __name__ == "__main__":
+    print(f"{collect(Path(sys.argv[1]))} pages")
