@@ -76,7 +76,7 @@ def microseconds(call: Callable[[], object]) -> float:
 _HEAD = """# What the shield costs a request
 
 `python -m benchmarks.shield`, %s, CPU microseconds, the least of %d rounds of %d calls. The guard reads the names of
-a body in any case; with the shield it finds them read. A fleet of 0.18.0 has faults, one of 0.32.0 none that these meet.
+a body in any case; with the shield it finds them read. A fleet of 0.18.0 has faults, one of 0.32.0 none for these.
 
 | body | guard alone | guard and shield, 0.18.0 | added | guard and shield, 0.32.0 | added |
 |---|---|---|---|---|---|"""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from kvproxy.features.exchange.wire import Origin
 
 log = logging.getLogger("kvproxy.sync")
 
+#: More are not configured (`workers`): other numbers are made up.
+MAX_WORKERS = 64
 #: What waits for one worker whose socket is full.
 MAX_WAITING_BYTES = 8 * 1024 * 1024
 #: What a message takes beside its bytes.
@@ -85,10 +88,23 @@ class DatagramLink:
 
     def know(self, worker: int) -> None:
         """There is a worker of this number, whatever their count was at the start."""
-        if worker != self._siblings.number:
+        if worker != self._siblings.number and 0 <= worker < MAX_WORKERS:
             self._others.add(worker)
 
     async def __aenter__(self) -> Self:
+        self._bind()
+        return self
+
+    def renew(self) -> None:
+        """Bind again if the socket's file is gone, by which the others find it."""
+        if self._socket is None or os.path.exists(self._siblings.path(self._siblings.number)):
+            return
+        log.warning("the socket of worker %d was removed: it is made again", self._siblings.number)
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+        self._bind()
+
+    def _bind(self) -> None:
         path = self._siblings.path(self._siblings.number)
         _unlink(path)
         self._socket = bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -97,7 +113,6 @@ class DatagramLink:
             bound.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
         bound.bind(path)
         asyncio.get_running_loop().add_reader(bound, self._read)
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         assert self._socket is not None

@@ -29,6 +29,10 @@ log = logging.getLogger("kvproxy.sync")
 MAX_OPEN = 65_536
 
 
+#: Requests of a silent peer that can be under way again; of more the oldest count as never sent.
+MAX_GIVEN_UP = 4096
+
+
 class Heard:
     """One peer's. `world` is asked every time: a reload replaces it."""
 
@@ -76,6 +80,12 @@ class Heard:
                 self._rows[key] = seq
                 self._tell(part, EndpointId(one.endpoint), one, now)
 
+    def bound_rows(self, seq: int) -> None:
+        """The peer has said no more than this: loads of later batches are none of its own, and give way."""
+        for key, number in self._rows.items():
+            if number > seq:
+                self._rows[key] = seq
+
     def resume(self, standing: Standing, now: float) -> None:
         """It lives after all, and what it said meanwhile will come: what was given up is under way again."""
         for one in standing.open:
@@ -103,6 +113,8 @@ class Heard:
     def leave(self, now: float) -> None:
         """The peer is gone: its load goes with it, and what it had under way counts as never sent."""
         self._given_up.update(self.open)
+        for key in list(self._given_up)[: max(0, len(self._given_up) - MAX_GIVEN_UP)]:
+            del self._given_up[key]
         for key in list(self.open):
             self._end(key, prefilled=False)
         clusters = self._world().clusters

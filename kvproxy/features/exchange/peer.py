@@ -13,6 +13,8 @@ from kvproxy.features.exchange.wire import Batch, Beat, Origin, Standing
 
 #: What is missing is asked for again after so long, and after so many times in short.
 ASK_AGAIN_S, ASKS = 0.1, 3
+#: So many heartbeats in a row are believed against what came before; batches so far ahead of one are none of its own.
+_BEATS, _FAR = 2, 1000
 #: What completeness is counted over.
 WINDOW_S = 60.0
 
@@ -52,6 +54,7 @@ class Peer:
         self._asked_at: float | None = None
         self._asks = self._summed = 0  # so often; the last batch of which sums are known already
         self._unsure = False  # it was believed dead: it has to say how it stands
+        self._ahead = 0  # heartbeats in a row that it was believed to be beyond
         self._standing: list[tuple[Standing, int]] = []
         self._marks: deque[tuple[float, int, int]] = deque(maxlen=256)  # when, prompts told, lost so far
 
@@ -97,6 +100,7 @@ class Peer:
         self.blocks, self.joining, self.beat_sent_s = beat.blocks, beat.joining, beat.sent_s
         self.beat_at = now
         self.lag.observe(beat.sent_s, now)
+        self._contradict(beat.seq)
         if self._next is None and not beat.seq:
             self._next = 1
         if self._next is None or beat.seq >= self._next:
@@ -110,6 +114,15 @@ class Peer:
                 self._unsure = True
                 self._request(now)
             self._marks.append((now, beat.told, self.lost))
+
+    def _contradict(self, seq: int) -> None:
+        """Its own heartbeats tell how far it is: what claims more, again and again, was not its own."""
+        self.heard.bound_rows(seq)
+        for held in [held for held in self._held if held > seq + _FAR]:
+            self._take_held(held)
+        self._ahead = self._ahead + 1 if self._next is not None and self._next > seq + 1 else 0
+        if self._ahead >= _BEATS:
+            self._next, self._ahead, self._unsure = None, 0, True
 
     def _stand(self, standing: Standing, size_bytes: int, now: float) -> None:
         """Its own word of how it stands: what was missing before, and cannot be sent again, is not waited for. Of one

@@ -58,6 +58,7 @@ class Peers:
         self._beat_s = beat_s
         self._serve, self._other, self._blocks = serve, other, blocks
         self._ended: BoundedMapping[Origin, None] = BoundedMapping(1024)  # lives that are over
+        self._beats: BoundedMapping[Origin, int] = BoundedMapping(1024)  # heard of lives that are over
         self.sent = SentBatches()
         #: How it comes to know what the others do.
         take = self._take_late
@@ -133,7 +134,8 @@ class Peers:
         if isinstance(message, wire.Bye):
             self._end(message.origin, now)
             return
-        peer = self._peer(message.origin, now, begins=isinstance(message, wire.Hello))
+        kind = type(message)
+        peer = self._peer(message.origin, now, begins=kind is wire.Hello, beats=kind is wire.Beat)
         if peer is None:
             return
         peer.heard_at = now
@@ -162,16 +164,15 @@ class Peers:
     def _tell(self, message: Message) -> None:
         self._send(wire.encode(message), None)
 
-    def _peer(self, origin: Origin, now: float, *, begins: bool) -> Peer | None:
+    def _peer(self, origin: Origin, now: float, *, begins: bool, beats: bool) -> Peer | None:
         """The peer, a new one if need be; None: of a life that is over."""
         known = self.known.get(origin.place)
         if known is not None and known.origin == origin:
             return known
-        if origin in self._ended:
+        over = origin in self._ended or (known is not None and not begins and origin.epoch < known.origin.epoch)
+        if over and not (beats and self._beats_on(origin, known, now)):
             return None
         if known is not None:
-            if not begins and origin.epoch < known.origin.epoch:
-                return None
             self._end(known.origin, now)
         if len(self.known) >= MAX_PEERS:
             return None
@@ -181,6 +182,15 @@ class Peers:
             peer.begin()
         self.known[origin.place] = peer
         return peer
+
+    def _beats_on(self, origin: Origin, known: Peer | None, now: float) -> bool:
+        """Whether a life that was said to be over goes on: it beats, and another that took its place does not."""
+        self._beats[origin] = beats = self._beats.get(origin, 0) + 1
+        if beats < MISSED or (known is not None and now - known.heard_at <= MISSED * self._beat_s):
+            return False
+        self._ended.pop(origin, None)
+        self._beats.pop(origin, None)
+        return True
 
     def _end(self, origin: Origin, now: float) -> None:
         self._ended[origin] = None

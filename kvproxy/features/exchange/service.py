@@ -211,6 +211,8 @@ class SyncService:
                 now = self._clock()
                 self.peers.look(now)
                 if looks % _LOOKS == 0:
+                    if self._workers is not None:
+                        self._workers.renew()
                     self.peers.beat(now)
                     self._weigh()
             except Exception:
@@ -226,12 +228,12 @@ class SyncService:
             self._outcomes.labels("malformed").inc()
             return
         near = self._workers is not None and message.origin.host == self.origin.host
-        self.namesake.hear(message)
-        if near and store:
-            return  # it comes by the workers' own way
-        if near and self._workers is not None:
-            self._workers.know(message.origin.worker)
         try:
+            self.namesake.hear(message)
+            if near and store:
+                return  # it comes by the workers' own way
+            if near and self._workers is not None:
+                self._workers.know(message.origin.worker)
             self.peers.receive(message, len(payload), self._clock())
             self._outcomes.labels("received").inc()
         except Exception:

@@ -26,7 +26,7 @@ from kvproxy.features.exchange.heard import Heard
 from kvproxy.features.exchange.journal import Journal, size_of
 from kvproxy.features.exchange.peer import Peer
 from kvproxy.features.exchange.peers import Peers
-from kvproxy.features.exchange.stores import StoreLink
+from kvproxy.features.exchange.stores import MAX_RECALLED_BYTES, StoreLink
 from kvproxy.features.exchange.watched import acted, session_served
 from kvproxy.features.exchange.wire import MAX_DELTAS, Origin, Piece, decode_deltas, encode_deltas
 from kvproxy.features.exchange.world import World
@@ -156,8 +156,9 @@ class Handover:
     async def keep_in(self, store: StoreLink, claims: Claims) -> NoReturn:
         """What would be lost with all proxies: read, if none is left to tell it, and then written by one of them."""
         known = failed = False
+        pause_s = RECALL_S
         while True:
-            await asyncio.sleep(KEEP_EVERY_S if known else RECALL_S)
+            await asyncio.sleep(KEEP_EVERY_S if known else pause_s)
             if not store.connected or self._peers.newcomer.holds_back:
                 continue
             try:
@@ -171,9 +172,12 @@ class Handover:
                 if not failed:
                     log.warning("%s keeps nothing for a restart (%s)", store.where, type(error).__name__)
                 known, failed = known or isinstance(error, msgspec.DecodeError), True
+                pause_s = min(KEEP_EVERY_S, 2 * pause_s)
 
     async def _recall(self, store: StoreLink) -> None:
         data, age_s = await store.recall(KEPT_S)
+        if len(data) > MAX_RECALLED_BYTES:
+            raise msgspec.DecodeError("longer than anything that is kept")
         said = decode_deltas(data) if data else []
         for at in range(0, len(said), 50):
             self._kept.apply(said[at : at + 50], self._clock() - age_s)

@@ -33,6 +33,10 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 LAST_WORD_S, _TOGETHER = 0.5, 128
 #: Looks without a word, one a heartbeat and no more often: one's own come back, unless the way back is gone.
 UNHEARD, LOOK_S = 10, 0.5
+#: Read of what is kept; a longer value is none of ours.
+MAX_RECALLED_BYTES = 4 * 1024 * 1024
+#: A message of one's own to oneself.
+_PROOF = b"kvproxy"
 
 
 class StoreLink(BackgroundTask):
@@ -64,7 +68,7 @@ class StoreLink(BackgroundTask):
         self._unheard = 0  # looks since the last word
         self._rng = rng
         self._waiting: BoundedQueue[tuple[str, bytes]] = BoundedQueue(MAX_WAITING_BYTES)
-        self._news, self._sent = asyncio.Event(), asyncio.Event()
+        self._news, self._sent, self._came_back = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def __aexit__(self, *_: object) -> None:
         if self.connected and self._waiting:  # the last word: that this one ends
@@ -109,15 +113,16 @@ class StoreLink(BackgroundTask):
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                async with self._connection() as connection:
+                async with self._connection() as connection, asyncio.TaskGroup() as group:
                     raise_if_cancelled()  # the library may have taken it for an error of its own
+                    group.create_task(self._receive(connection), name="sync store")
+                    await self._prove(connection)
                     pause_s = FIRST_PAUSE_S
                     self.connected = True
                     log.info("%s is reached", self.where)
                     self._on_change(True)
-                    async with asyncio.TaskGroup() as group:
-                        for work in (self._receive(connection), self._transmit(connection), self._watch()):
-                            group.create_task(work, name="sync store")
+                    for work in (self._transmit(connection), self._watch()):
+                        group.create_task(work, name="sync store")
             except Exception as error:  # noqa: BLE001 - whatever a library raises: the store is away
                 self._away(error)
             raise_if_cancelled()
@@ -135,9 +140,19 @@ class StoreLink(BackgroundTask):
             self.connected = False
             self._on_change(False)
 
+    async def _prove(self, connection: Any) -> None:
+        """A store that takes subscriptions and refuses messages is away: one's own must come back first."""
+        self._came_back.clear()
+        async with asyncio.timeout(TIMEOUT_S):
+            await self._publish(connection, [(self._own, _PROOF)])
+            await self._came_back.wait()
+
     def _on_message(self, payload: bytes) -> None:
         self._unheard = 0
-        self._pass_on(payload)
+        if payload == _PROOF:
+            self._came_back.set()
+        else:
+            self._pass_on(payload)
 
     async def _watch(self) -> None:
         self._unheard = 0
@@ -167,10 +182,12 @@ class StoreLink(BackgroundTask):
     async def _publish(self, connection: Any, messages: list[tuple[str, bytes]]) -> None: ...
 
 
-#: Whoever holds the key may have it again; else it is free once its time is over.
+#: Whoever holds the key may have it again; else it is free once its time is over. What is no claim, of another type or
+#: without a time to live, is replaced.
 _CLAIM = """
-local holder = redis.call('GET', KEYS[1])
-if holder == false or holder == ARGV[1] then
+local kind = redis.call('TYPE', KEYS[1]).ok
+local holder = kind == 'string' and redis.call('GET', KEYS[1])
+if not holder or holder == ARGV[1] or redis.call('PTTL', KEYS[1]) == -1 then
   return redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2]) and 1
 end
 return 0
@@ -221,10 +238,15 @@ class RedisLink(StoreLink):
             await self._client.set(f"{self._topic}.kept", payload, px=int(1000 * ttl_s))
 
     async def recall(self, ttl_s: float) -> tuple[bytes, float]:
-        pipeline = self._client.pipeline()
-        pipeline.get(f"{self._topic}.kept").pttl(f"{self._topic}.kept")
-        async with asyncio.timeout(TIMEOUT_S):
-            payload, left_ms = await pipeline.execute()
+        from redis.exceptions import ResponseError
+
+        pipeline, key = self._client.pipeline(), f"{self._topic}.kept"
+        pipeline.getrange(key, 0, MAX_RECALLED_BYTES).pttl(key)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                payload, left_ms = await pipeline.execute()
+        except ResponseError:  # of another type: it is written anew
+            return b"", 0.0
         return payload or b"", max(0.0, ttl_s - left_ms / 1000)
 
     async def claim(self, what: str, ttl_s: float, holder: Origin) -> bool | None:

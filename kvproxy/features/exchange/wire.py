@@ -182,7 +182,10 @@ def decode(data: bytes) -> Message:
     """Raises msgspec.DecodeError for anything else."""
     if len(data) > 2 * MAX_BYTES:
         raise msgspec.DecodeError("too large")
-    message: Message = _decoder.decode(data)
+    try:
+        message: Message = _decoder.decode(data)
+    except UnicodeDecodeError:
+        raise msgspec.DecodeError("a text is not UTF-8") from None
     return message
 
 
@@ -193,7 +196,10 @@ def encode_deltas(said: list[Delta]) -> bytes:
 
 def decode_deltas(data: bytes) -> list[Delta]:
     """Raises msgspec.DecodeError for anything else."""
-    said: list[Delta] = _delta_decoder.decode(data)
+    try:
+        said: list[Delta] = _delta_decoder.decode(data)
+    except UnicodeDecodeError:
+        raise msgspec.DecodeError("a text is not UTF-8") from None
     return said
 
 
