@@ -8,7 +8,7 @@ import contextlib
 import logging
 import random
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import SecretStr
 from xxhash import xxh3_64_hexdigest
 
-from kvproxy.base.background_task import BackgroundTask, raise_if_cancelled
+from kvproxy.base.background_task import BackgroundTask, cancel_tasks, raise_if_cancelled
 from kvproxy.base.bounded import BoundedQueue
 from kvproxy.features.exchange.datagrams import MESSAGE_BYTES
 from kvproxy.features.exchange.wire import Origin
@@ -58,6 +58,7 @@ class StoreLink(BackgroundTask):
         rng: random.Random,
     ) -> None:
         self.connected = False
+        self._reached = False  # by the present connection
         self.dropped = 0
         self._failed = False  # so far
         self._url = url.get_secret_value()
@@ -113,24 +114,25 @@ class StoreLink(BackgroundTask):
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                async with self._connection() as connection, asyncio.TaskGroup() as group:
+                async with self._connection() as connection:
                     raise_if_cancelled()  # the library may have taken it for an error of its own
-                    group.create_task(self._receive(connection), name="sync store")
-                    await self._prove(connection)
-                    pause_s = FIRST_PAUSE_S
-                    self.connected = True
-                    log.info("%s is reached", self.where)
-                    self._on_change(True)
-                    for work in (self._transmit(connection), self._watch()):
-                        group.create_task(work, name="sync store")
+                    await _until_one_ends(self._receive(connection), self._speak(connection))
             except Exception as error:  # noqa: BLE001 - whatever a library raises: the store is away
                 self._away(error)
             raise_if_cancelled()
+            pause_s = FIRST_PAUSE_S if self._reached else min(LONGEST_PAUSE_S, 2 * pause_s)
+            self._reached = False
             await asyncio.sleep(pause_s * self._rng.random())
-            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+
+    async def _speak(self, connection: Any) -> None:
+        await self._prove(connection)
+        self.connected = self._reached = True
+        log.info("%s is reached", self.where)
+        self._on_change(True)
+        await _until_one_ends(self._transmit(connection), self._watch())
 
     def _away(self, error: Exception) -> None:
-        while isinstance(error, ExceptionGroup):  # of what runs side by side
+        while isinstance(error, ExceptionGroup):  # of subscriptions side by side
             error = error.exceptions[0]
         if self.connected or not self._failed:
             self._failed = True
@@ -180,6 +182,17 @@ class StoreLink(BackgroundTask):
 
     @abstractmethod
     async def _publish(self, connection: Any, messages: list[tuple[str, bytes]]) -> None: ...
+
+
+async def _until_one_ends(*works: Coroutine[Any, Any, None]) -> None:
+    """As a task group, which on Python 3.11 leaves the task that waits for it cancelled when one fails."""
+    tasks = [asyncio.create_task(work, name="sync store") for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        await cancel_tasks(tasks)
 
 
 #: Whoever holds the key may have it again; else it is free once its time is over. What is no claim, of another type or
