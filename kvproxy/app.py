@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,9 +31,12 @@ from kvproxy.operate.metrics.catalog import make_metrics
 from kvproxy.operate.metrics.process import ProcessMetrics
 from kvproxy.operate.receipts.recorder import make_recorder
 from kvproxy.operate.runtime.generation import Generation, Reloader, Shared, StateStore
+from kvproxy.proxy.filters import kvcache
 from kvproxy.proxy.filters.chain import FilterType, WallClock
 from kvproxy.proxy.request.body import HeldBodies
 from kvproxy.proxy.request.observer import RecentDecisions, RequestObserver
+
+log = logging.getLogger("kvproxy")
 
 
 def _utc_now() -> datetime:
@@ -146,7 +150,7 @@ class Proxy:
     @property
     def kvcache(self) -> KvCache | None:
         """The service behind the `kvcache` filter."""
-        return next(iter(self._generation.kvcaches), None)
+        return self._generation.kvcaches.get(kvcache.NAME)
 
     async def reload(self, config: Config) -> Reloaded:
         """Serve by this configuration from now on; running requests finish by the one before.
@@ -177,19 +181,18 @@ class Proxy:
         self._reloader.retire_generation(after)
 
     async def __aenter__(self) -> Proxy:
-        await self._running.enter_async_context(LoopLag(self.metrics.group(ProcessMetrics).loop_lag, clock=self.clock))
-        await self._running.enter_async_context(self._pool)
-        await self._running.enter_async_context(self._probes)
-        for record in self._written:
-            await self._running.enter_async_context(record)
-        await self._running.enter_async_context(self._reloader)
-        await self._reloader.begin_generation(self._generation)
-        self._generation.begin_serving()
-        if self.sync is not None:
-            self._share(self._generation)
-            await self._running.enter_async_context(self.sync)
-        if self.config.admin.enabled:
-            await self._running.enter_async_context(self._history)
+        async with AsyncExitStack() as starting:  # a part that cannot start ends those before it
+            await starting.enter_async_context(LoopLag(self.metrics.group(ProcessMetrics).loop_lag, clock=self.clock))
+            for part in (self._pool, self._probes, *self._written, self._reloader):
+                await starting.enter_async_context(part)
+            await self._reloader.begin_generation(self._generation)
+            self._generation.begin_serving()
+            if self.sync is not None:
+                self._share(self._generation)
+                await starting.enter_async_context(self.sync)
+            if self.config.admin.enabled:
+                await starting.enter_async_context(self._history)
+            self._running = starting.pop_all()
         return self
 
     def _share(self, generation: Generation) -> None:
@@ -213,10 +216,21 @@ class Proxy:
             await self._lifespan(receive, send)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
+        """Start and end by the server's events. A start that fails is answered: a server that only sees an error out of
+        here takes the app for one without a lifespan, and serves it unstarted."""
         await receive()
-        async with self:
+        try:
+            await self.__aenter__()
+        except Exception as error:
+            log.exception("kvproxy cannot start")
+            message = f"kvproxy cannot start: {type(error).__name__}: {error}"
+            await send({"type": "lifespan.startup.failed", "message": message})
+            return
+        try:
             await send({"type": "lifespan.startup.complete"})
             await receive()
+        finally:
+            await self.__aexit__()
         await send({"type": "lifespan.shutdown.complete"})
 
 

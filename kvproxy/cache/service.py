@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, InferenceRequest
@@ -38,6 +38,14 @@ from kvproxy.features.warming.warmer import Warmer
 from kvproxy.features.warming.warming import Warming
 
 log = logging.getLogger("kvproxy.kvcache")
+
+
+class EndsLease(Protocol):
+    """A lease that a request came back to, if any, and the next one it may get."""
+
+    def end(self, result: Result) -> None:
+        """The request is over."""
+        ...
 
 
 class KvCache:
@@ -195,14 +203,18 @@ class KvCache:
             await self.look_up(facts)
         return facts
 
-    def finished(self, facts: RequestFacts, result: Result) -> None:
-        """The request is over. Queues what is to be done about it; never waits."""
+    def finished(self, facts: RequestFacts, result: Result, *, lease: EndsLease | None = None) -> None:
+        """The request is over. Queues what is to be done about it; never waits. `lease` followed it for the leases."""
         self.feedback.finished(facts, result)
+        if lease is not None:  # before the strategies, which hold the prompts of conversations that it expects back
+            lease.end(result)
         if facts.request.session_ends:
             self._end_session(facts)
-            return
-        if not (result.prefilled and self._acts):
-            return
+        elif result.prefilled and self._acts:
+            self._act_on(facts, result)
+
+    def _act_on(self, facts: RequestFacts, result: Result) -> None:
+        """Do what is to be done about a prompt that an engine has computed."""
         self.overlap.tokens.note_count(facts, result.prompt_tokens)
         endpoint = None if result.endpoint is None else facts.cluster.find_endpoint(result.endpoint)
         streams = self.overlap.streams

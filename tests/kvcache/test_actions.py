@@ -14,7 +14,6 @@ from kvproxy.cache.actions.executor import ActionExecutor
 from kvproxy.cache.actions.job_queue import JobQueue
 from kvproxy.cache.actions.strategies import Action, PressureOf, Served
 from kvproxy.cache.breakers import OperationBreakers
-from kvproxy.cache.overlap.denied import DeniedPlacements
 from kvproxy.cache.overlap.lookup import LookupClient
 from kvproxy.cache.providers import ActionKind, Effect, Prefix
 from kvproxy.cache.settings import KvCacheSettings
@@ -62,7 +61,7 @@ class Bench:
         config = config or settings(retry={"base_backoff": 0, "max_backoff": 0})
         self.metrics = Metrics()
         breakers = OperationBreakers(config.circuit_breaker, clock=clock, metrics=self.metrics)
-        lookups = LookupClient(breakers=breakers, denied=DeniedPlacements(clock), metrics=self.metrics, clock=clock)
+        lookups = LookupClient(breakers=breakers, metrics=self.metrics, clock=clock)
         lookups.provider = provider
         self.background = JobQueue(config.background, metrics=self.metrics)
         self.actions = ActionExecutor(

@@ -69,7 +69,12 @@ async def test_a_hint_is_distrusted_where_an_engine_denied_one(reused: int, beli
         facts = await service.serve(PROMPT, A, cached=reused)
         endpoints, known = service.cluster.endpoints, frozenset({"a", "b"})
         [claim] = service.kv.overlap.lookups.count_overlaps(
-            [Holder("a", 4000, False)], endpoints=endpoints, known=known, local={}, hashes=facts.hashes
+            [Holder("a", 4000, False)],
+            endpoints=endpoints,
+            known=known,
+            local={},
+            hashes=facts.hashes,
+            denied=facts.indexes.denied,
         )
         assert claim.tokens == believed
 

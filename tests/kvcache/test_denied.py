@@ -9,7 +9,9 @@ import pytest
 from kvproxy.base.types import Tier
 from kvproxy.cache.overlap import denied
 from kvproxy.cache.overlap.denied import EVERY_ENDPOINT, DeniedPlacements, believed_tokens
-from tests.kvcache.support import A, B
+from kvproxy.cache.service import KvCache
+from kvproxy.operate.metrics.catalog import Metrics
+from tests.kvcache.support import NOWHERE, A, B, cluster_of, settings
 from tests.support.clock import FakeClock
 
 HASHES = array("Q", range(100, 120))
@@ -41,6 +43,17 @@ def test_it_is_believed_again_after_a_while() -> None:
     assert not placements.find_denials(HASHES)
 
 
+def test_a_denial_in_one_cluster_is_none_in_another() -> None:
+    """They may serve the same model from stores of their own, and name their endpoints alike."""
+    one, other = cluster_of({"a": NOWHERE}), cluster_of({"a": NOWHERE})
+    service = KvCache(settings(), clusters={"one": one, "other": other}, metrics=Metrics())
+    indexes = service.overlap.indexes
+    indexes["one"].denied.note_denial(A, HASHES, 256, 2, STORE)
+    assert indexes["one"].denied.find_denials(HASHES) == [(EVERY_ENDPOINT, 256)]
+    assert indexes["other"].denied.find_denials(HASHES) == ()
+    assert [each.denied.cap_hint(A, HASHES, 1024) for each in indexes.values()] == [256, 1024]
+
+
 def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The latest stay."""
     monkeypatch.setattr(denied, "DISTRUSTED", 4)
@@ -50,3 +63,19 @@ def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(placements) <= 4
         assert len(placements._places) <= 8
     assert placements.find_denials(array("Q", range(100))) == [(A, 16)] * 4
+
+
+def test_it_ends_between_two_looks_at_the_clock() -> None:
+    """What is believed again while it is read is no denial, and no error."""
+    clock = FakeClock()
+
+    def ticking() -> float:
+        clock.advance(0.01)
+        return clock()
+
+    placements = DeniedPlacements(ticking)
+    placements.note_denial(A, HASHES, 600, 5, DISK)
+    noted_at = clock()
+    for late_s in range(-5, 5):
+        clock.advance(noted_at + denied.DISTRUST_S + late_s * 0.01 - clock())
+        assert placements.find_denials(HASHES) in ([(A, 600)], [])

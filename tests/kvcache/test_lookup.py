@@ -52,7 +52,6 @@ def lookups(clock: FakeClock, metrics: Metrics | None = None) -> LookupClient:
     metrics = metrics or Metrics()
     under_test = LookupClient(
         breakers=OperationBreakers(BreakerSettings(), clock=clock, metrics=metrics),
-        denied=DeniedPlacements(clock),
         metrics=metrics,
         clock=clock,
     )
@@ -61,12 +60,21 @@ def lookups(clock: FakeClock, metrics: Metrics | None = None) -> LookupClient:
 
 
 def worth(
-    under_test: LookupClient, cluster: Cluster, *holders: Holder, local: Mapping[EndpointId, Overlap] | None = None
+    under_test: LookupClient,
+    cluster: Cluster,
+    *holders: Holder,
+    local: Mapping[EndpointId, Overlap] | None = None,
+    denied: DeniedPlacements | None = None,
 ) -> dict[EndpointId, int]:
     """Tokens by endpoint that these holders stand for."""
     known = frozenset(endpoint.instance_id for endpoint in cluster.endpoints)
     claims = under_test.count_overlaps(
-        holders, endpoints=cluster.endpoints, known=known, local=local or {}, hashes=HASHES
+        holders,
+        endpoints=cluster.endpoints,
+        known=known,
+        local=local or {},
+        hashes=HASHES,
+        denied=DeniedPlacements(FakeClock()) if denied is None else denied,
     )
     return {claim.endpoint: claim.tokens for claim in claims}
 
@@ -119,6 +127,7 @@ def test_a_holder_that_serves_another_model_is_passed_over_in_silence(
         known={"a", "b"},
         local={},
         hashes=HASHES,
+        denied=DeniedPlacements(clock),
     )
     assert claims == []
     assert not caplog.records
@@ -141,10 +150,11 @@ def test_a_hint_the_engine_contradicted_is_not_believed_again(clock: FakeClock) 
     """Until it has had time to come true."""
     under_test, cluster = lookups(clock), cluster_of({"a": NOWHERE, "b": NOWHERE})
     holders = (Holder("b", 256, False), Holder("a", 1024, False))
-    under_test.note_contradiction(A, HASHES, 0)
-    assert worth(under_test, cluster, *holders) == {A: 0, B: 256}
+    denied = DeniedPlacements(clock)
+    denied.note_denial(A, HASHES, 0)
+    assert worth(under_test, cluster, *holders, denied=denied) == {A: 0, B: 256}
     clock.advance(61)
-    assert worth(under_test, cluster, *holders)[A] == 1024
+    assert worth(under_test, cluster, *holders, denied=denied)[A] == 1024
 
 
 def test_a_sole_holder_is_not_capped(clock: FakeClock) -> None:
@@ -154,14 +164,15 @@ def test_a_sole_holder_is_not_capped(clock: FakeClock) -> None:
 
 
 def test_a_prompt_without_a_block_cannot_be_distrusted(clock: FakeClock) -> None:
-    under_test = lookups(clock)
-    under_test.note_contradiction(A, array("Q"), 0)
-    claims = under_test.count_overlaps(
+    denied = DeniedPlacements(clock)
+    denied.note_denial(A, array("Q"), 0)
+    claims = lookups(clock).count_overlaps(
         [Holder("a", 512, False)],
         endpoints=cluster_of({"a": NOWHERE}).endpoints,
         known={"a"},
         local={},
         hashes=array("Q"),
+        denied=denied,
     )
     assert [claim.tokens for claim in claims] == [512]
 
@@ -200,13 +211,14 @@ def test_a_stale_placement_that_an_engine_denied_is_dropped_for_a_while(clock: F
     under_test, cluster = lookups(clock), cluster_of({"a": NOWHERE, "b": NOWHERE})
     shared = Holder(EVERY_INSTANCE, 1024, True, ((Tier.SHARED, 1024),))
     disk = [Holder(name, 1024, True, ((Tier.HOST, 512), (Tier.DISK, 512))) for name in ("a", "b")]
-    under_test.note_contradiction(A, HASHES, 256, cached_blocks=0, lower=((Tier.SHARED, 1024),))
-    assert worth(under_test, cluster, shared) == {A: 256, B: 256}
-    assert worth(under_test, cluster, *disk) == {A: 1024, B: 1024}
-    under_test.note_contradiction(A, HASHES, 256, cached_blocks=0, lower=((Tier.HOST, 512), (Tier.DISK, 512)))
-    assert worth(under_test, cluster, *disk) == {A: 512, B: 1024}
+    denied = DeniedPlacements(clock)
+    denied.note_denial(A, HASHES, 256, cached_blocks=0, lower=((Tier.SHARED, 1024),))
+    assert worth(under_test, cluster, shared, denied=denied) == {A: 256, B: 256}
+    assert worth(under_test, cluster, *disk, denied=denied) == {A: 1024, B: 1024}
+    denied.note_denial(A, HASHES, 256, cached_blocks=0, lower=((Tier.HOST, 512), (Tier.DISK, 512)))
+    assert worth(under_test, cluster, *disk, denied=denied) == {A: 512, B: 1024}
     clock.advance(61.0)
-    assert worth(under_test, cluster, shared, *disk) == {A: 1024, B: 1024}
+    assert worth(under_test, cluster, shared, *disk, denied=denied) == {A: 1024, B: 1024}
 
 
 def test_a_transfer_is_believed_for_a_minute_whatever_goes_elsewhere_meanwhile(clock: FakeClock) -> None:

@@ -17,7 +17,6 @@ from kvproxy.cache.breakers import OperationBreakers
 from kvproxy.cache.clients.lmcache_controller import LMCacheControllerClient
 from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
 from kvproxy.cache.lmcache_services import ControllerProvider, CoordinatorProvider
-from kvproxy.cache.overlap.denied import DeniedPlacements
 from kvproxy.cache.overlap.lookup import LookupClient
 from kvproxy.cache.overlap.lookup_service import Connection
 from kvproxy.cache.providers import ActionKind, Effect, Holder, Prefix, TierMemory
@@ -225,7 +224,6 @@ def connection(
     config = settings(lmcache_endpoint=url, **changes)
     lookups = LookupClient(
         breakers=OperationBreakers(config.circuit_breaker, clock=clock, metrics=metrics),
-        denied=DeniedPlacements(clock),
         metrics=metrics,
         clock=clock,
     )

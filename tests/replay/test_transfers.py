@@ -17,7 +17,17 @@ from kvproxy.cluster.routing.selector import decide
 from kvproxy.cluster.routing.speeds import SpeedModel, SpeedPriors
 from kvproxy.cluster.routing.work import prefill_s
 from kvproxy.cluster.settings import PolicyName
-from kvproxy.features.transfers.planner import DISPLACES, LATE, LINK, NOT_HELD, STORE, Links, Transfer
+from kvproxy.features.transfers.planner import (
+    DISPLACES,
+    LATE,
+    LINK,
+    NOT_HELD,
+    STORE,
+    Links,
+    LinkTerms,
+    Transfer,
+    TransferPlanner,
+)
 from kvproxy.lab.replay.compare import PolicySpec, UnknownPolicy, play_policy
 from kvproxy.lab.replay.results import ReplayOutcome, Summary, summarize_outcomes
 from kvproxy.lab.replay.router import LiveRequest, SimEndpoint, VirtualRouter
@@ -64,6 +74,22 @@ def test_the_longest_is_offered_everywhere_at_its_price() -> None:
     copy_s = PLAN.latency_s + 14 * BLOCK / PLAN.tokens_per_s
     assert offered.transfer_s[B] == pytest.approx((LATE + LINK) * copy_s + displaced_s(2, 16))
     assert offered.transfer_s[C] > offered.transfer_s[B]
+
+
+def test_a_copy_that_a_limit_refuses_is_left_out_alone() -> None:
+    """B lacks less than C: where only the longer copy is too much, the shorter one is offered all the same."""
+    there, request = endpoints(), asked(a=published(16), b=published(8))
+    planned = TransferPlanner(LinkTerms(10_000_000.0, 0.001, BLOCK, BLOCK), rng=Random(1)).offer(
+        request,
+        there,
+        SPEEDS,
+        0.0,
+        sources=there,
+        published={A: 16 * BLOCK},
+        refuses=lambda tokens: tokens > 8 * BLOCK,
+    )
+    assert planned.transfer_s is not None
+    assert set(planned.transfer_s) == {B}
 
 
 @pytest.mark.parametrize(

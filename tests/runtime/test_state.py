@@ -94,17 +94,6 @@ def test_of_two_of_one_name_the_latest_is_found() -> None:
     assert counter(living(store)) is old
 
 
-def test_equals_find_each_other_by_their_place() -> None:
-    """Counted in the order in which they ask."""
-    store = StateStore()
-    before, after = living(store), store.draft_states()
-    made = [before.next_of(Counter, Counter) for _ in range(2)]
-    assert made[0] is not made[1]
-    found = [after.next_of(Counter, Counter) for _ in range(3)]
-    assert found[:2] == made
-    assert found[2] not in made
-
-
 def test_one_that_cannot_be_closed_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """And the others are closed all the same."""
     store = StateStore()

@@ -250,7 +250,7 @@ class Deciding:
 
     def spent(self) -> float:
         """Requests that are missing in its rate limit's buckets."""
-        [table] = self.sync._world.limits
+        table = self.sync._world.limits["rate_limit"]
         return sum(amount for _, _, amount in table.missing(self.proxy.clock()))
 
 

@@ -113,7 +113,7 @@ async def test_what_was_learned_elsewhere(hearing: Hearing) -> None:
     assert (speeds.slowness(A, proxy.clock()), speeds.seconds) == before
     hearing.hear(*[Sample("default", "a", (1.0, 9000.0, 0.0, 0.0), 3.0, False)] * 20)
     assert (speeds.slowness(A, proxy.clock()), speeds.seconds) != before
-    (budget,) = hearing.one.sync._world.budgets
+    budget = hearing.one.sync._world.budgets["router"]
     balance = budget.balance(proxy.clock())
     hearing.hear(Retried(0, 4))
     assert budget.balance(proxy.clock()) == balance - 4
@@ -121,9 +121,9 @@ async def test_what_was_learned_elsewhere(hearing: Hearing) -> None:
 
 async def test_what_was_charged_elsewhere(hearing: Hearing) -> None:
     """To the limit that was meant; one that is not here is left out."""
-    hearing.hear(Spent(0, "x", "requests", 3.0))
+    hearing.hear(Spent("rate_limit", "x", "requests", 3.0))
     assert hearing.one.spent() == pytest.approx(3.0, abs=0.5)
-    hearing.hear(Spent(1, "x", "requests", 3.0), Spent(-1, "x", "requests", 3.0))
+    hearing.hear(Spent("other", "x", "requests", 3.0), Spent("", "x", "requests", 3.0))
     assert hearing.one.spent() == pytest.approx(3.0, abs=0.5)
 
 

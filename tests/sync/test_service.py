@@ -147,7 +147,7 @@ async def test_what_is_no_message_is_counted_and_harms_nothing(tmp_path: Path) -
 async def test_what_cannot_be_told_holds_nothing_else_up(tmp_path: Path) -> None:
     """It is left out, and counted."""
     async with two_workers(tmp_path) as (one, two):
-        one.sync.journal.add(Spent(0, "\ud800", "requests", 1.0))
+        one.sync.journal.add(Spent("rate_limit", "\ud800", "requests", 1.0))
         await one.ask()
         await until(lambda: two.entries() == one.entries() > 0)
         assert one.metric("kvproxy_sync_dropped_total", what="deltas") == 1

@@ -147,7 +147,7 @@ class PredictionFeedback:
                 request_id=result.request_id,
             )
             if contradicted:
-                self._lookups.note_contradiction(endpoint, facts.hashes, cached, cached_blocks, overlap.lower)
+                facts.indexes.denied.note_denial(endpoint, facts.hashes, cached, cached_blocks, overlap.lower)
         return lost
 
     def _count_blocks(self, facts: RequestFacts, cached_tokens: int, prompt_tokens: int | None) -> int:

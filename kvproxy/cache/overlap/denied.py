@@ -21,23 +21,34 @@ Denials = Sequence[tuple[EndpointId, int]]
 
 
 class DeniedPlacements:
-    """On a disk at one endpoint, in a shared store at all of them; wherever a prompt goes the same way. After a while
-    they are believed again: an engine may have computed it meanwhile."""
+    """What engines of one cluster denied: hints of a lookup service about a prompt, and placements on a disk at one
+    endpoint or in a shared store at all of them, wherever a prompt goes the same way. After a while both are believed
+    again: an engine may have computed it meanwhile."""
 
     def __init__(self, clock: Clock) -> None:
         #: By the first block that was not there, and where: tokens that were.
         self._proven: TTLCache[tuple[int, EndpointId], int] = TTLCache(DISTRUSTED, DISTRUST_S, timer=clock)
         #: These blocks with where it was, some of what is no longer among them: quick to compare with a prompt's.
         self._places: dict[int, set[EndpointId]] = {}
+        #: By endpoint and the first block of a prompt: tokens that the engine had of it.
+        self._hints: TTLCache[tuple[EndpointId, int], int] = TTLCache(DISTRUSTED, DISTRUST_S, timer=clock)
 
     def __len__(self) -> int:
         return len(self._proven)
 
     def note_denial(
-        self, endpoint: EndpointId, hashes: array[int], cached_tokens: int, cached_blocks: int, lower: LowerTokens
+        self,
+        endpoint: EndpointId,
+        hashes: array[int],
+        cached_tokens: int,
+        cached_blocks: int = 0,
+        lower: LowerTokens = (),
     ) -> None:
-        """The engine had only so many tokens of this prompt, `cached_blocks` of its blocks, where more were placed on
-        these tiers."""
+        """The engine had only so many tokens of this prompt, `cached_blocks` of its blocks, where more were promised,
+        on these tiers."""
+        if not hashes:
+            return
+        self._hints[endpoint, hashes[0]] = cached_tokens
         tiers, denied = {tier for tier, _ in lower}, hashes[min(cached_blocks, len(hashes) - 1)]
         places = ((Tier.SHARED, EVERY_ENDPOINT), (Tier.DISK, endpoint))
         for place in [place for tier, place in places if tier in tiers]:
@@ -51,7 +62,13 @@ class DeniedPlacements:
         if self._places.keys().isdisjoint(hashes):
             return ()
         asked = [(block, place) for block in self._places.keys() & set(hashes) for place in self._places[block]]
-        return [(place, self._proven[block, place]) for block, place in asked if (block, place) in self._proven]
+        proven = [(place, self._proven.get((block, place))) for block, place in asked]  # one read: time goes on
+        return [(place, tokens) for place, tokens in proven if tokens is not None]
+
+    def cap_hint(self, endpoint: EndpointId, hashes: array[int], tokens: int) -> int:
+        """Return as many of the `tokens` that a hint promises of this prompt as are believed."""
+        proven = self._hints.get((endpoint, hashes[0])) if hashes else None
+        return tokens if proven is None else min(tokens, proven)
 
     def _forget_old(self) -> None:
         self._places = {}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Protocol
 
 from kvproxy.base.bounded import BoundedMapping
-from kvproxy.base.types import EndpointId, InferenceRequest, RequestKind, Tier, cut_lower
+from kvproxy.base.types import Clock, EndpointId, InferenceRequest, RequestKind, Tier, cut_lower
 from kvproxy.cache.clients.engine_metrics import EngineKind
 from kvproxy.cache.clients.tokens import TokenIds
 from kvproxy.cache.feedback.reuse_step import ReuseSteps
@@ -120,6 +121,7 @@ class LocalIndexes:
         follows_events: bool = True,
         lookups: bool = True,
         leases: bool = False,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.state = state
         self.approximate, self.capacities, self.hot = state.approximate, state.capacities, state.hot
@@ -128,7 +130,7 @@ class LocalIndexes:
         self.last_served = state.last_served
         self.follows_events = follows_events
         self.store_readers: Callable[[], Iterable[EndpointId]] = tuple  # of what engines report in a shared store
-        self.denied: DeniedPlacements | None = None  # by what engines reused; None: no response is asked
+        self.denied = DeniedPlacements(clock)  # by what engines reused
         self._lookups = lookups
         self._keyed = follows_events or lookups or leases  # these know prompts by their messages' keys
         followed = FollowedEvents() if followed is None else followed

@@ -11,12 +11,12 @@ from xxhash import xxh3_64_intdigest
 
 from kvproxy.base.errors import BreakerOpen, ClientError
 from kvproxy.base.metrics.groups import Metrics
-from kvproxy.base.types import Clock, EndpointId, LowerTokens, Tier, count_lower
+from kvproxy.base.types import Clock, EndpointId, Tier, count_lower
 from kvproxy.cache.breakers import OperationBreakers
 from kvproxy.cache.clients.lmcache_controller import CHUNK_TOKENS
 from kvproxy.cache.clients.tokens import TokenIds
 from kvproxy.cache.metrics import KvCacheMetrics
-from kvproxy.cache.overlap.denied import DISTRUST_S, DISTRUSTED, DeniedPlacements, believed_tokens
+from kvproxy.cache.overlap.denied import DeniedPlacements, believed_tokens
 from kvproxy.cache.overlap.merge import HolderOverlap
 from kvproxy.cache.providers import (
     EVERY_INSTANCE,
@@ -40,9 +40,7 @@ _TRANSFERRED_S, _TRANSFERRED = 60.0, 10_000
 class LookupClient:
     """One breaker, no retries: a lookup is worth something now or not at all."""
 
-    def __init__(
-        self, *, breakers: OperationBreakers, denied: DeniedPlacements, metrics: Metrics, clock: Clock
-    ) -> None:
+    def __init__(self, *, breakers: OperationBreakers, metrics: Metrics, clock: Clock) -> None:
         self.provider: Provider | None = None
         self.hits = 0  # answers that named a holder, since the start
         self._breakers = breakers
@@ -50,9 +48,6 @@ class LookupClient:
         self._seconds = metrics.group(KvCacheMetrics).lookup_seconds
         self._unknown = metrics.group(KvCacheMetrics).unknown_instances
         self._warned: set[str] = set()
-        #: A TTLCache: an engine that was wrong about a prompt once may compute it meanwhile.
-        self._distrusted: TTLCache[tuple[EndpointId, int], int] = TTLCache(DISTRUSTED, DISTRUST_S, timer=clock)
-        self._denied = denied
         #: By a prompt's beginning, for each instance: tokens that were transferred there lately, their digest, and
         #: when. LMCache's services hear of it a second later, or (the controller) never.
         self._transferred: TTLCache[tuple[str, str, int], dict[str, tuple[int, int, float]]] = TTLCache(
@@ -97,6 +92,7 @@ class LookupClient:
         known: Collection[str],
         local: Mapping[EndpointId, Overlap],
         hashes: array[int],
+        denied: DeniedPlacements,
     ) -> list[HolderOverlap]:
         """What the holders are worth for these endpoints, by instance id; what is in a shared store, for all that
         read it.
@@ -109,7 +105,7 @@ class LookupClient:
         by_instance: dict[str, list[Endpoint]] = {}
         for endpoint in endpoints:
             by_instance.setdefault(endpoint.instance_id, []).append(endpoint)
-        found, denials = [], self._denied.find_denials(hashes) if self._denied else ()
+        found, denials = [], denied.find_denials(hashes) if denied else ()
         for holder in holders:
             if holder.instance_id == EVERY_INSTANCE:
                 mounting = [endpoint for endpoint in endpoints if endpoint.reads_shared_kv]
@@ -122,7 +118,11 @@ class LookupClient:
             for endpoint in mounting:
                 tokens, lower = holder.tokens, holder.lower
                 if not holder.contiguous:
-                    tokens = self._capped(tokens, endpoint.id, local, hashes)
+                    routed = local.get(endpoint.id)
+                    if routed is not None and routed.tokens:
+                        tokens = min(tokens, routed.tokens)
+                    else:
+                        tokens = denied.cap_hint(endpoint.id, hashes, tokens)
                 if lower and not endpoint.reads_shared_kv:
                     lower = tuple([each for each in lower if each[0] is not Tier.SHARED])
                     tokens = count_lower(lower)
@@ -130,21 +130,6 @@ class LookupClient:
                     tokens = min(tokens, believed_tokens(endpoint.id, lower, denials))
                 found.append(HolderOverlap(endpoint.id, tokens, holder.contiguous, self.provider.source, lower))
         return found
-
-    def note_contradiction(
-        self,
-        endpoint: EndpointId,
-        hashes: array[int],
-        cached_tokens: int,
-        cached_blocks: int = 0,
-        lower: LowerTokens = (),
-    ) -> None:
-        """The engine had only so many tokens of this prompt, `cached_blocks` of its blocks, where a hint had promised
-        more, on these tiers."""
-        if not hashes:
-            return
-        self._distrusted[endpoint, hashes[0]] = cached_tokens
-        self._denied.note_denial(endpoint, hashes, cached_tokens, cached_blocks, lower)
 
     def note_transfer(self, instance: str, prefix: Prefix, tokens: int) -> None:
         """So many of its leading tokens are in the memory of `instance` now."""
@@ -160,15 +145,6 @@ class LookupClient:
             for instance, (count, digest, at) in known.items()
             if now - at < _TRANSFERRED_S and len(tokens) >= count and _digest(tokens[:count]) == digest
         ]
-
-    def _capped(
-        self, tokens: int, endpoint: EndpointId, local: Mapping[EndpointId, Overlap], hashes: array[int]
-    ) -> int:
-        routed = local.get(endpoint)
-        if routed is not None and routed.tokens:
-            return min(tokens, routed.tokens)
-        proven = self._distrusted.get((endpoint, hashes[0])) if hashes else None
-        return tokens if proven is None else min(tokens, proven)
 
     def _note_unknown(self, instance_id: str, known: Collection[str]) -> None:
         if instance_id in known:

@@ -185,6 +185,7 @@ class LookupTask:
             known=self._known_instances(),
             local=facts.overlaps.by_endpoint,
             hashes=facts.hashes,
+            denied=facts.indexes.denied,
         )
 
 

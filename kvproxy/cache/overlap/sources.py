@@ -17,7 +17,6 @@ from kvproxy.cache.media.cut import cut_prompt
 from kvproxy.cache.media.mixed import MixedPrompt
 from kvproxy.cache.media.urls import UrlSignatures
 from kvproxy.cache.metrics import KvCacheMetrics
-from kvproxy.cache.overlap.denied import DeniedPlacements
 from kvproxy.cache.overlap.facts import RequestFacts
 from kvproxy.cache.overlap.gauges import TierCounts, show_indexes
 from kvproxy.cache.overlap.kv_event_streams import EventStreams, follow_events
@@ -69,20 +68,19 @@ class OverlapSources:
                 follows_events=settings.kv_events,
                 lookups=bool(settings.lmcache_endpoint),
                 leases=settings.leases.enabled,
+                clock=clock,
             )
             for name, cluster in clusters.items()
         }
-        denied = DeniedPlacements(clock)
         signatures = UrlSignatures(settings.url_signatures)
         for name, cluster in clusters.items():
             self.indexes[name].sessions.signatures = signatures
             self.indexes[name].store_readers = partial(_store_readers, cluster)
-            self.indexes[name].denied = denied
         memory = state.token_memory(settings.token_cache, clock)
         self.tokens = TokenSource(
             settings, memory=memory, engines=engines, breakers=breakers, metrics=metrics, clock=clock
         )
-        self.lookups = LookupClient(breakers=breakers, denied=denied, metrics=metrics, clock=clock)
+        self.lookups = LookupClient(breakers=breakers, metrics=metrics, clock=clock)
         self._lookup_task = LookupTask(
             settings,
             tokens=self.tokens,
@@ -172,7 +170,12 @@ class OverlapSources:
         holders = self.lookups.find_transferred(Prefix(facts.tokens, facts.model, facts.request.cache_salt or ""))
         local, known = facts.overlaps.by_endpoint, self.instance_ids()
         brought = self.lookups.count_overlaps(
-            holders, endpoints=facts.endpoints, known=known, local=local, hashes=facts.hashes
+            holders,
+            endpoints=facts.endpoints,
+            known=known,
+            local=local,
+            hashes=facts.hashes,
+            denied=facts.indexes.denied,
         )
         facts.lookup_overlaps = [*brought, *facts.lookup_overlaps]
 

@@ -3,6 +3,8 @@
     cost  = wait + own * (slowness + kappa + stall * stalled) + foresight * usual_wait
     kappa = (crowding * bound_per_s * (wait + slowness * own / 2) + congestion * arrivals_per_s * mean_wait) / (1 - rho)
 
+Costs are divided by the endpoint's weight, and each of kappa's two terms counts up to MAX_KAPPA.
+
 `wait` is the pending prefill there, `own` the prefill this request would add: uncached tokens with the attention work
 behind them, and bringing up what is on lower tiers. A greedy router stops at wait + slowness * own and is myopic by it:
 
@@ -140,8 +142,8 @@ class KvAware(Policy):
             index = self.others.choose_apart(index, costs, work_s)
         here, elsewhere = 0, 0
         if held:
-            here, held[index] = held[index], 0
-            elsewhere = max(held)
+            here = held[index]
+            elsewhere = max([*held[:index], *held[index + 1 :]], default=0)
         reason = "overlap" if here and here >= elsewhere else "load" if elsewhere else "no_overlap"
         own = owns[index] if not facts.hot_tokens else own_s(facts, pool.ids[index], self.speeds)
         bound = here > elsewhere and is_bound(own, facts, elsewhere, len(owns), seconds)

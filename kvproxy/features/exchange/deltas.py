@@ -109,9 +109,9 @@ class Acted(_Delta, tag=9, frozen=True):
 
 
 class Spent(_Delta, tag=10, frozen=True):
-    """Charged to a rate limit's bucket. `limit`: which of the chain's."""
+    """Charged to a rate limit's bucket. `limit`: the name of its filter."""
 
-    limit: int
+    limit: str
     key: str
     kind: str
     amount: float

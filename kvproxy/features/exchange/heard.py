@@ -224,11 +224,15 @@ class Heard:
 
     def _sampled(self, delta: deltas.Sample, world: World, now: float) -> None:
         part, endpoint = world.clusters.get(delta.cluster), EndpointId(delta.endpoint)
-        if part is not None and part.load(endpoint) is not None:
-            part.observe_sample(endpoint, delta.work, delta.busy_s, now, scraped=delta.scraped)
+        if part is None or part.load(endpoint) is None:
+            self.unknown += 1
+            return
+        part.observe_sample(endpoint, delta.work, delta.busy_s, now, scraped=delta.scraped)
 
     def _used(self, delta: deltas.Used, world: World, now: float) -> None:
-        if world.actions is not None and delta.keys:
+        if world.actions is None:
+            self.unknown += 1
+        elif delta.keys:
             world.actions.hotness.adopt_use(
                 numbers("Q", delta.keys), model=delta.model, cache_salt=delta.cache_salt, instance=delta.instance,
                 now=now, session=delta.session,
@@ -250,11 +254,11 @@ class Heard:
         world.actions.adopt_action(action, now - delta.age_s)
 
     def _spent(self, delta: deltas.Spent, world: World, now: float) -> None:
-        if 0 <= delta.limit < len(world.limits):
-            world.limits[delta.limit].take(delta.key, delta.kind, delta.amount, now)
+        if (table := world.limits.get(delta.limit)) is not None:
+            table.take(delta.key, delta.kind, delta.amount, now)
 
     def _retried(self, delta: deltas.Retried, world: World, now: float) -> None:
-        for budget in world.budgets:
+        for budget in world.budgets.values():
             budget.count_others(delta.requests, delta.retries, now)
 
     def _drained(self, delta: deltas.Drained, world: World, now: float) -> None:

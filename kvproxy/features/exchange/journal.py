@@ -44,7 +44,7 @@ class Journal:
         self._touched: dict[tuple[str, str], LedgerWatch] = {}
         self._ledgers: dict[tuple[str, str], LedgerWatch] = {}
         self._indexes: dict[str, IndexWatch] = {}
-        self._spent: dict[tuple[int, str, str], float] = {}
+        self._spent: dict[tuple[str, str, str], float] = {}
         self._draining: dict[tuple[str, str], bool] = {}
         self._counted = (0, 0)  # of retry budgets, as told
         self._samples = 0
@@ -67,8 +67,8 @@ class Journal:
         world.watch_engines(self.add)
         if world.actions is not None:
             world.actions.hotness.watch = self.used
-        for number, table in enumerate(world.limits):
-            table.watch = partial(self.spend, number)
+        for name, table in world.limits.items():
+            table.watch = partial(self.spend, name)
         for name, part in world.clusters.items():
             if (indexes := part.indexes) is not None:
                 indexes.state.watch = self._indexes.setdefault(name, IndexWatch(name, self))
@@ -165,7 +165,7 @@ class Journal:
         """As of Claims."""
         self.add(acted(action))
 
-    def spend(self, limit: int, key: str, kind: str, amount: float) -> float:
+    def spend(self, limit: str, key: str, kind: str, amount: float) -> float:
         """As of BucketTable."""
         if not self._spent and not self._waiting and not self._touched:
             self._on_news()
@@ -191,7 +191,7 @@ class Journal:
             self.add(deltas.Retried(requests, retries))
 
     def _budgets(self) -> tuple[int, int]:
-        budgets = self._world.budgets
+        budgets = self._world.budgets.values()
         return sum(one.began for one in budgets), sum(one.made for one in budgets)
 
 

@@ -107,7 +107,7 @@ def _deltas(world: World, now: float) -> Iterator[Delta]:
         for endpoint, draining in part.drained().items():
             if draining:
                 yield deltas.Drained(name, str(endpoint), draining)
-    for limit, table in enumerate(world.limits):
+    for limit, table in world.limits.items():
         yield from _spent(limit, table.missing(now))
     if world.actions is not None and world.actions.pin is not None:
         for (instance, _), lease in world.actions.pin.leases(now).items():
@@ -127,7 +127,7 @@ def take_kept(world: World, now: float) -> Generator[None, None, bytes]:
     return encode_deltas(list(kept))
 
 
-def _spent(limit: int, missing: Iterator[tuple[str, str, float]]) -> Iterator[Delta]:
+def _spent(limit: str, missing: Iterator[tuple[str, str, float]]) -> Iterator[Delta]:
     return (deltas.Spent(limit, key, kind, amount) for key, kind, amount in list(missing))
 
 

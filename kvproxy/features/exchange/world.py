@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
 from typing import Protocol
@@ -76,8 +76,8 @@ class World:
     state: CacheState | None = None
     actions: StrategyRunner | None = None
     scraper: MetricsScraper | None = None
-    limits: Sequence[BucketTable] = ()
-    budgets: Sequence[RetryBudget] = ()
+    limits: Mapping[str, BucketTable] = field(default_factory=dict)  # by filter
+    budgets: Mapping[str, RetryBudget] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -85,8 +85,8 @@ class World:
         clusters: Mapping[str, Cluster],
         kvcache: KvCache | None,
         *,
-        limits: Sequence[BucketTable] = (),
-        budgets: Sequence[RetryBudget] = (),
+        limits: Mapping[str, BucketTable],
+        budgets: Mapping[str, RetryBudget],
     ) -> World:
         """Of a running proxy."""
         parts = {name: RunningCluster(cluster, kvcache) for name, cluster in clusters.items()}

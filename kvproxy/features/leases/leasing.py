@@ -7,7 +7,7 @@ from kvproxy.base.types import Clock
 from kvproxy.cache.actions.executor import ActionExecutor
 from kvproxy.cache.actions.hotness import KnownPrefix
 from kvproxy.cache.actions.strategies import Action, PressureOf, Served
-from kvproxy.cache.overlap.facts import RequestFacts
+from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.overlap.lookup import LookupClient
 from kvproxy.cache.prefix.cache_marks import read_ttl_s
 from kvproxy.cache.providers import ActionKind
@@ -21,19 +21,20 @@ from kvproxy.features.leases.leases import Lease, LeaseBook, Lever, Why
 from kvproxy.features.leases.metrics import LeaseMetrics
 from kvproxy.features.leases.session_holds import SessionHolds
 from kvproxy.features.leases.touching import Toucher
-from kvproxy.proxy.request.exchange import Exchange, LeaseResult, Outcome
+from kvproxy.proxy.request.exchange import Exchange, LeaseResult
 from kvproxy.proxy.request.observer import RequestObserver
 
 
 class LeaseWatch(RequestObserver):
-    """Follows one request: as a return, as an answer that may call a tool, and as one to be verified."""
+    """Follows one request: as a return, and as an answer that may call a tool."""
 
-    __slots__ = ("_call", "_facts", "_leasing")
+    __slots__ = ("_call", "_facts", "_leasing", "result")
 
     def __init__(self, leasing: Leasing, facts: RequestFacts) -> None:
         self._leasing = leasing
         self._facts = facts
         self._call = PendingCall()
+        self.result: LeaseResult | None = None  # what became of the lease that it came back to
 
     def body_piece(self, exchange: Exchange, piece: bytes) -> None:
         self._call.read_piece(piece)
@@ -41,8 +42,9 @@ class LeaseWatch(RequestObserver):
     def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
         self._leasing.book.note_return(self._facts.keys, now)
 
-    def finished(self, exchange: Exchange, now: float) -> None:
-        exchange.outcome.lease = self._leasing.finished(self._facts, exchange, self._call.tool)
+    def end(self, result: Result) -> None:
+        """The request is over; the service calls this, before what is done about its prompt."""
+        self.result = self._leasing.finished(self._facts, result, self._call.tool)
 
 
 class Leasing:
@@ -91,19 +93,18 @@ class Leasing:
         """What follows the request with these facts."""
         return LeaseWatch(self, facts)
 
-    def finished(self, facts: RequestFacts, exchange: Exchange, tool: str | None) -> LeaseResult | None:
+    def finished(self, facts: RequestFacts, result: Result, tool: str | None) -> LeaseResult | None:
         """A request is over: what it says of the lease it came under, if any. Its conversation is waited for."""
-        outcome, now, endpoint = exchange.outcome, self._clock(), exchange.outcome.endpoint
+        now, endpoint = self._clock(), result.endpoint
         lease = self.book.take_returned(facts.keys)
-        answered = outcome.ttft_s is not None and 200 <= outcome.status < 300 and outcome.end != "engine_error"
-        if endpoint is None or not answered:
+        if endpoint is None or not result.prefilled:
             if lease is not None:
                 self._count_end(lease, "unverified")
             return None
-        if outcome.prompt_tokens is not None:
-            computed = outcome.prompt_tokens - (outcome.cached_tokens or 0) + (outcome.completion_tokens or 0)
+        if result.prompt_tokens is not None:
+            computed = result.prompt_tokens - (result.cached_tokens or 0) + (result.completion_tokens or 0)
             self._toucher.insertions.note((facts.cluster.name, endpoint), computed, now)
-        result = None if lease is None else self._verify(lease, facts.cluster, outcome)
+        kept = None if lease is None else self._verify(lease, facts.cluster, result)
         if facts.request.session_ends:
             self._end_session(facts.names.session)
         elif facts.keys:
@@ -114,12 +115,12 @@ class Leasing:
                     now,
                     endpoint,
                     facts.cluster.name,
-                    exchange.tenant,
+                    result.tenant,
                     facts.names.session,
                     _asked_s(facts),
                 )
             )
-        return result
+        return kept
 
     def hold(self, prefix: KnownPrefix, endpoint: Endpoint) -> None:
         """The tokens of a prompt that was answered there are known: a lease on it, if it is worth one."""
@@ -218,9 +219,9 @@ class Leasing:
             self._count_end(lease, "session_ended")
         self._take_back()
 
-    def _verify(self, lease: Lease, cluster: Cluster, outcome: Outcome) -> LeaseResult:
+    def _verify(self, lease: Lease, cluster: Cluster, finished: Result) -> LeaseResult:
         """What the engine reused of what was promised."""
-        reused, there, seconds = outcome.cached_tokens, outcome.endpoint == lease.of.endpoint, 0.0
+        reused, there, seconds = finished.cached_tokens, finished.endpoint == lease.of.endpoint, 0.0
         if not lease.held:
             result = "early"
         elif reused is None:
@@ -230,7 +231,7 @@ class Leasing:
         else:
             result = "broken" if there else "elsewhere"
         reused = min(reused or 0, lease.tokens)
-        endpoint = None if outcome.endpoint is None else cluster.find_endpoint(outcome.endpoint)
+        endpoint = None if finished.endpoint is None else cluster.find_endpoint(finished.endpoint)
         if endpoint is not None and reused:
             seconds = self._toucher.seconds(endpoint, reused, 0) or 0.0
         self._count_end(lease, result)

@@ -83,7 +83,7 @@ class Ledger(WritingObserver[_Over]):
     def finished(self, exchange: Exchange, now: float) -> None:
         """Entered is what an engine answered well, whole or in part; what it refused costs nothing."""
         inference, outcome = exchange.inference, exchange.outcome
-        if inference is not None and outcome.ttft_s is not None and 200 <= outcome.status < 300:
+        if inference is not None and outcome.prefilled:
             self._writer.put_item(_Over(exchange.request_id, exchange.tenant, inference.model, now, outcome))
 
     def _line(self, over: _Over) -> bytes:

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -38,6 +38,7 @@ from kvproxy.features.transfers.planner import (
     TransferPlanner,
     landed,
     near_tokens,
+    refuse_none,
 )
 from kvproxy.features.transfers.transfers import STEP_TOKENS, Transfers
 from kvproxy.proxy.request.exchange import UNDER_WAY, TransferResult
@@ -91,19 +92,20 @@ class OnDemand:
             self._begin(facts, transfer, speeds)
 
     def offer(self, facts: RequestFacts, asked: PickRequest, now: float) -> tuple[PickRequest, str]:
-        """What is to be decided with what could be copied, and the limit that refuses that (a metric label) or ""."""
+        """What is to be decided with what could be copied, and the limit that refuses a copy (a metric label) or ""."""
         cluster = facts.cluster
         speeds = cluster.speeds
         if facts.transfer is not None or speeds is None or cluster.queue is None or not self._is_long(facts):
             return asked, ""
-        offered = self._offer(facts, asked, cluster.candidates(asked.model, now), speeds, now)
-        lacking = [
-            offered.facts.matched_tokens(one) - near_tokens(facts.overlaps.by_endpoint.get(one, NOT_HELD))
-            for one in offered.transfer_s or ()
-        ]
-        if refused := self._transfers.link.why_refused(max(lacking), math.inf) if lacking else "":
-            return asked, refused
-        return offered, ""
+        refusals: list[str] = []
+
+        def refuses(tokens: int) -> bool:
+            if refused := self._transfers.link.why_refused(tokens, math.inf):
+                refusals.append(refused)
+            return bool(refused)
+
+        offered = self._offer(facts, asked, cluster.candidates(asked.model, now), speeds, now, refuses)
+        return offered, refusals[0] if refusals else ""
 
     def count_refused(self, reason: str) -> None:
         """A request's copies were not begun."""
@@ -162,12 +164,19 @@ class OnDemand:
         return facts.tokens is not None and len(facts.tokens) >= self._planner.terms.min_tokens
 
     def _offer(
-        self, facts: RequestFacts, asked: PickRequest, endpoints: Sequence[Endpoint], speeds: SpeedModel, now: float
+        self,
+        facts: RequestFacts,
+        asked: PickRequest,
+        endpoints: Sequence[Endpoint],
+        speeds: SpeedModel,
+        now: float,
+        refuses: Callable[[int], bool] = refuse_none,
     ) -> PickRequest:
         self._planner.terms = self._terms()
         published, stored = self._sources(facts)
+        sources = facts.endpoints
         return self._planner.offer(
-            asked, endpoints, speeds, now, sources=facts.endpoints, published=published, stored=stored
+            asked, endpoints, speeds, now, sources=sources, published=published, stored=stored, refuses=refuses
         )
 
     def _terms(self) -> LinkTerms:

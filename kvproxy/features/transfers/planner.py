@@ -6,7 +6,7 @@ there, at the price of waiting for the links of both ends and of the copy itself
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, TypeVar
@@ -40,6 +40,11 @@ NOTHING: Mapping[EndpointId, int] = {}
 NOT_HELD = Overlap(0)
 
 LedgeredT = TypeVar("LedgeredT", bound=Ledgered)
+
+
+def refuse_none(tokens: int) -> bool:
+    """A limit that lets every copy of so many tokens through."""
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +118,11 @@ class TransferPlanner:
         sources: Sequence[Ledgered],
         published: Mapping[EndpointId, int],
         stored: Mapping[EndpointId, int] = NOTHING,
+        refuses: Callable[[int], bool] = refuse_none,
     ) -> PickRequest:
         """The request with what could be copied to each endpoint, and the seconds that costs. `published`: leading
         tokens that each of the `sources` could give; `stored`: those that an endpoint's own instance could bring
-        nearer."""
+        nearer. A copy of so many tokens is left out where something `refuses` it."""
         facts, self._offered, terms = asked.facts, None, self.terms
         if terms.tokens_per_s < LEAST_TOKENS_PER_S:
             return asked
@@ -142,7 +148,7 @@ class TransferPlanner:
                 continue
             wait_s = target.load.wait_s(speeds.seconds, speeds.slowness(here, now), now)
             late_s = max(0.0, transfer.over_at - now - wait_s)
-            if late_s and not terms.waits:
+            if (late_s and not terms.waits) or refuses(transfer.missing):
                 continue
             offered[here], found[here] = transfer, overlap
             price_s[here] = LATE * late_s + link * copy_s + DISPLACES * saved_s

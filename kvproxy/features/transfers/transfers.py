@@ -161,7 +161,12 @@ class Transfers:
             return False
         known, local = self._overlap.instance_ids(), facts.overlaps.by_endpoint
         looked_up = lookups.count_overlaps(
-            holders, endpoints=facts.endpoints, known=known, local=local, hashes=facts.hashes
+            holders,
+            endpoints=facts.endpoints,
+            known=known,
+            local=local,
+            hashes=facts.hashes,
+            denied=facts.indexes.denied,
         )
         self._overlap.add_lookup(facts, looked_up)
         return True

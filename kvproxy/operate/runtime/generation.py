@@ -79,14 +79,6 @@ class GenerationStates:
                 self._closes[key] = close
         return cast("T", self._used[key])
 
-    def next_of(self, kind: type[T], make: Callable[[], T]) -> T:
-        """The state of the next part that asks for this kind without a name: one with the same place among its equals
-        finds it."""
-        place = 0
-        while (kind, place) in self._used:
-            place += 1
-        return self.get(kind, place, make)
-
     def keep_states(self) -> None:
         """The generation lives from now on."""
         self._living.append(self)
@@ -154,7 +146,7 @@ class Generation:
             specs = (*specs[:-1], *(FilterSpec(name=name) for name in guards), specs[-1])
             types |= guards
         self.chain: ASGIApp = build_chain(specs, self._not_found, context=context, types=types)
-        self.kvcaches: list[KvCache] = context.kvcaches
+        self.kvcaches: dict[str, KvCache] = context.kvcaches
         self._on_serving = context.on_serving
         self.budgets, self.limits = context.budgets, context.limits
         #: In the order they are entered; some may be running already, in the generation before.

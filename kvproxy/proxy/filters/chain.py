@@ -54,10 +54,6 @@ class States(Protocol):
     def get(self, kind: type[T], name: Hashable, make: Callable[[], T]) -> T:
         """The state of this kind and name; made without any effect beyond itself where there is none."""
 
-    def next_of(self, kind: type[T], make: Callable[[], T]) -> T:
-        """The state of the next filter that asks for this kind: of several in a chain each finds that of the one which
-        had its place, counted from the innermost."""
-
 
 @dataclass(frozen=True, slots=True)
 class FilterContext:
@@ -72,13 +68,13 @@ class FilterContext:
     states: States  # what outlives a reload
     #: What filters bring that must be entered before the first request and left after the last, in order.
     lifetimes: list[AbstractAsyncContextManager[object]] = field(default_factory=list)
-    #: The services behind `kvcache` filters, for status.
-    kvcaches: list[KvCache] = field(default_factory=list)
+    #: Services behind `kvcache`, for status, by the name of their filter, of which a chain has one.
+    kvcaches: dict[str, KvCache] = field(default_factory=dict)
     #: Called when the chain begins to serve: gauges are bound there, since a chain that is built may still be refused.
     on_serving: list[Callable[[], None]] = field(default_factory=list)
-    #: What limits the retries of routers, and the buckets of rate limits.
-    budgets: list[RetryBudget] = field(default_factory=list)
-    limits: list[BucketTable] = field(default_factory=list)
+    #: What limits the retries of routers, and the buckets of rate limits, by the name of their filter.
+    budgets: dict[str, RetryBudget] = field(default_factory=dict)
+    limits: dict[str, BucketTable] = field(default_factory=dict)
     #: Observe every request that reaches the router.
     observers: list[RequestObserver] = field(default_factory=list)
 

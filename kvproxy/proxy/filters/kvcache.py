@@ -30,11 +30,13 @@ from kvproxy.proxy.filters.router import RouterFilter
 from kvproxy.proxy.filters.step import Step
 from kvproxy.proxy.forward.body_guard import tenant_salt
 from kvproxy.proxy.request.downstream import Downstream
-from kvproxy.proxy.request.exchange import Exchange
+from kvproxy.proxy.request.exchange import Exchange, LeaseResult
 from kvproxy.proxy.request.observer import RequestObserver, notify
 
 log = logging.getLogger("kvproxy.kvcache")
 
+#: Of the filter in a chain.
+NAME = "kvcache"
 #: Where other apps on the way find the endpoint that holds most of the prompt.
 STATE_KEY = "llm_preferred_endpoint_id"
 
@@ -62,6 +64,15 @@ class ResolvesRoutes(Protocol):
     """The routes, as far as the filter needs them."""
 
     def resolve(self, path: str, model: str) -> RouteTarget | None: ...
+
+
+class FollowsLease(Protocol):
+    """What follows a request for the leases, and what it found out once the service had it end."""
+
+    @property
+    def result(self) -> LeaseResult | None: ...
+
+    def end(self, result: Result) -> None: ...
 
 
 class KvCacheFilter(Step):
@@ -135,10 +146,11 @@ def use_facts(service: KvCache, facts: RequestFacts, exchange: Exchange, *, pref
     exchange.facts = facts.overlaps
     if prefers:
         exchange.preferred = facts.preferred
-    learning = KvCacheLearning(service, facts, prefers)
+    watch = None if service.leasing is None else service.leasing.watch(facts)
+    learning = KvCacheLearning(service, facts, prefers, watch)
     exchange.facts_source = learning.refresh
-    if service.leasing is not None:
-        exchange.attach(service.leasing.watch(facts))
+    if watch is not None:
+        exchange.attach(watch)
     if service.on_demand is not None:
         follow_copy(service.on_demand, exchange, facts)
     exchange.observers += (learning,)
@@ -154,6 +166,7 @@ class KvCacheLearning(RequestObserver, msgspec.Struct, eq=False):
     _service: KvCache
     _facts: RequestFacts
     _prefers: bool
+    _lease: FollowsLease | None = None
 
     def refresh(self, exchange: Exchange) -> None:
         """The router asks before it places a request that had to wait; an endpoint announced earlier stays."""
@@ -173,7 +186,9 @@ class KvCacheLearning(RequestObserver, msgspec.Struct, eq=False):
     def finished(self, exchange: Exchange, now: float) -> None:
         """Learn from it, and do what is to be done about it."""
         result, state = result_of(exchange), self._service.state
-        self._service.finished(self._facts, result)
+        self._service.finished(self._facts, result, lease=self._lease)
+        if self._lease is not None:
+            exchange.outcome.lease = self._lease.result
         if state.losses.known:
             exchange.outcome.cache_loss = state.losses.recent_reason(self._facts.cluster.name, result.endpoint)
         if self._facts.text is not None:
@@ -191,12 +206,11 @@ def announce(scope: Scope, preferred: EndpointId | None, *, header: bytes) -> No
 
 
 def result_of(exchange: Exchange) -> Result:
-    """How the request went, for the service. A first byte of a good answer means that the prompt was prefilled,
-    whatever came after it."""
+    """How the request went, for the service."""
     outcome = exchange.outcome
     return Result(
         endpoint=outcome.endpoint,
-        prefilled=outcome.ttft_s is not None and 200 <= outcome.status < 300 and outcome.end != "engine_error",
+        prefilled=outcome.prefilled,
         prompt_tokens=outcome.prompt_tokens,
         cached_tokens=outcome.cached_tokens,
         media_tokens=outcome.media_tokens,
@@ -212,7 +226,7 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
     if not settings.enabled:
         return app
     clusters: Mapping[str, Cluster] = context.services.clusters
-    state = context.states.next_of(CacheState, lambda: CacheState.empty(metrics=context.metrics, clock=context.clock))
+    state = context.states.get(CacheState, NAME, lambda: CacheState.empty(metrics=context.metrics, clock=context.clock))
     served = frozenset(clusters.items())
     streams = None
     if settings.kv_events:  # the same ones while nothing about them changes, since the engines would repeat everything
@@ -237,7 +251,7 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
         ),
     )
     context.lifetimes.append(service)
-    context.kvcaches.append(service)
+    context.kvcaches[NAME] = service
     context.on_serving.append(service.show)
     configured = context.config.clusters  # the clusters may still have older policies
     prefer = {name: prefers(settings, one.policy) for name, one in configured.items()}

@@ -22,6 +22,8 @@ from kvproxy.proxy.request.error_reply import LocalReply
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.observer import RequestObserver
 
+#: Of the filter in a chain.
+NAME = "rate_limit"
 _BYTES_PER_TOKEN = 4
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")  # a stream carries about one token an event
 #: What engines answer on these is generated text, so that its bytes say about how many tokens it took.
@@ -165,8 +167,7 @@ def build(app: ASGIApp, settings: RateLimitSettings, context: FilterContext) -> 
     if not limits:
         hint = "set requests_per_minute or tokens_per_minute"
         raise ConfigError([Problem("", "nothing is limited", hint)])
-    table = context.states.next_of(BucketTable, BucketTable)
-    context.limits.append(table)
+    table = context.limits[NAME] = context.states.get(BucketTable, NAME, BucketTable)
     buckets = Buckets(limits, settings.max_keys, table)
     under_limits = RateLimitFilter(app, buckets=buckets, metrics=context.metrics, clock=context.clock)
     context.on_serving.append(under_limits.show)

@@ -77,7 +77,7 @@ def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> R
         via=headers.via,
     )
     budget = RetryBudget(share=retry.budget, min_per_second=retry.min_per_second)
-    context.budgets.append(budget)
+    context.budgets["router"] = budget
     served = ServedModels(models.names, clock=context.clock, change=models.has_adapters)
     context.lifetimes.append(served)
     return RouterFilter(

@@ -128,6 +128,11 @@ class Outcome(msgspec.Struct, eq=False):
     transfer: TransferResult | None = None  # of KV, before it went there
     local_reason: str = ""  # of a local reply: the `code` of its error, from a closed set
 
+    @property
+    def prefilled(self) -> bool:
+        """Whether the engine computed the prompt: a first byte of a good answer came, whatever came after it."""
+        return self.ttft_s is not None and 200 <= self.status < 300 and self.end != "engine_error"
+
     def failure_cause(self) -> str:
         """Why the request was not served, from a closed set; "" if it was, or if that was the client's doing."""
         if self.local_reason == QUEUE_FULL:
