@@ -8,6 +8,8 @@ RUN    := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 PACK   := $(VENV)/.installed-packaging
 ARGS   ?=
+# Tests start kvproxy hundreds of times: without bytecode each process compiles all of it anew, and so does each collection.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo docs test test-loaded test-real test-services check format lock bench coverage test-browser dist binary test-packaging clean
 
