@@ -11,7 +11,7 @@ ARGS   ?=
 # Tests start kvproxy hundreds of times: without bytecode each process compiles all of it anew, and so does each collection.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo docs test test-loaded test-real test-services check format lock bench coverage test-browser dist binary test-packaging clean
+.PHONY: help demo docs test test-loaded test-real test-services check format lock bench coverage test-browser test-removal dist binary test-packaging clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
@@ -39,6 +39,9 @@ test-services: $(DEV) ## against real servers (redis, nats, etcd, Envoy), which 
 test-browser: $(DEV) ## the live page in a real browser (needs chromium and chromedriver, e.g. apt install chromium-driver)
 	@$(PIP) --group browser
 	$(BIN)/python -m pytest -m browser -p no:xdist -rs tests/browser $(ARGS)
+
+test-removal: $(DEV) ## deletes each feature in turn, and all at once: the rest imports, checks, serves and pins (ARGS=NAME)
+	$(BIN)/python -m tests.removal $(ARGS)
 
 check: $(DEV) ## ruff, formatting, mypy --strict, the architecture test
 	$(BIN)/ruff check .

@@ -35,7 +35,13 @@ def part_of(settings: Model, fields: type[M]) -> M:
 
 @cache
 def _compose(model: type[Model]) -> type[Model]:
-    added = [fields for feature in installed(BaseFeature) for fields in feature.settings.get(model, ())]
+    added = [
+        fields
+        for feature in installed(BaseFeature)
+        for place, models in feature.settings.items()
+        if issubclass(model, place)
+        for fields in models
+    ]
     return compose_model(model, tuple(added))
 
 

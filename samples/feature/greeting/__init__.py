@@ -1,0 +1,1 @@
+"""Sample of a feature: answers carry a header with a greeting."""

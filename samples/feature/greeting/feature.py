@@ -1,0 +1,47 @@
+"""The feature, as kvproxy meets it: light, since every command loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from greeting.settings import GreetingPlace, GreetingSettings
+from kvproxy.base.settings.compose import part_of
+from kvproxy.base.settings.paths import Finding, error_at
+from kvproxy.operate.feature import Feature
+from kvproxy.proxy.settings import ServingSettings
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from kvproxy.base.metrics.groups import MetricGroup
+    from kvproxy.operate.config.schema import Config
+    from kvproxy.proxy.filters.chain import FilterContext
+
+
+class Greeting(Feature):
+    """Greets clients."""
+
+    name = "greeting"
+    settings = {ServingSettings: (GreetingPlace,)}
+    filters = {"greeting": GreetingSettings}
+
+    def list_metrics(self) -> Sequence[type[MetricGroup]]:
+        """Its group."""
+        from greeting.metrics import GreetingMetrics
+
+        return (GreetingMetrics,)
+
+    def verify(self, config: Config) -> Iterator[Finding]:
+        """A header holds one line of ASCII."""
+        if not part_of(config, GreetingPlace).greeting.isascii():
+            yield error_at(("greeting",), "must be ASCII")
+
+    def build_filter(self, name: str, inner: ASGIApp, settings: Any, context: FilterContext) -> ASGIApp:
+        """The filter around `inner`."""
+        from greeting.filter import GreetingFilter
+
+        return GreetingFilter(inner, settings, context)
+
+
+FEATURE = Greeting()

@@ -1,0 +1,65 @@
+"""The sample in samples/feature, installed as its distribution would be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SAMPLE = Path(__file__).parents[2] / "samples" / "feature"
+
+PROGRAM = """
+import asyncio
+from kvproxy.app import Proxy
+from kvproxy.operate.config.load import load_config
+from tests.support.asgi import call, http_scope
+
+proxy = Proxy(load_config({
+    "endpoints": ["http://127.0.0.1:9"],
+    "greeting": "good morning",
+    "filters": [{"greeting": {"header": "x-hello"}}, "router"],
+}))
+reply = asyncio.run(call(proxy, http_scope("/health")))
+print(dict(reply.headers)[b"x-hello"].decode(), proxy.metrics.registry.get_sample_value("kvproxy_greetings_total"))
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """The sample and its metadata on the import path."""
+    info = tmp_path / "kvproxy_greeting-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvproxy-greeting\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kvproxy.features]\ngreeting = greeting.feature:FEATURE\n")
+    root = SAMPLE.parents[1]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (SAMPLE, tmp_path, root)))}
+
+
+def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_its_setting_filter_and_metric_are_there(environment: dict[str, str]) -> None:
+    """A field of the root, read by its filter, and a series that exists from the start."""
+    done = run(environment, "-c", PROGRAM)
+    assert (done.stdout, done.returncode) == ("good morning 1.0\n", 0), done.stderr
+
+
+def test_its_faults_are_found_with_those_of_the_core(environment: dict[str, str], tmp_path: Path) -> None:
+    """`kvproxy check` names line and column of what the feature refuses."""
+    file = tmp_path / "config.yaml"
+    file.write_text("endpoints: [http://127.0.0.1:9]\ngreeting: grüezi\n")
+    done = run(environment, "-m", "kvproxy", "check", str(file))
+    assert done.returncode == 1
+    assert f"{file}:2:1: error: greeting: must be ASCII" in done.stdout + done.stderr
+
+
+def test_without_it_its_keys_are_unknown(tmp_path: Path) -> None:
+    """The core has no list of features that could be installed."""
+    file = tmp_path / "config.yaml"
+    file.write_text("endpoints: [http://127.0.0.1:9]\ngreeting: hello\n")
+    done = run(dict(os.environ), "-m", "kvproxy", "check", str(file))
+    assert "greeting: unknown key" in done.stdout + done.stderr

@@ -1,0 +1,57 @@
+"""Serves a few turns with kv_aware and pins, in front of simulated engines; run within a tree that lacks features."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from random import Random
+
+import httpx
+
+from kvproxy.app import Proxy
+from kvproxy.lab.simulator.engine_io import EngineSettings
+from kvproxy.lab.simulator.fleet import Fleet, FleetSettings, clone_engines
+from kvproxy.lab.simulator.vllm_settings import VllmSettings
+from kvproxy.operate.config.load import load_config
+from kvproxy.proxy.listener.server import Server
+
+_PINS = {"enable_pinning": True, "hot_content_threshold": 1, "pin_lease": "300s", "pin_renewal": "240s"}
+_WITHIN_S = 30.0
+
+
+async def _serve() -> None:
+    engine = VllmSettings(model="sim", engine=EngineSettings(1024, 16, token_outputs=True))
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(Fleet(FleetSettings(clone_engines(engine, 2)), rng=Random(1)))
+        urls = {
+            name: (await stack.enter_async_context(Server(app, drain_s=1.0))).url for name, app in fleet.engines.items()
+        }
+        assert fleet.controller is not None
+        controller = await stack.enter_async_context(Server(fleet.controller, drain_s=1.0))
+        kvcache = {"lmcache_endpoint": controller.url, "cache_strategy": _PINS}
+        filters = ["request_id", "access_log", "inference_request", {"kvcache": kvcache}, "router"]
+        config = load_config({"endpoints": urls, "policy": "kv_aware", "filters": filters})
+        proxy = await stack.enter_async_context(Proxy(config))
+        public = await stack.enter_async_context(Server(proxy, drain_s=1.0))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=public.url, timeout=30))
+        await _ask(client, proxy)
+
+
+async def _ask(client: httpx.AsyncClient, proxy: Proxy) -> None:
+    """The same session until one of its prompts is pinned."""
+    messages = [{"role": "user", "content": "a long beginning " * 200}]
+    until = time.monotonic() + _WITHIN_S
+    served: set[str] = set()
+    labels = {"action": "pin", "result": "done"}
+    while not proxy.metrics.registry.get_sample_value("kvproxy_kvcache_actions_total", labels):
+        answer = await client.post("/v1/chat/completions", json={"model": "sim", "messages": messages, "max_tokens": 4})
+        assert answer.status_code == 200, answer.text
+        served.add(answer.headers["x-kvproxy-endpoint"])
+        assert time.monotonic() < until, "nothing was pinned"
+        messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "go on"}]
+    assert len(served) == 1, "a session went to two endpoints"
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve())
