@@ -11,15 +11,17 @@ from enum import IntEnum
 from typing import Protocol, Self
 
 from kvproxy.features.picker.http2 import Http2Connection
-from kvproxy.features.picker.http2_frames import Code, Fields, encode_fields
+from kvproxy.features.picker.http2_frames import BUFFER_BYTES, Code, Fields, encode_fields
 from kvproxy.features.picker.http2_stream import Stream, StreamHandler
 from kvproxy.proxy.listener_settings import ListenerTls
 from kvproxy.proxy.request.body import BodiesFull, HeldBodies
 
 log = logging.getLogger("kvproxy.picker")
 
-#: A handshake of TLS takes no longer.
-_HANDSHAKE_S = 10.0
+#: A handshake of TLS takes no longer, and so does the preface after it.
+_HANDSHAKE_S, PREFACE_S = 10.0, 5.0
+#: A connection without a call is closed after so long; they are looked at so often.
+IDLE_S, LOOK_S = 600.0, 1.0
 _PREFIX_BYTES = 5
 _HEAD = encode_fields({b":status": b"200", b"content-type": b"application/grpc"})
 
@@ -184,6 +186,7 @@ class GrpcServer:
         max_connections: int,
         tls: ListenerTls | None = None,
         drain_s: float = 0.0,
+        on_closed: Callable[[str], None] = lambda why: None,
     ) -> None:
         self._methods = {path.encode(): method for path, method in methods.items()}
         self._host, self._port, self._tls, self._drain_s = host, port, tls, drain_s
@@ -191,6 +194,9 @@ class GrpcServer:
         self._max_streams, self._max_connections = max_streams, max_connections
         self.connections: set[Http2Connection] = set()
         self._idle = asyncio.Event()
+        self._on_closed = on_closed
+        self._room = memoryview(bytearray(BUFFER_BYTES))
+        self._look_again: asyncio.TimerHandle | None = None
 
     @property
     def port(self) -> int:
@@ -214,9 +220,12 @@ class GrpcServer:
         self._server = await loop.create_server(
             self._connect, self._host, self._port, ssl=context, ssl_handshake_timeout=limit_s, backlog=1024
         )
+        self._look_again = loop.call_later(LOOK_S, self._look)
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self._look_again is not None:
+            self._look_again.cancel()
         self._server.close()
         for connection in list(self.connections):
             connection.leave()
@@ -230,16 +239,42 @@ class GrpcServer:
             connection.abort()
 
     def _connect(self) -> asyncio.BaseProtocol:
-        return Http2Connection(self._accept, max_streams=self._max_streams, on_change=self._changed)
+        return Http2Connection(self._accept, max_streams=self._max_streams, room=self._room, on_change=self._changed)
+
+    def _look(self) -> None:
+        """Close connections that do not begin, and those that stay without a call."""
+        loop = asyncio.get_running_loop()
+        self._look_again, now = loop.call_later(LOOK_S, self._look), loop.time()
+        for connection in [one for one in self.connections if not one.streams]:
+            silent_s = now - connection.idle_since
+            if not connection.begun and silent_s > PREFACE_S:
+                self._on_closed("preface")
+                connection.abort()
+            elif silent_s > IDLE_S:
+                self._on_closed("idle")
+                connection.end_idle()
+
+    def _free_place(self) -> None:
+        """Close the connection that has been without a call for longest; those that have not begun come first."""
+        idle = [one for one in self.connections if not one.streams]
+        if idle:
+            oldest = min(idle, key=lambda one: (one.begun, one.idle_since))
+            self._on_closed("replaced")
+            self.connections.discard(oldest)
+            oldest.end_idle()
 
     def _changed(self, connection: Http2Connection, there: bool) -> None:
         if not there:
             self.connections.discard(connection)
             self._idle.set()
-        elif len(self.connections) < self._max_connections:
+            return
+        if len(self.connections) >= self._max_connections:
+            self._free_place()
+        if len(self.connections) < self._max_connections:
             self.connections.add(connection)
         else:
-            log.warning("a connection to the picker is refused: all %d are taken", self._max_connections)
+            log.warning("a connection to the picker is refused: all %d are busy", self._max_connections)
+            self._on_closed("refused")
             connection.close_if_idle()
 
     def _accept(self, stream: Stream, fields: Fields) -> StreamHandler:

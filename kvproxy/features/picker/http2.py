@@ -31,13 +31,15 @@ _KEEPALIVE_S = 30
 
 
 class Http2Connection(asyncio.BufferedProtocol):
-    """One peer. `accept` makes the handler of a stream from its header fields; at most `max_streams` are open."""
+    """One peer. `room` is a buffer for reading that a server's connections share. `accept` makes the handler of a
+    stream from its header fields; at most `max_streams` are open."""
 
     def __init__(
         self,
         accept: Callable[[Stream, Fields], StreamHandler],
         *,
         max_streams: int,
+        room: memoryview | None = None,
         on_change: Callable[[Http2Connection, bool], None] = lambda connection, there: None,  # after TLS's handshake
     ) -> None:
         self._accept, self._max_streams, self._on_change = accept, max_streams, on_change
@@ -47,7 +49,9 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._peer_window = _DEFAULT_WINDOW
         self._received = 0
         self._blocked: dict[int, Stream] = {}
-        self._reader = FrameReader(self._take, self._open)
+        shared = memoryview(bytearray(wire.BUFFER_BYTES)) if room is None else room
+        self._reader = FrameReader(self._take, self._open, shared=shared)
+        self.idle_since = 0.0  # loop time; meaningless while there are streams
         self._takers = {
             wire.DATA: self._take_data, wire.RESET: self._take_reset, wire.SETTINGS: self._take_settings,
             wire.PING: self._take_ping, wire.WINDOW: self._take_window,
@@ -60,6 +64,7 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self.idle_since = asyncio.get_running_loop().time()
         self._on_change(self, True)
         if sock := transport.get_extra_info("socket"):  # vanished machines give back what their streams reserved
             for option, value in ((socket.TCP_KEEPIDLE, _KEEPALIVE_S), (socket.TCP_KEEPINTVL, _KEEPALIVE_S // 3)):
@@ -102,6 +107,18 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._leaving = True
             self.write(encode_frame(wire.GOAWAY, 0, 0, struct.pack("!II", self._last, code)))
 
+    @property
+    def begun(self) -> bool:
+        """Whether the peer has sent the whole preface."""
+        return self._reader.begun
+
+    def end_idle(self) -> None:
+        """End a connection without streams; at once if the peer takes nothing."""
+        self.leave()
+        self.close_if_idle()
+        if self.paused:
+            self.abort()
+
     def abort(self) -> None:
         """End it with all its streams."""
         self._transport.abort()
@@ -127,6 +144,8 @@ class Http2Connection(asyncio.BufferedProtocol):
         """The stream is over."""
         self.streams.pop(stream.id, None)
         self._blocked.pop(stream.id, None)
+        if not self.streams:
+            self.idle_since = asyncio.get_running_loop().time()
         if self._leaving:
             self.close_if_idle()
 

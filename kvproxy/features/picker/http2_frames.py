@@ -12,8 +12,9 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 FRAME_BYTES = 16_384  # the largest that we take, and the default of what we may send
 LARGEST = 2**31 - 1  # of stream numbers and windows
 _MAX_HEADER_BYTES = 64 * 1024
-#: What is read at once; more than a frame, so that there is always room.
-_BUFFER_BYTES = 128 * 1024
+#: Read at once, into a buffer that the connections of a server share; and the room of one that holds an unfinished
+#: frame, which is a whole one.
+BUFFER_BYTES, _OWN_BYTES = 128 * 1024, FRAME_BYTES + 9
 _HEAD = struct.Struct("!BHBBI")  # length in two parts, kind, flags, stream
 
 DATA, HEADERS, PRIORITY, RESET, SETTINGS, PUSH, PING, GOAWAY, WINDOW, CONTINUATION = range(10)
@@ -61,43 +62,55 @@ def encode_fields(fields: Mapping[bytes, bytes]) -> bytes:
 
 
 class FrameReader:
-    """Cuts frames out of what one peer sends, which is written into its own `room`: nothing is copied but each payload,
-    once. `on_frame(kind, flags, stream, payload)` gets those without headers, as they are; `on_headers(stream, fields,
+    """Cuts frames out of what one peer sends, which is written into its `room`: nothing is copied but each payload,
+    once, and a frame that is not whole yet. `shared` is a buffer that holds nothing between two calls of `take`.
+    `on_frame(kind, flags, stream, payload)` gets frames without headers, as they are; `on_headers(stream, fields,
     ended)` each whole header block."""
 
     def __init__(
-        self, on_frame: Callable[[int, int, int, bytes], None], on_headers: Callable[[int, Fields, bool], None]
+        self,
+        on_frame: Callable[[int, int, int, bytes], None],
+        on_headers: Callable[[int, Fields, bool], None],
+        *,
+        shared: memoryview,
     ) -> None:
         self._on_frame, self._on_headers = on_frame, on_headers
         self._decoder = Decoder(max_header_list_size=_MAX_HEADER_BYTES)
         self._latest: tuple[bytes, Fields] = b"", {}  # the latest header block, if it left the decoder as it was
-        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._shared = shared
+        self._own: memoryview | None = None  # while there is an unfinished frame
         self._filled = 0  # bytes of it
-        self._begun = False
+        self.begun = False  # the preface was read
         self._block: tuple[int, int, bytearray] | None = None  # stream, flags and what is there of a header block
 
     @property
     def room(self) -> memoryview:
         """Where to write what comes next."""
-        return self._buffer[self._filled :]
+        return self._shared if self._own is None else self._own[self._filled :]
 
     def take(self, count: int) -> None:
         """So many bytes were written there. Raises ConnectionFault."""
         size, self._filled = self._filled + count, 0
-        end, buffer = self._read(size), self._buffer
+        buffer = self._shared if self._own is None else self._own
+        end = self._read(buffer, size)
         self._filled = size - end
-        if end and self._filled:
+        if not self._filled:
+            self._own = None
+        elif self._own is None:
+            self._own = memoryview(bytearray(_OWN_BYTES))
+            self._own[: self._filled] = buffer[end:size]
+        elif end:
             buffer[: self._filled] = buffer[end:size]
 
-    def _read(self, size: int) -> int:
+    def _read(self, buffer: memoryview, size: int) -> int:
         """How many of so many bytes were whole frames."""
-        position, buffer = 0, self._buffer
-        if not self._begun:
+        position = 0
+        if not self.begun:
             if not PREFACE.startswith(buffer[: min(size, len(PREFACE))]):
                 raise ConnectionFault(Code.PROTOCOL_ERROR, "the peer does not speak HTTP/2")
             if size < len(PREFACE):
                 return 0
-            self._begun, position = True, len(PREFACE)
+            self.begun, position = True, len(PREFACE)
         while size - position >= 9:
             high, low, kind, flags, name = _HEAD.unpack_from(buffer, position)
             length = high << 16 | low

@@ -12,6 +12,7 @@ from kvproxy.base.metrics.bounds import BoundMetrics
 from kvproxy.features.picker.carried import Placer
 from kvproxy.features.picker.conversation import Conversations
 from kvproxy.features.picker.grpc import GrpcServer, Method, Replies, Status
+from kvproxy.features.picker.metrics import PickerMetrics
 from kvproxy.features.picker.protocol import (
     CHECK,
     EXT_PROC,
@@ -66,6 +67,7 @@ class PickerServer:
             max_streams=config.limits.connections,
             max_connections=_MAX_CONNECTIONS,
             drain_s=config.shutdown.drain,
+            on_closed=lambda why: metrics.group(PickerMetrics).closed.labels(why).inc(),
         )
         self._running = AsyncExitStack()
         for name, limit in (("picker_connections", _MAX_CONNECTIONS), ("picker_streams", config.limits.connections)):
