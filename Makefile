@@ -11,7 +11,7 @@ ARGS   ?=
 # Tests start kvproxy hundreds of times: without bytecode each process compiles all of it anew, and so does each collection.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo docs test test-loaded test-real test-services check format lock bench coverage test-browser test-removal dist binary test-packaging clean
+.PHONY: help demo docs test test-loaded test-real test-compat test-services check format lock bench coverage test-browser test-removal dist binary test-packaging clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile
@@ -31,6 +31,10 @@ coverage: $(DEV) ## the same with branch coverage; fails under 95 %
 test-real: $(DEV) ## installs the real vLLM (CPU build), LMCache and SGLang, runs the acceptance tests against them
 	$(BIN)/python -m tests.real.engines.install
 	$(BIN)/python -m pytest -m real -p no:xdist -o timeout=600 -vv -s tests/real $(ARGS)
+
+test-compat: $(DEV) ## vLLM's own API tests, straight to a real vLLM and through kvproxy; fails for a difference that is not on the list
+	$(BIN)/python -m tests.real.engines.install
+	$(BIN)/python -m tests.compat $(ARGS)
 
 test-services: $(DEV) ## against real servers (redis, nats, etcd, Envoy), which it installs where it can; else skips with a word
 	@$(BIN)/python -m tests.services.install
