@@ -30,7 +30,15 @@ from kvproxy.cluster.routing.policy import Policy
 from kvproxy.cluster.routing.work import prefill_s
 from kvproxy.features.leases.conversations import Waiting, choose_duration
 from kvproxy.features.leases.leases import Lease, LeaseBook, Lever, Why
-from kvproxy.features.leases.touching import LAST_TOKENS, Insertions, chance_of_return, is_worth
+from kvproxy.features.leases.touching import (
+    GONE_AT,
+    LAST_TOKENS,
+    TOUCHED_AT,
+    URGENT_AT,
+    Insertions,
+    chance_of_return,
+    is_worth,
+)
 from kvproxy.lab.replay.compare import PolicySpec
 from kvproxy.lab.replay.pooled import measure_bound
 from kvproxy.lab.replay.results import summarize_outcomes
@@ -272,10 +280,15 @@ class LeasedTime(VirtualTime):
         """As `Toucher.consider`, on a simulated engine."""
         settings, speeds = endpoint.engine.settings, self._policy.speeds
         stays_s = self._insertions.stays_s(("", endpoint.id), settings.capacity_blocks * settings.block_size, now)
-        due = self._insertions.is_due(
+        share = self._insertions.share(
             ("", endpoint.id), filled=lease.filled, capacity_tokens=settings.capacity_blocks * settings.block_size
         )
-        if speeds is None or not due or endpoint.load.pending_requests:
+        if share >= GONE_AT:
+            self.book.release(lease)
+            self._unpin(lease)
+            self.counts["too_late"] += 1
+            return
+        if speeds is None or share < TOUCHED_AT or (share < URGENT_AT and endpoint.load.pending_requests):
             return
         slowness = speeds.slowness(endpoint.id, now)
         saved_s = slowness * prefill_s(lease.tokens, 0, 0.0, speeds.seconds)

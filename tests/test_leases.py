@@ -416,7 +416,7 @@ async def test_without_a_pin_the_prompt_is_touched_before_it_would_be_evicted() 
         await proxy.tick(10)
         assert one.touched == []
         with audited() as lines:
-            proxy.fill()
+            fill_to(proxy, 0.9)
             await proxy.tick(10)
         assert len(one.touched) == 1
         assert (lines[0]["action"], lines[0]["result"], lines[0]["tokens"]) == ("touch", "done", one.touched[0])
@@ -548,12 +548,50 @@ async def test_what_waits_to_be_computed_goes_before_a_touch() -> None:
         await proxy.ask()
         load = proxy.proxy.clusters["default"].endpoints[0].load
         reservation = load.reserve(1000, 0, proxy.clock())
-        proxy.fill()
+        fill_to(proxy, 0.6)
         await proxy.tick(20)
         assert (one.touched, proxy.results()) == ([], {})
         load.release(reservation, proxy.clock())
         await proxy.tick(1)
         assert len(one.touched) == 1
+
+
+async def test_a_touch_comes_in_time_however_many_requests_wait() -> None:
+    """From four fifths of the cache on it goes before them."""
+    one = Engine(capacity_blocks=1360)
+    async with serve(one.app) as url, world(url) as proxy:
+        learned(proxy)
+        await proxy.kv.scraper.scrape_all()
+        await proxy.ask()
+        proxy.proxy.clusters["default"].endpoints[0].load.reserve(1000, 0, proxy.clock())
+        fill_to(proxy, 0.9)
+        await proxy.tick(20)
+        assert len(one.touched) == 1
+
+
+async def test_what_cannot_be_kept_any_more_is_not_promised() -> None:
+    """The engine took as much as its cache holds between two rounds: the prompt is gone, and the lease with it."""
+    one = Engine(capacity_blocks=1360)
+    async with serve(one.app) as url, world(url) as proxy:
+        learned(proxy)
+        await proxy.kv.scraper.scrape_all()
+        await proxy.ask()
+        fill_to(proxy, 1.0)
+        await proxy.tick(20)
+        assert (one.touched, proxy.results()) == ([], {"too_late": 1})
+        await proxy.ask(CALL, RESULT)
+        assert proxy.results() == {"too_late": 1}
+        assert proxy.count("lease_promised_tokens_total") == 0
+
+
+def fill_to(proxy: World, share: float) -> None:
+    """Others' new tokens until the cache took so much of its size since the prompt's last use."""
+    assert proxy.kv.leasing is not None
+    [lease] = proxy.kv.state.leases.leases.values()
+    toucher, place = proxy.kv.leasing._toucher, ("default", EndpointId("a"))
+    capacity = toucher.capacity_of(proxy.proxy.clusters["default"].endpoints[0])
+    assert capacity is not None
+    toucher.insertions.note(place, lease.filled + int(share * capacity) + 1 - toucher.insertions.total(place), 0.0)
 
 
 @contextlib.asynccontextmanager

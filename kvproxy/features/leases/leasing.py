@@ -154,9 +154,9 @@ class Leasing:
             if lease.lever is Lever.PIN:
                 if lease.held and not self._counts and now - lease.used_at >= self._renewal_s:
                     self._pin(lease, "renewal")
-            elif lease.lever is Lever.TOUCH and not self._toucher.consider(lease, now):
+            elif lease.lever is Lever.TOUCH and (why := self._toucher.consider(lease, now)):
                 self.book.release(lease)
-                self._count_end(lease, "not_worth")
+                self._count_end(lease, why)
         self._take_back()
         self._holds.tick()
         self._toucher.keep_only_present()

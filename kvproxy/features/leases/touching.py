@@ -35,6 +35,8 @@ _HALF_LIFE_S, _LEAST_SEEN_S = 60.0, 30.0
 #: A prompt is touched once a cache took this share of its capacity in new tokens since the prompt's last use: with all
 #: of it the prompt would be gone, whether that takes seconds or hours.
 TOUCHED_AT = 0.5
+#: From this share on it goes before requests that wait for their prefill; with all of it there is nothing left to keep.
+URGENT_AT, GONE_AT = 0.8, 1.0
 #: A touch that found its prompt gone: prompts stay for fewer new tokens than was thought; one that found it, for more.
 _SHORTER, _LONGER = 0.5, 1.1
 #: What an engine computes of a prompt that it holds: the end of its last block.
@@ -66,10 +68,9 @@ class Insertions:
         """All that it took so far."""
         return self._totals.get(place, 0)
 
-    def is_due(self, place: Place, *, filled: int, capacity_tokens: int) -> bool:
-        """Whether what was used last when it had taken `filled` is to be used again, or would soon be evicted."""
-        room = self._factors.get(place, 1.0) * capacity_tokens
-        return self.total(place) - filled >= TOUCHED_AT * room
+    def share(self, place: Place, *, filled: int, capacity_tokens: int) -> float:
+        """New tokens since it had taken `filled`, as a share of those after which what was used then is evicted."""
+        return (self.total(place) - filled) / (self._factors.get(place, 1.0) * capacity_tokens)
 
     def judge(self, place: Place, *, found: bool) -> None:
         """A prompt that should still have been there was, or was not."""
@@ -183,19 +184,23 @@ class Toucher:
             return None
         return prefill_s(uncached, cached, 0.0, speeds.seconds) * speeds.slowness(endpoint.id, self._clock())
 
-    def consider(self, lease: Lease, now: float) -> bool:
-        """Ask for the prompt again if it would soon be evicted. False: a return is not worth all touches until then."""
+    def consider(self, lease: Lease, now: float) -> str:
+        """Ask for the prompt again if it would soon be evicted. Return why the lease is given up, "" if it is not."""
         cluster = self._clusters.get(lease.of.cluster)
         endpoint = None if cluster is None else cluster.find_endpoint(lease.of.endpoint)
         capacity = None if endpoint is None else self.capacity_of(endpoint)
-        if endpoint is None or capacity is None or endpoint.condition(now) is not Condition.UP:
-            return True
+        if endpoint is None or capacity is None:
+            return ""
         place = (lease.of.cluster, endpoint.id)
-        due = self.insertions.is_due(place, filled=lease.filled, capacity_tokens=capacity)
-        if not due or endpoint.load.pending_requests:
-            return True  # what is to be computed already goes first
+        share = self.insertions.share(place, filled=lease.filled, capacity_tokens=capacity)
+        if share >= GONE_AT:
+            return "too_late"
+        if share < TOUCHED_AT or endpoint.condition(now) is not Condition.UP:
+            return ""
+        if share < URGENT_AT and endpoint.load.pending_requests:
+            return ""  # what is to be computed already goes first
         if not self._is_worth(lease, endpoint, self.insertions.stays_s(place, capacity, now), now):
-            return False
+            return "not_worth"
         job = Job(
             ("touch", lease.instance, lease.of.key),
             lambda: self._touch(lease, endpoint),
@@ -203,7 +208,7 @@ class Toucher:
             about=f"touch {lease.prefix.name}",
         )
         self._jobs.submit(job)
-        return True
+        return ""
 
     def _is_worth(self, lease: Lease, endpoint: Endpoint, stays_s: float, now: float) -> bool:
         saved_s = self.seconds(endpoint, lease.tokens, 0)
