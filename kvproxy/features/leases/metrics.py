@@ -32,7 +32,9 @@ class LeaseMetrics(MetricGroup):
         )  # short, max_leases, tenant_budget, endpoint_budget, no_lever, unpriced, duplicate
         self.results = Counter(
             "kvproxy_lease_results", "Leases by how they ended", ["result"], registry=r
-        )  # kept, broken, elsewhere, unverified, early; without a return: expired, session_ended, no_effect, not_worth, too_late
+        )
+        # kept, broken, elsewhere, unverified, early; without a return: expired, session_ended, no_effect, not_worth,
+        # too_late
         self.promised_tokens = Counter(
             "kvproxy_lease_promised_tokens", "Tokens under leases whose conversation came back and that were verified",
             registry=r,
