@@ -30,9 +30,7 @@ class LeaseMetrics(MetricGroup):
         self.refusals = Counter(
             "kvproxy_lease_refusals", "Prompts worth keeping that are not kept", ["reason"], registry=r
         )  # short, max_leases, tenant_budget, endpoint_budget, no_lever, unpriced, duplicate
-        self.results = Counter(
-            "kvproxy_lease_results", "Leases by how they ended", ["result"], registry=r
-        )
+        self.results = Counter("kvproxy_lease_results", "Leases by how they ended", ["result"], registry=r)
         # kept, broken, elsewhere, unverified, early; without a return: expired, session_ended, no_effect, not_worth,
         # too_late
         self.promised_tokens = Counter(
