@@ -27,7 +27,7 @@ from kvproxy.lab.replay.transfers import LinkPlan
 
 LOADS, INSTANCES, SPEEDS = (0.7, 0.9), 8, (12.5, 2.5)
 FREE = 1e6  # GB/s, with no latency: what copies are worth that take no time
-POOL, QUEUE, MOVE = "pool", "kv_aware+queue", "kv_aware+queue+move"
+POOL, QUEUE, MOVE = "pool", "kv_aware", "kv_aware+move"
 #: Against the pool, and with a fifth of the placements false against none.
 TARGETS, FALSE_TARGET = {12.5: 1.00, 2.5: 1.05}, 1.05
 FALSE = 0.2

@@ -25,7 +25,7 @@ from kvproxy.lab.simulator.timing import TokenGaps
 ROOT = Path(__file__).parents[1]
 TRACES = ("conv_dev", "msyn_dev", "toolagent_like_dev", "cc_dev", "agent_dev")
 _CAPACITY_TOKENS = {"cc_dev": 2_000_000, "agent_dev": 500_000}
-OURS = ("kv_aware", "kv_aware+priority", "kv_aware+queue", "kv_aware+queue+priority")
+OURS = ("kv_aware", "kv_aware+no_queue", "kv_aware+priority", "kv_aware+no_queue+priority")
 PEERS = ("dynamo", "dynamo_agentic", "llm_d", "llm_d_sticky", "lmetric", "least_ttft")
 SCENARIO_PEERS = ("dynamo", "dynamo_agentic", "lmetric", "least_ttft", "prefix_affinity", "least_request")
 

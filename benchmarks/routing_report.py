@@ -134,8 +134,8 @@ def _method(rows: Sequence[Row], grid: Sequence[Row], scenarios: Sequence[Row], 
         "cache that all engines share: no bound, it can be beaten. Load 1.0 is its saturated throughput.",
         "- Reports until November 2026 were on whole traces with arrivals as recorded, longer runs, and a Dynamo that "
         "counted shared blocks once a request: their figures are not comparable with these.",
-        "- `+priority`: engines that schedule by priority as vLLM does, and get it from the router; `+queue`: with the "
-        "router queue.",
+        "- `+priority`: engines that schedule by priority as vLLM does, and get it from the router; `+no_queue`: "
+        "without the router queue, which `kv_aware` has by itself.",
     ]
 
 

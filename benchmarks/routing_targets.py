@@ -15,7 +15,7 @@ MEAN_TARGETS = (
     ("kv_aware", "least_ttft", 0.87),
     ("kv_aware+priority", "lmetric", 0.70),
     ("kv_aware+priority", "least_ttft", 0.78),
-    ("kv_aware+queue+priority", "lmetric", 0.67),
+    ("kv_aware+priority", "lmetric", 0.67),
     ("kv_aware", "dynamo", 0.42),
     ("kv_aware+priority", "dynamo", 0.38),
 )

@@ -430,8 +430,9 @@ class Cluster:
 
     def _arrange_queue(self) -> None:
         """As the settings say: the queue there is goes on with the requests in it, or places them all at once."""
-        settings, speeds, awaits = self.settings.queue, self.policy.speeds, self.settings.discovery.named
-        if not settings.enabled or speeds is None:
+        settings, speeds = self.settings.queue, self.policy.speeds
+        awaits = settings.enabled is True and bool(self.settings.discovery.named)
+        if not self.settings.queues or speeds is None:
             self._close_queue()
         elif self.queue is not None:
             self.queue.reconfigure(settings, speeds, awaits=awaits)

@@ -203,7 +203,6 @@ class Endpoint:
             "in_flight": self.load.in_flight,
             "pending_tokens": self.load.pending_tokens,
             "resident_tokens": self.load.resident_tokens,
-            "held_s": round(self.load.held_s, 3),
             "failures_in_a_row": self.health.failures,
             "probes_in_doubt": self.health.failed_probes,
             "ejected_for_s": max(0.0, self.health.ejected_until - now),

@@ -13,7 +13,7 @@ from kvproxy.base.types import EndpointId, count_lower, cut_lower
 from kvproxy.cluster.adapters import Placement
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
-from kvproxy.cluster.routing.costs import best_of
+from kvproxy.cluster.routing.costs import own_s
 from kvproxy.cluster.routing.load import Reservation
 from kvproxy.cluster.routing.policy import Ledgered, Overlap, OverlapFacts, PickRequest
 from kvproxy.cluster.routing.selector import Decision
@@ -197,5 +197,6 @@ def expected_first_token_at(decision: Decision[Endpoint], speeds: SpeedModel | N
     endpoint, request = decision.endpoint, decision.request
     if speeds is None or not request.streams:
         return None
-    wait_s = endpoint.load.wait_s(speeds.seconds, speeds.slowness(endpoint.id, now), now)
-    return now + wait_s + best_of(request.facts, endpoint, speeds, now).own_s
+    slowness = speeds.slowness(endpoint.id, now)
+    wait_s = endpoint.load.wait_s(speeds.seconds, slowness, now)
+    return now + wait_s + slowness * own_s(request.facts, endpoint.id, speeds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -18,8 +18,8 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.endpoint_wait import EndpointWait
 from kvproxy.cluster.metrics import RoutingMetrics
 from kvproxy.cluster.pick import AttemptOutcome, Pick
-from kvproxy.cluster.routing.costs import Best, best_of, engine_wait_s, least_own_s, own_s
-from kvproxy.cluster.routing.fair_queue import FairQueue, QueueSettings
+from kvproxy.cluster.routing.costs import least_own_s, own_s, wait_s
+from kvproxy.cluster.routing.fair_queue import FairQueue, LeastWait, QueueSettings
 from kvproxy.cluster.routing.policy import Candidate, OverlapFacts
 from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.routing.speeds import SpeedModel
@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 #: Waits shrink continuously; looking more often than this gains nothing.
 _TICK_S = 0.005
-#: Requests asked where they would go in one turn of the event loop, a millisecond each over 200 endpoints.
-_ASKED_A_TURN = 8
+#: Requests decided on in one turn of the event loop, a millisecond each over 200 endpoints.
+_DECIDED_A_TURN = 8
 
 Verdict = Decision[Endpoint] | Refusal
 #: Where a request would go by what is known now; then makes that true in the same turn of the loop (None: refused).
@@ -59,7 +59,6 @@ class _QueuedRequest:
     decide: Decide
     take: Take
     placed: asyncio.Future[Pick | None]
-    verdict: Verdict | None = None
 
 
 class RouterQueue:
@@ -83,6 +82,7 @@ class RouterQueue:
     ) -> None:
         #: Whether endpoints may come where there is none.
         self.awaits = awaits
+        self._refuses = settings.enabled is True
         self._without_endpoint: EndpointWait[Verdict] = EndpointWait(settings.limit, settings.max_wait, clock=clock)
         self._queue: FairQueue[_QueuedRequest] = FairQueue(_bounds(settings))
         self._speeds = speeds
@@ -91,7 +91,6 @@ class RouterQueue:
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
         self._load_decreased = asyncio.Event()
-        self._asked = 0  # in this turn
         self._closed = False
         self._cluster = cluster
         self._name = f"router/{cluster}"
@@ -122,23 +121,33 @@ class RouterQueue:
         }
 
     def admits(self, decision: Decision[Endpoint], now: float) -> bool:
-        """Whether a request for which this was decided need not wait: its endpoint has room, and no request goes before
-        it."""
-        return self._queue.admits(decision.endpoint.id, engine_wait_s(decision.endpoint, self._speeds, now))
+        """Whether a request for which this was decided need not wait: one of its endpoints has room, and no request
+        waits."""
+        queue, speeds = self._queue, self._speeds
+        if len(queue):
+            return False
+        if queue.has_room(wait_s(decision.endpoint, speeds, now)):
+            return True
+        return any(queue.has_room(wait_s(one, speeds, now)) for one in decision.candidates)
 
     async def wait(
         self, decision: Decision[Endpoint], decide: Decide, take: Take, *, tenant: str, level: int
     ) -> Pick | None:
-        """What `take` makes of the decision once the request's turn has come. Raises QueueFull."""
+        """Wait for the request's turn, and place it by `take`. With the queue full raises QueueFull, or takes the
+        decision at once where the queue is on by itself."""
         now = self._clock()
         queued = _QueuedRequest(decide, take, asyncio.get_running_loop().create_future())
         least_s = least_own_s(decision.request.facts, decision.candidates, self._speeds)
-        ticket = self._queue.offer(queued, least_s, now, level=level, tenant=tenant)
+        model = decision.request.model
+        ticket = self._queue.offer(queued, least_s, now, model=model, level=level, tenant=tenant)
         if ticket is None:
+            if not self._refuses:
+                return take(decision, now)
             self._exit_count(ReleaseReason.REFUSED).inc()
             raise QueueFull(self._queue.retry_after_s(now))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._release_in_turn(), name=f"router queue {self._cluster}")
+        self._load_decreased.set()  # an endpoint may have room, since requests for another model kept this one waiting
         try:
             pick = await queued.placed
         except asyncio.CancelledError:
@@ -180,7 +189,7 @@ class RouterQueue:
     def reconfigure(self, settings: RouterQueueSettings, speeds: SpeedModel, *, awaits: bool) -> None:
         """Other bounds, and maybe other speeds. Requests go on waiting, by the new ones."""
         # Kept over a reload with the task that places them: requests of both generations wait in one line.
-        self.awaits = awaits
+        self.awaits, self._refuses = awaits, settings.enabled is True
         self._without_endpoint.limit, self._without_endpoint.max_wait_s = settings.limit, settings.max_wait
         self._queue.reconfigure(_bounds(settings))
         self._speeds = speeds
@@ -230,13 +239,13 @@ class RouterQueue:
 
     def _release(self, now: float) -> float | None:
         """Seconds until to look again, 0 when other tasks are to have their turn first; None when nothing waits."""
-        self._asked = 0
-        while (ticket := self._queue.poll(self._waits(now), now, self._find_best)) is not None:
-            self._place(ticket, self._reason(ticket, now), now)
-            if self._asked >= _ASKED_A_TURN:
-                return 0.0
-        at = self._queue.next_poll_at(self._waits(now), now)
-        return None if at is None else max(_TICK_S, at - now)
+        for _ in range(_DECIDED_A_TURN):
+            ticket = self._queue.poll(self._least_wait(now), now)
+            if ticket is None:
+                at = self._queue.next_poll_at(self._least_wait(now), now)
+                return None if at is None else max(_TICK_S, at - now)
+            self._place(ticket.item, self._reason(ticket, now), now)
+        return 0.0
 
     def _reason(self, ticket: Ticket[_QueuedRequest], now: float) -> ReleaseReason:
         if self._closed:
@@ -244,38 +253,32 @@ class RouterQueue:
         overdue = now - ticket.queued_at >= self._queue.settings.max_wait_s
         return ReleaseReason.MAX_WAIT if overdue else ReleaseReason.TURN
 
-    def _place(self, ticket: Ticket[_QueuedRequest], why: ReleaseReason, now: float) -> None:
-        queued = ticket.item
+    def _place(self, queued: _QueuedRequest, why: ReleaseReason, now: float) -> None:
         if queued.placed.done():
             if queued.placed.cancelled():  # its own task has not noticed yet
                 self._exit_count(ReleaseReason.CLIENT_LEFT).inc()
             return
-        assert queued.verdict is not None
         try:
-            pick = queued.take(queued.verdict, now)
+            pick = queued.take(queued.decide(now), now)
         except Exception as error:  # noqa: BLE001 - it belongs to the request, not to the others that wait
             queued.placed.set_exception(error)
             return
         self._exit_count(ReleaseReason.NO_ENDPOINT if pick is None else why).inc()
         queued.placed.set_result(pick)
 
-    def _waits(self, now: float) -> Mapping[EndpointId, float]:
-        """Of every endpoint that may be chosen for some model; none where all may go."""
-        if self._closed:
-            return {}
-        return {one.id: engine_wait_s(one, self._speeds, now) for one in self._candidates("", now)}
+    def _least_wait(self, now: float) -> LeastWait:
+        """Of the endpoints that may be chosen for a model; those of many models are often the same."""
+        known: dict[int, float] = {}
 
-    def _find_best(self, queued: _QueuedRequest, now: float) -> Best | None:
-        """None: it is to go at once; its client left, no endpoint may take it, or it cannot be decided on."""
-        self._asked += 1
-        if not queued.placed.done():
-            try:
-                queued.verdict = verdict = queued.decide(now)
-                if not isinstance(verdict, Refusal):
-                    return best_of(verdict.request.facts, verdict.endpoint, self._speeds, now)
-            except Exception as error:  # noqa: BLE001 - it belongs to the request, as above
-                queued.placed.set_exception(error)
-        return None
+        def least_wait_s(model: str) -> float:
+            candidates = () if self._closed else self._candidates(model, now)
+            least_s = known.get(id(candidates))
+            if least_s is None:
+                least_s = min((wait_s(one, self._speeds, now) for one in candidates), default=0.0)
+                known[id(candidates)] = least_s
+            return least_s
+
+        return least_wait_s
 
     def _exit_count(self, reason: ReleaseReason) -> CounterCell:
         return self._metrics.group(RoutingMetrics).router_queue_exits.labels(self._cluster, reason.value)

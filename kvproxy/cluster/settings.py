@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, field_validator
 
 from kvproxy.base.settings.model import Duration, Fraction, Model, Name, Secret
 from kvproxy.base.types import Tier
 from kvproxy.cluster.discovery_settings import DiscoverySettings
+
+#: Of a setting: on where it helps.
+AUTO: Final = "auto"
 
 
 class KvAwareSettings(Model):
@@ -316,15 +319,16 @@ class EndpointSettings(Model):
 
 
 class RouterQueueSettings(Model):
-    """Holding requests at the proxy while the endpoints they would go to have enough to prefill, so that short ones may
-    overtake."""
+    """Holding requests at the proxy while all endpoints that serve their model have enough to prefill, so that short
+    ones may overtake."""
 
-    enabled: bool = True
-    """`queue: {}` turns it on."""
+    enabled: bool | Literal["auto"] = True
+    """`auto`, the default without a `queue`: on with kv_aware, and no request is refused by it. `queue: {}` keeps to
+    `limit` and, with `discovery`, waits for a first endpoint; it may go with least_ttft too. `false`: none waits."""
     limit: int = Field(default=1024, ge=1, le=100_000)
-    """Requests held; further ones get 429 with `retry-after`."""
+    """Requests held; further ones get 429 with `retry-after`, or with `auto` go to their endpoint at once."""
     admit_below: Duration = 0.3
-    """An endpoint with less prefill pending takes a request at once."""
+    """While an endpoint has less prefill pending no request for its model waits."""
     ageing: float = Field(default=0.3, ge=0, le=10)
     """Seconds of own prefill that one second of waiting outweighs; in engines that take a `priority` too."""
     max_wait: Duration = 300.0
@@ -390,9 +394,9 @@ class ClusterSettings(Model):
     saturated; 0: no bound."""
     data_parallel: DataParallelSettings = DataParallelSettings()
     """Ranks of the engines that have several behind one address."""
-    queue: RouterQueueSettings = RouterQueueSettings(enabled=False)
-    """The router queue, for policies that know how long a prefill takes (kv_aware, least_ttft); off unless given. With
-    `discovery` it also holds requests while there is no endpoint at all, until one is found."""
+    queue: RouterQueueSettings = RouterQueueSettings(enabled=AUTO)
+    """The router queue, for policies that know how long a prefill takes (kv_aware, least_ttft). Given with `discovery`
+    it also holds requests while there is no endpoint at all, until one is found."""
     autoscaling: AutoscalingSettings = AutoscalingSettings()
     """How many endpoints are wanted, as metrics."""
     engine_priority: EnginePriorityMode = EnginePriorityMode.OFF
@@ -401,6 +405,12 @@ class ClusterSettings(Model):
     engine_priority_order: PriorityOrder = PriorityOrder.LOWEST_FIRST
     """Which number these engines admit first: vLLM the lowest, SGLang the highest (unless it is started with
     `--schedule-low-priority-values-first`)."""
+
+    @property
+    def queues(self) -> bool:
+        """Whether requests may wait at the proxy."""
+        enabled = self.queue.enabled
+        return self.policy is PolicyName.KV_AWARE if enabled == AUTO else enabled
 
 
 class RouteMatch(Model):

@@ -266,8 +266,8 @@ async def test_without_endpoints_nobody_waits_for_nothing(clock: FakeClock) -> N
     assert await enter(cluster, 100) is None
 
 
-def test_there_is_no_room_unless_asked_for(clock: FakeClock) -> None:
-    """Off by default, and for policies that do not know how long a prefill takes."""
+def test_a_queue_can_be_turned_off(clock: FakeClock) -> None:
+    """Then no request waits at the proxy."""
     assert cluster_of(clock, enabled=False).queue is None
 
 
@@ -415,7 +415,6 @@ async def test_one_idle_model_lets_nothing_of_another_go(clock: FakeClock) -> No
     long, short = start("busy", 9_000), start("busy", 6_000)
     await until(lambda: len(room) == 2)
     room.on_load_decrease()
-    await until(lambda: sum(one.load.held_s > 0.0 for one in cluster.endpoints) > 0)
     assert (await placed(start("idle", 100))).endpoint.id == "c"
     assert len(room) == 2
     busy[0].first_token(clock())
@@ -423,30 +422,47 @@ async def test_one_idle_model_lets_nothing_of_another_go(clock: FakeClock) -> No
     assert not long.done()
     busy[1].first_token(clock())
     await placed(long)
-    assert [one.load.held_s for one in cluster.endpoints] == [0.0, 0.0, 0.0]
 
 
-async def test_a_request_held_for_an_endpoint_that_is_drained_goes_elsewhere(clock: FakeClock) -> None:
-    """It is asked again, and the endpoint is left with no backlog that is not its own."""
-    cluster = two_models(clock)
-    busy = [await placed(asyncio.create_task(pick_through(cluster, of_model("busy", 20_000)))) for _ in range(2)]
-    waiting = asyncio.create_task(pick_through(cluster, of_model("busy", 6_000)))
-    await until(lambda: any(one.load.held_s for one in cluster.endpoints))
-    (held,) = [one for one in cluster.endpoints if one.load.held_s]
-    cluster.drain_endpoint(held.id)
-    (other,) = [pick for pick in busy if pick.endpoint is not held]
-    other.first_token(clock())
-    assert (await placed(waiting)).endpoint is other.endpoint
-    assert held.load.held_s == 0.0
-
-
-async def test_a_queue_that_is_taken_away_leaves_no_backlog(clock: FakeClock) -> None:
-    """What was held is placed, and counts as what it is."""
+async def test_a_model_with_room_does_not_wait_for_another_ones_turn(clock: FakeClock) -> None:
+    """Requests of a busy model wait; the one of the idle model is looked at behind them and goes."""
     cluster = two_models(clock)
     for _ in range(2):
         await placed(asyncio.create_task(pick_through(cluster, of_model("busy", 20_000))))
     waiting = asyncio.create_task(pick_through(cluster, of_model("busy", 6_000)))
-    await until(lambda: any(one.load.held_s for one in cluster.endpoints))
-    cluster.reconfigure(cluster.settings.model_copy(update={"queue": RouterQueueSettings(enabled=False)}), probe=None)
-    await placed(waiting)
-    assert [one.load.held_s for one in cluster.endpoints] == [0.0, 0.0, 0.0]
+    await until(lambda: len(room_of(cluster)) == 1)
+    assert (await placed(asyncio.create_task(pick_through(cluster, of_model("idle", 100))))).endpoint.id == "c"
+    assert not waiting.done()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_a_hot_prefix_waits_for_no_endpoint_while_another_is_idle(clock: FakeClock) -> None:
+    """The endpoint that holds it is busy, and the policy still sends it there: that is no reason to hold it."""
+    cluster = cluster_of(clock)
+    (busy, _) = cluster.endpoints
+    busy.load.reserve(20_000, 0, clock())
+    hot = PickRequest(facts=OverlapFacts(200_000, {busy.id: Overlap(199_900)}))
+    assert (await placed(asyncio.create_task(pick_through(cluster, hot)))).endpoint is busy
+
+
+async def test_by_default_a_full_queue_refuses_nothing(clock: FakeClock) -> None:
+    """A request that it has no place for goes at once, as it would without."""
+    cluster = cluster_of(clock, enabled="auto", limit=1)
+    await fill(cluster)
+    waiting = enter(cluster, 5_000)
+    await until(lambda: len(room_of(cluster)) == 1)
+    await placed(enter(cluster, 5_000))
+    assert not waiting.done()
+    assert room_of(cluster).status(clock())["refused"] == 0
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
+@pytest.mark.parametrize(("policy", "waits"), [(PolicyName.KV_AWARE, True), (PolicyName.ROUND_ROBIN, False)])
+def test_a_cluster_has_a_queue_where_nothing_is_said(clock: FakeClock, policy: PolicyName, waits: bool) -> None:
+    """If its policy knows how long a prefill takes; it waits for no first endpoint then."""
+    settings = ClusterSettings(policy=policy, health=HealthCheckSettings(active=False))
+    cluster = Cluster("c", settings, metrics=Metrics(), clock=clock, rng=random.Random(1))
+    assert (cluster.queue is not None) == waits
+    assert cluster.queue is None or not cluster.queue.awaits

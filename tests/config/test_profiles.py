@@ -21,16 +21,7 @@ def notes(raw: dict[str, Any]) -> list[str]:
     return [problem.message for problem in problems]
 
 
-@pytest.mark.parametrize("profile", [Profile.RAG, Profile.CODE, Profile.AGENT])
-def test_a_profile_turns_the_queue_on_and_says_so(profile: Profile) -> None:
-    """With the reason; nothing else changes."""
-    raw = {"profile": profile.value, **ENDPOINTS}
-    assert load_config(raw) == load_config({**raw, "queue": {}})
-    assert notes(raw) == [f"{profile} sets clusters.default.queue.enabled to true"]
-    assert check_config(raw)[1][0].hint
-
-
-@pytest.mark.parametrize("profile", [Profile.CHAT, Profile.SUMMARIZATION])
+@pytest.mark.parametrize("profile", [each for each in Profile if not PROFILES[each]])
 def test_a_profile_that_changes_nothing_says_that(profile: Profile) -> None:
     """The configuration is the one without it."""
     raw = {"profile": profile.value, **ENDPOINTS}
@@ -44,32 +35,12 @@ def test_a_batch_may_wait_for_its_first_byte() -> None:
     assert (config.timeouts.first_byte, config.timeouts.idle) == (3600.0, 5.0)
 
 
-@pytest.mark.parametrize(
-    ("profile", "written"),
-    [
-        ("rag", {"queue": {"enabled": False}}),
-        ("rag", {"queue": {"limit": 7}}),
-        ("batch", {"timeouts": {"first_byte": "9s"}}),
-    ],
-)
-def test_what_is_written_wins(profile: str, written: dict[str, Any]) -> None:
+def test_what_is_written_wins() -> None:
     """And is said to."""
-    raw = {"profile": profile, **written, **ENDPOINTS}
-    with_profile, without = load_config(raw), load_config({**written, **ENDPOINTS})
-    assert with_profile.model_copy(update={"profile": None}) == without
+    written = {"timeouts": {"first_byte": "9s"}, **ENDPOINTS}
+    raw = {"profile": "batch", **written}
+    assert load_config(raw).model_copy(update={"profile": None}) == load_config(written)
     assert "as it is written" in notes(raw)[0]
-
-
-def test_only_clusters_whose_policy_can_have_a_queue_get_one() -> None:
-    """Each of several; the file's own data is left as it is."""
-    raw = {
-        "profile": "rag",
-        "clusters": {"one": dict(ENDPOINTS), "two": {"policy": "round_robin", **ENDPOINTS}},
-        "routes": [{"model": "a", "cluster": "one"}, {"model": "*", "cluster": "two"}],
-    }
-    config = load_config(raw)
-    assert {name: cluster.queue.enabled for name, cluster in config.clusters.items()} == {"one": True, "two": False}
-    assert raw["clusters"]["one"] == ENDPOINTS  # type: ignore[index]
 
 
 def test_an_unknown_profile_names_the_nearest() -> None:

@@ -52,17 +52,18 @@ def replay(*arguments: str | Path, transport: httpx.AsyncBaseTransport | None = 
 def test_policies_side_by_side(trace_file: Path, tmp_path: Path) -> None:
     """Table, JSON and plot of one comparison."""
     files = (tmp_path / "figures.json", tmp_path / "plot.html")
-    status, table, _ = replay(trace_file, "--policy", "round_robin,kv_aware,kv_aware+queue", "--instances", "2",
+    policies = "round_robin,kv_aware,kv_aware+queue,kv_aware+no_queue"
+    status, table, _ = replay(trace_file, "--policy", policies, "--instances", "2",
                               "--seeds", "2", "--json", files[0], "--plot", files[1])  # fmt: skip
     assert status == 0
     rows = [line.split()[0] for line in table.splitlines()[2:6]]
-    assert rows == ["round_robin", "kv_aware", "kv_aware+queue", "pooled"]
+    assert rows == ["round_robin", "kv_aware", "kv_aware+no_queue", "pooled"]
     figures = json.loads(files[0].read_text())
     assert (figures["trace"], figures["instances"], figures["load"]) == ("small", 2, 0.7)
     assert figures["policies"]["round_robin"]["vs_baseline"] == 1.0
     assert figures["policies"]["kv_aware"]["ttft_p99_s"] >= figures["policies"]["kv_aware"]["ttft_mean_s"] > 0
     assert figures["policies"]["kv_aware"]["requests"] == 40
-    assert "kv_aware+queue" in files[1].read_text()
+    assert "kv_aware+no_queue" in files[1].read_text()
 
 
 def test_engines_begin_from_a_preset_that_options_change(trace_file: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from kvproxy.cluster.routing.costs import engine_wait_s
+from kvproxy.cluster.routing.costs import wait_s
 from kvproxy.cluster.routing.speeds import SpeedModel, SpeedPriors
 from kvproxy.lab.replay.compare import PolicySpec, play_policy
 from kvproxy.lab.replay.replicas import ManyRouters, Replica, RoutersPlan
@@ -51,7 +51,7 @@ def request(number: int, now: float) -> LiveRequest:
 def waits(routers: ManyRouters, replicas: list[Replica], now: float) -> list[float]:
     """Of the engine, as each router sees it."""
     routers.release(now)  # what was said by now is there
-    return [engine_wait_s(replica.endpoints[0], SPEEDS, now) for replica in replicas]
+    return [wait_s(replica.endpoints[0], SPEEDS, now) for replica in replicas]
 
 
 def test_routers_that_hear_at_once_see_the_waits_of_one() -> None:
@@ -61,7 +61,7 @@ def test_routers_that_hear_at_once_see_the_waits_of_one() -> None:
     for number in range(6):
         now = 0.01 * number
         placed.append((routers.arrive(request(number, now), now), single.arrive(request(number, now), now)))
-        assert waits(routers, replicas, now) == pytest.approx(2 * [engine_wait_s(single.endpoints[0], SPEEDS, now)])
+        assert waits(routers, replicas, now) == pytest.approx(2 * [wait_s(single.endpoints[0], SPEEDS, now)])
     assert all(replica.endpoints[0].load.own_in_flight for replica in replicas)  # both placed some
     for index, (theirs, its) in enumerate(placed):
         assert theirs is not None
@@ -69,7 +69,7 @@ def test_routers_that_hear_at_once_see_the_waits_of_one() -> None:
         now = 0.1 + 0.05 * index
         routers.first_token(theirs, now)
         single.first_token(its, now)
-        assert waits(routers, replicas, now) == pytest.approx(2 * [engine_wait_s(single.endpoints[0], SPEEDS, now)])
+        assert waits(routers, replicas, now) == pytest.approx(2 * [wait_s(single.endpoints[0], SPEEDS, now)])
         routers.finished(theirs, now)
         single.finished(its, now)
     assert waits(routers, replicas, 1.0) == [0.0, 0.0]

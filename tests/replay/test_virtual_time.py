@@ -373,10 +373,11 @@ def test_progress_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["kv_aware", "kv_aware+queue", "least_ttft+priority", "kv_aware+queue+priority", "round_robin"]
+    "text",
+    ["kv_aware", "kv_aware+no_queue", "least_ttft+priority", "least_ttft+queue+priority", "round_robin", "lmetric"],
 )
 def test_policies_are_named_as_in_the_configuration(text: str) -> None:
-    """With +queue and +priority where the policy knows how long a prefill takes."""
+    """With +queue and +priority where the policy knows how long a prefill takes; kv_aware has the queue by itself."""
     assert str(PolicySpec.parse(f" {text} ")) == text
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from random import Random
-from typing import NamedTuple
 
 from kvproxy.base.types import EndpointId, cut_lower
-from kvproxy.cluster.routing.policy import Candidate, Ledgered, Overlap, OverlapFacts
+from kvproxy.cluster.routing.policy import Candidate, Overlap, OverlapFacts
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import prefill_s
 
@@ -57,25 +56,10 @@ def onboarding_s_of(overlap: Overlap, prompt_tokens: int, endpoint: EndpointId, 
 
 
 def least_own_s(facts: OverlapFacts, candidates: Sequence[Candidate], speeds: SpeedModel) -> float:
-    """The same where most is cached: what the router queue orders by until it asks where a request would go."""
+    """The same where most is cached: what the router queue orders by."""
     return min(own_s(facts, candidate.id, speeds) for candidate in candidates)
 
 
-class Best(NamedTuple):
-    """Where a request that waits would go now, and the seconds its prefill takes there, pooled and on that endpoint."""
-
-    endpoint: Ledgered
-    pooled_s: float
-    own_s: float
-
-
-def best_of(facts: OverlapFacts, endpoint: Ledgered, speeds: SpeedModel, now: float) -> Best:
-    """The same, where that is `endpoint`."""
-    pooled_s = own_s(facts, endpoint.id, speeds)
-    return Best(endpoint, pooled_s, pooled_s * speeds.slowness(endpoint.id, now))
-
-
-def engine_wait_s(candidate: Candidate, speeds: SpeedModel, now: float) -> float:
-    """Pending prefill seconds of the engine alone, without what is held for it: what the router queue opens by."""
-    slowness, load = speeds.slowness(candidate.id, now), candidate.load
-    return load.wait_s(speeds.seconds, slowness, now) - slowness * load.held_s
+def wait_s(candidate: Candidate, speeds: SpeedModel, now: float) -> float:
+    """Pending prefill seconds of one endpoint."""
+    return candidate.load.wait_s(speeds.seconds, speeds.slowness(candidate.id, now), now)

@@ -91,7 +91,6 @@ class EndpointLoad:
         "_work_s",
         "elsewhere",
         "engine",
-        "held_s",
         "hidden_requests",
         "in_flight",
         "on_sample",
@@ -116,7 +115,6 @@ class EndpointLoad:
         self._priced_at: Features | None = None
         self._work_s = self._head_s = 0.0
         self._oldest_s = math.inf  # the oldest pending request, if it is hidden
-        self.held_s = 0.0  # pooled prefill seconds of requests that the router queue holds for this endpoint
         self._live: LiveBlocks | None = None  # None: nothing asks for it
         self.engine: EngineState | None = None  # of the latest scrape, however long ago that is
         self._busy_at = 0.0  # when work began to be pending
@@ -270,15 +268,14 @@ class EndpointLoad:
             self.watch.load_changed()
 
     def wait_s(self, seconds: Features, slowness: float, now: float) -> float:
-        """Until the engine would begin with a request placed now: pending work less what is done of the running step,
-        and what the router queue holds for it.
+        """Until the engine would begin with a request placed now: pending work less what is done of the running step.
 
         `seconds` is the pool's time for one unit of each feature, `slowness` this endpoint's factor on it. Hidden
         requests whose time has passed are left out, and stay in the ledger.
         """
-        held_s, elsewhere = slowness * self.held_s, self.elsewhere
+        elsewhere = self.elsewhere
         if not self._pending and (elsewhere is None or not elsewhere.pending[0]):
-            return held_s
+            return 0.0
         if self._priced_at is not seconds:
             self._priced_at = seconds
             self._oldest_s = self._hidden_s(seconds)
@@ -295,7 +292,7 @@ class EndpointLoad:
                 self._head_s = p * a + q * b + r * c + s * d
         begun = self._begun
         if self.hidden_requests and now >= begun + slowness * self._oldest_s:  # else none is over yet
-            return held_s + self.backlog(seconds, slowness, now).wait_s(seconds, slowness)
+            return self.backlog(seconds, slowness, now).wait_s(seconds, slowness)
         if elsewhere is not None:
             begun = self._begun_of_all(elsewhere, begun if self._pending else None)
         progress, elapsed = MAX_PROGRESS * slowness * self._head_s, now - begun
@@ -304,9 +301,7 @@ class EndpointLoad:
         elif elapsed > OVERDUE * slowness * self._head_s + OVERDUE_S:
             progress = 0.0
         wait = slowness * self._work_s - progress
-        if wait < 0.0:
-            wait = 0.0
-        return held_s + wait
+        return wait if wait > 0.0 else 0.0
 
     def backlog(self, seconds: Features | None, slowness: float, now: float) -> Backlog:
         """What is pending, without the hidden requests that are over by these speeds; with None without speeds all."""

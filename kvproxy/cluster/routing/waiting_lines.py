@@ -9,12 +9,9 @@ needs no keeping up, and every router, restart and engine that is given it agree
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
-
-from kvproxy.base.types import EndpointId
-from kvproxy.cluster.routing.costs import Best
 
 #: Seconds of own work that one second of waiting outweighs.
 AGEING = 0.3
@@ -94,68 +91,54 @@ class Ticket(Generic[ItemT]):
     queued_at: float
     class_s: float
     tenant: str
-    number: int = 0  # of its entry in a line; an entry of another number is void
-    best: Best | None = None  # the endpoint it is held for; None: it was not asked yet
-    released: bool = False  # released or cancelled
+    model: str
+    released: bool = False  # released or cancelled: its entry in a line is void
 
 
 #: (urgency, number, ticket), the most urgent first.
-Heap = list[tuple[float, int, Ticket[ItemT]]]
+Entry = tuple[float, int, Ticket[ItemT]]
 
 
 class WaitingLines(Generic[ItemT]):
-    """A line for each endpoint and tenant; that of endpoint None has the requests that were not asked yet."""
+    """A line for each model and tenant. Released tickets leave theirs when they come to its head, or in a sweep."""
 
     def __init__(self) -> None:
-        self._lines: dict[EndpointId | None, dict[str, Heap[ItemT]]] = {}
+        self._lines: dict[tuple[str, str], list[Entry[ItemT]]] = {}
         self._number = 0  # of the latest entry
-        self._present = 0  # entries that are not void
         self._entries = 0
 
-    def add(self, ticket: Ticket[ItemT], urgency: float) -> None:
-        """A request that is in no line joins that of its endpoint."""
-        self._number += 1
-        ticket.number = self._number
-        endpoint = None if ticket.best is None else ticket.best.endpoint.id
-        line = self._lines.setdefault(endpoint, {}).setdefault(ticket.tenant, [])
-        heapq.heappush(line, (urgency, ticket.number, ticket))
-        self._present += 1
-        self._entries += 1
-        if self._entries > 2 * self._present + 64:
-            self._sweep()
+    def __len__(self) -> int:
+        """Entries, void ones included."""
+        return self._entries
 
-    def remove(self, ticket: Ticket[ItemT]) -> None:
-        """A request leaves its line, if it is in one."""
-        self._present -= ticket.number > 0
-        ticket.number, ticket.best = 0, None
+    def add(self, ticket: Ticket[ItemT], urgency: float) -> None:
+        """A request joins the line of its model and tenant."""
+        self._number += 1
+        self._entries += 1
+        heapq.heappush(self._lines.setdefault((ticket.model, ticket.tenant), []), (urgency, self._number, ticket))
 
     def clear(self) -> None:
-        """No request is in a line any more."""
+        """Empties every line."""
         self._lines.clear()
-        self._present = self._entries = 0
+        self._entries = 0
 
-    def endpoints(self) -> Iterator[EndpointId | None]:
-        """Those that a request is held for, and None if one was not asked yet."""
-        return (endpoint for endpoint in tuple(self._lines) if self.heads(endpoint))
+    def models(self) -> Iterable[str]:
+        """Those that requests wait for, once each."""
+        return {head[2].model for head in self.heads()}
 
-    def heads(self, endpoint: EndpointId | None) -> Heap[ItemT]:
-        """The most urgent request of each tenant there. Lines that are empty by now are forgotten."""
-        lines = self._lines.get(endpoint)
-        if lines is None:
-            return []
-        for tenant, line in tuple(lines.items()):
-            while line and line[0][1] != line[0][2].number:
+    def heads(self) -> Sequence[Entry[ItemT]]:
+        """The most urgent request of each line. Lines that are empty by now are forgotten."""
+        for key, line in tuple(self._lines.items()):
+            while line and line[0][2].released:
                 heapq.heappop(line)
                 self._entries -= 1
             if not line:
-                del lines[tenant]
-        if not lines:
-            del self._lines[endpoint]
-        return [line[0] for line in lines.values()]
+                del self._lines[key]
+        return [line[0] for line in self._lines.values()]
 
-    def _sweep(self) -> None:
-        for lines in self._lines.values():
-            for line in lines.values():
-                line[:] = [entry for entry in line if entry[1] == entry[2].number]
-                heapq.heapify(line)
-        self._entries = self._present
+    def sweep(self) -> None:
+        """Forgets all void entries."""
+        for line in self._lines.values():
+            line[:] = [entry for entry in line if not entry[2].released]
+            heapq.heapify(line)
+        self._entries = sum(map(len, self._lines.values()))

@@ -32,7 +32,7 @@ from kvproxy.operate.merge import (
 _CONDITIONS = ("up", "saturated", "draining", "asleep", "ejected", "breaker_open", "unhealthy")
 _STATES = ("good", "warn", "down")
 _SYNC_STATES = ("synced", "alone", "joining", "degraded")
-_LOADS = ("in_flight", "pending_tokens", "resident_tokens", "held_s")  # each worker knows all of it
+_LOADS = ("in_flight", "pending_tokens", "resident_tokens")  # each worker knows all of it
 _BREAKERS = ("closed", "half-open", "open")
 
 

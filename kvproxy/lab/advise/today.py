@@ -162,7 +162,7 @@ def model_today(
         else IndexMode.APPROXIMATE,
     )
     ordered = cluster.engine_priority is EnginePriorityMode.ON
-    spec = PolicySpec(cluster.policy, learns and cluster.queue.enabled, learns and ordered)
+    spec = PolicySpec(cluster.policy, learns and cluster.queues, learns and ordered)
     blocks = [one.block_tokens for one in engines if one.block_tokens]
     return Today(fleet, spec, round(median(blocks)) if blocks else 16, tuple(assumed))
 

@@ -106,8 +106,9 @@ def _scenarios(args: argparse.Namespace, out: TextIO, err: TextIO) -> int:
 def _receipts(args: argparse.Namespace, out: TextIO) -> int:
     if args.trace or not args.receipts or args.url:
         raise ValueError("one of TRACE, --scenario and --receipts FILE is needed, and --url goes with a TRACE")
-    wanted = [PolicySpec.parse(text) for text in args.policy.split(",")]
-    policies = [spec for spec in wanted if not (spec.queue or spec.priority or spec.tier_blind)]
+    wanted = args.policy.split(",")
+    plain = [text for text in wanted if "+" not in text]
+    policies = [PolicySpec.parse(text) for text in plain]
     if len(policies) < len(wanted) and args.policy != DEFAULT_POLICIES:
         raise ValueError(
             "receipts tell where requests went, not when: "
@@ -122,7 +123,7 @@ def _receipts(args: argparse.Namespace, out: TextIO) -> int:
 
 def _plan(args: argparse.Namespace, *, load: float = DEFAULT_LOAD) -> ComparisonPlan:
     load = load if args.load is None else args.load
-    policies = [PolicySpec.parse(text) for text in args.policy.split(",")]
+    policies = list(dict.fromkeys(map(PolicySpec.parse, args.policy.split(","))))
     if args.baseline and args.baseline not in map(str, policies):
         raise ValueError(f"the baseline {args.baseline} is not among the policies")
     if args.instances < 1 or args.seeds < 1 or load <= 0 or not 0 <= args.wrong < 1:

@@ -30,13 +30,14 @@ from kvproxy.lab.simulator.engine import Engine
 from kvproxy.lab.simulator.engine_io import Scheduling
 from kvproxy.lab.simulator.timing import TokenGaps
 
-#: Behind a policy's name: with the router queue in front of it, and with a priority for the engine in each request.
-QUEUE_SUFFIX, PRIORITY_SUFFIX = "+queue", "+priority"
+#: Behind a policy's name: with the router queue in front of it (which kv_aware has by itself) or without one, and with
+#: a priority for the engine in each request.
+QUEUE_SUFFIX, NO_QUEUE_SUFFIX, PRIORITY_SUFFIX = "+queue", "+no_queue", "+priority"
 #: ...and without what events say of tiers below the engines' memory.
 BLIND_SUFFIX = "+tier_blind"
 #: ...and with KV copied between engines on demand.
 MOVE_SUFFIX = "+move"
-_SUFFIXES = (QUEUE_SUFFIX, PRIORITY_SUFFIX, BLIND_SUFFIX, MOVE_SUFFIX)
+_SUFFIXES = (QUEUE_SUFFIX, NO_QUEUE_SUFFIX, PRIORITY_SUFFIX, BLIND_SUFFIX, MOVE_SUFFIX)
 
 
 class UnknownPolicy(KvproxyError):
@@ -67,15 +68,19 @@ class PolicySpec:
             raise UnknownPolicy(f"nothing {unknown[0]!r} goes behind a policy ({hint})")
         if MOVE_SUFFIX in suffixes and name != PolicyName.KV_AWARE:
             raise UnknownPolicy(f"{MOVE_SUFFIX} needs kv_aware, which prices what is copied")
-        timed = [suffix for suffix in suffixes if suffix != BLIND_SUFFIX]
+        timed = [suffix for suffix in suffixes if suffix not in (BLIND_SUFFIX, NO_QUEUE_SUFFIX)]
         if timed and not POLICIES[PolicyName(name)].learns_speeds:
             raise UnknownPolicy(
                 f"{name} does not know how long a prefill takes; {timed[0]} needs kv_aware or least_ttft"
             )
-        return cls(PolicyName(name), *(suffix in suffixes for suffix in _SUFFIXES))
+        queue = NO_QUEUE_SUFFIX not in suffixes and (name == PolicyName.KV_AWARE or QUEUE_SUFFIX in suffixes)
+        rest = (PRIORITY_SUFFIX, BLIND_SUFFIX, MOVE_SUFFIX)
+        return cls(PolicyName(name), queue, *(suffix in suffixes for suffix in rest))
 
     def __str__(self) -> str:
-        chosen = zip(_SUFFIXES, (self.queue, self.priority, self.tier_blind, self.move), strict=True)
+        by_itself = self.name is PolicyName.KV_AWARE
+        queue = (self.queue and not by_itself, by_itself and not self.queue)
+        chosen = zip(_SUFFIXES, (*queue, self.priority, self.tier_blind, self.move), strict=True)
         return self.name.value + "".join(suffix for suffix, has in chosen if has)
 
     def make(self, *, rng: Random, prior_factor: float = 1.0, settings: ClusterSettings | None = None) -> Policy:

@@ -34,7 +34,6 @@ class RecordedLoad:
     resident_tokens: int
     live_blocks: int | None
     shared_blocks: int
-    held_s: float
     backlog: Backlog
 
     def leading_live_blocks(self, blocks: Sequence[int]) -> int:
@@ -43,7 +42,7 @@ class RecordedLoad:
 
     def wait_s(self, seconds: Features, slowness: float, now: float) -> float:
         """As of EndpointLoad, at the moment of the decision."""
-        return slowness * self.held_s + self.backlog.wait_s(seconds, slowness)
+        return self.backlog.wait_s(seconds, slowness)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +151,6 @@ def _candidate(one: ReceiptCandidate) -> RecordedCandidate:
         one.resident_tokens,
         one.live_blocks,
         one.shared_blocks,
-        one.held_s,
         backlog,
     )
     return RecordedCandidate(one.id, one.weight, load)

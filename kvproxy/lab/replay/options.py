@@ -13,7 +13,7 @@ from kvproxy.lab.simulator.retention import Eviction
 from kvproxy.lab.simulator.timing import EngineTiming
 
 DEFAULT_LOAD = 0.7
-DEFAULT_POLICIES = "dynamo,lmetric,least_ttft,kv_aware,kv_aware+queue"
+DEFAULT_POLICIES = "dynamo,lmetric,least_ttft,kv_aware"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="a workload with its load, or what may be wrong with a fleet (then also on a TRACE), "
                         "by name; `list` prints them all")  # fmt: skip
     parser.add_argument("--policy", default=DEFAULT_POLICIES, metavar="P,P...", help="policies, side by side; "
-                        "behind kv_aware or least_ttft, +queue adds the router queue, +priority has engines "
+                        "kv_aware has the router queue, +no_queue takes it away; behind least_ttft +queue "
+                        "adds it; behind both, +priority has engines "
                         "admit in the router's order; behind kv_aware, +move copies KV between engines on demand "
                         "(--link); behind any, +tier_blind hides tiers below engine memory "
                         "(default %(default)s)")  # fmt: skip

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cluster.pick import reserve, split_prompt
 from kvproxy.cluster.routing import selector
-from kvproxy.cluster.routing.costs import Best, best_of, engine_wait_s, least_own_s
+from kvproxy.cluster.routing.costs import least_own_s, wait_s
 from kvproxy.cluster.routing.engine_samples import NOTHING_READ, EndedWork, Reading
 from kvproxy.cluster.routing.engine_state import EngineState
 from kvproxy.cluster.routing.fair_queue import FairQueue, QueueSettings
@@ -104,7 +104,6 @@ class VirtualRouter:
         self._view = view
         self._queue: FairQueue[LiveRequest] = FairQueue(QueueSettings(limit=0) if queue is None else queue)
         self._speeds = policy.speeds if queue is not None else None
-        self._decided: Decision[SimEndpoint] | None = None  # for the request that the queue asked last
         self._now = 0.0
         self._priority = (
             ClusterPriority(
@@ -125,29 +124,24 @@ class VirtualRouter:
         """Places a request, or queues it (None). With the queue full it is placed at once, unlike in the proxy, which
         refuses it: figures of policies that refuse different requests could not be compared."""
         decision, speeds = self._decide(request, now), self._speeds
-        if speeds is not None:
-            endpoint = decision.endpoint
-            if not self._queue.admits(endpoint.id, engine_wait_s(endpoint, speeds, now)):
-                own_s = least_own_s(decision.request.facts, self.endpoints, speeds)
-                if self._queue.offer(request, own_s, now, tenant=request.outcome.tenant) is not None:
-                    if self._transfers is not None:
-                        self._transfers.copy_meanwhile(decision, self.endpoints, request.turn.blocks, now)
-                    return None
+        if speeds is not None and (len(self._queue) or not self._queue.has_room(self._least_wait_s(now))):
+            own_s = least_own_s(decision.request.facts, self.endpoints, speeds)
+            if self._queue.offer(request, own_s, now, tenant=request.outcome.tenant) is not None:
+                if self._transfers is not None:
+                    self._transfers.copy_meanwhile(decision, self.endpoints, request.turn.blocks, now)
+                return None
         return self._place(request, decision, now)
 
     def release(self, now: float) -> Placement | None:
         """Places the next queued request whose time has come; call until None."""
         if not len(self._queue):
             return None
-        ticket = self._queue.poll(self._waits(now), now, self._find_best)
-        if ticket is None:
-            return None
-        assert self._decided is not None
-        return self._place(ticket.item, self._decided, now)
+        ticket = self._queue.poll(lambda model: self._least_wait_s(now), now)
+        return None if ticket is None else self._place(ticket.item, self._decide(ticket.item, now), now)
 
     def next_release_at(self, now: float) -> float | None:
         """When `release` may have something although no load changes."""
-        return self._queue.next_poll_at(self._waits(now), now) if len(self._queue) else None
+        return self._queue.next_poll_at(lambda model: self._least_wait_s(now), now) if len(self._queue) else None
 
     def copied(self, placement: Placement, blocks: int, now: float) -> None:
         """The copy that the request waited for is over, and brought so many leading blocks."""
@@ -206,11 +200,6 @@ class VirtualRouter:
         endpoint.load.on_sample = partial(self._policy.observe_sample, endpoint.id)
         endpoint.load.count_live_blocks(self._policy.counts_live_blocks)
 
-    def _find_best(self, request: LiveRequest, now: float) -> Best:
-        assert self._speeds is not None
-        self._decided = decision = self._decide(request, now)
-        return best_of(decision.request.facts, decision.endpoint, self._speeds, now)
-
     def _decide(self, request: LiveRequest, now: float) -> Decision[SimEndpoint]:
         turn = request.turn
         pick = PickRequest(
@@ -259,6 +248,6 @@ class VirtualRouter:
         )
         return engine_priority(urgency)
 
-    def _waits(self, now: float) -> Mapping[EndpointId, float]:
+    def _least_wait_s(self, now: float) -> float:
         speeds = self._speeds
-        return {} if speeds is None else {one.id: engine_wait_s(one, speeds, now) for one in self.endpoints}
+        return 0.0 if speeds is None else min((wait_s(one, speeds, now) for one in self.endpoints), default=0.0)

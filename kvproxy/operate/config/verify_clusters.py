@@ -28,7 +28,7 @@ def find_cluster_faults(config: Config) -> Iterator[Finding]:
             yield error_at((*at, "endpoints"), "the cluster has no endpoints and no discovery", absence=True)
         yield from _endpoints(cluster, (*at, "endpoints"))
         yield from _loops(config, cluster, (*at, "endpoints"))
-        if cluster.queue.enabled and cluster.policy not in FORECASTING:
+        if cluster.queue.enabled is True and cluster.policy not in FORECASTING:
             hint = "use kv_aware or least_ttft, or leave the queue out"
             yield error_at((*at, "queue"), f"{cluster.policy} does not know how long a prefill takes", hint)
         yield from _engine_priority(config, cluster, at)
@@ -63,7 +63,7 @@ def _engine_priority(config: Config, cluster: ClusterSettings, at: Path) -> Iter
     off = EnginePriorityMode.OFF
     modes = [cluster.engine_priority, *(endpoint.engine_priority for endpoint in cluster.endpoints)]
     if all(mode in (None, off) for mode in modes):
-        if cluster.queue.priority_header and not cluster.queue.enabled:
+        if cluster.queue.priority_header and not cluster.queues:
             hint = "turn the queue on, or engine_priority"
             yield warning_at((*at, "queue", "priority_header"), "nothing reads it: no request waits by priority", hint)
         return

@@ -124,9 +124,10 @@ def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Fi
             if getattr(settings.transfers, name):
                 where = (*at, "transfers", name)
                 yield error_at(where, "needs lmcache_endpoint, which moves KV", follows=((*at, "lmcache_endpoint"),))
-    if settings.transfers.on_demand and not any(one.queue.enabled for one in config.clusters.values()):
+    if settings.transfers.on_demand and not any(one.queues for one in config.clusters.values()):
         why = "no cluster has a queue, without which nothing is copied on demand"
-        yield error_at((*at, "transfers", "on_demand"), why, "add `queue: {}` to a cluster")
+        hint = "leave `queue: {enabled: false}` out of a cluster with kv_aware"
+        yield error_at((*at, "transfers", "on_demand"), why, hint)
     if settings.transfers.max_wait and not settings.transfers.on_demand:
         yield warning_at((*at, "transfers", "max_wait"), "does nothing without on_demand")
     if settings.warming.enabled and not settings.kv_events:

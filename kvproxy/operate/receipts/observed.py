@@ -123,7 +123,6 @@ def _candidate(
         endpoint.weight,
         cost,
         slowness,
-        held_s=load.held_s,
         live_blocks=load.live_blocks,
         shared_blocks=load.leading_live_blocks(request.facts.blocks),
         onboarding_s=onboarding_s,

@@ -42,7 +42,6 @@ class ReceiptCandidate(msgspec.Struct, omit_defaults=True):
     cost: float | None = None  # by the policy, in its own unit
     slowness: float | None = None  # learned, against the pool
     wait_s: float | None = None  # estimated, until it would begin
-    held_s: float = 0.0  # pooled prefill seconds of what the router queue held for it
     live_blocks: int | None = None  # distinct prompt blocks of what is in flight, where they are counted
     shared_blocks: int = 0  # leading blocks of this prompt among them
     onboarding_s: float = 0.0  # to bring up what lower tiers there hold of this prompt
