@@ -30,6 +30,7 @@ from kvproxy.cluster.routing.selector import PANIC, Decision
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.screening import KnownRanks, Refusal, Screening, refusal_of, skip_reason
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
+from kvproxy.cluster.sources.entries import LeftOut, Refuse
 from kvproxy.cluster.verdicts import Verdicts
 from kvproxy.features.autoscaling import Autoscaling
 from kvproxy.features.priority.engine_priority import ClusterPriority, utc_seconds
@@ -58,7 +59,9 @@ class Cluster:
         sources: Sequence[Source] | None = None,
         wall_clock: Clock = utc_seconds,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        refuse: Refuse = lambda _: "",
     ) -> None:
+        self._refuse = refuse  # endpoints that sources name
         self.name = name
         self.settings = settings
         self._metrics = metrics
@@ -135,6 +138,11 @@ class Cluster:
     def discovery_complaints(self) -> Mapping[str, str]:
         """Why sources of endpoints do not answer, by name; what they said last stands meanwhile."""
         return self._poller.complaints
+
+    @property
+    def left_out(self) -> Mapping[str, Sequence[LeftOut]]:
+        """What of sources' answers cannot be an endpoint, by source."""
+        return self._poller.left_out
 
     @property
     def models(self) -> frozenset[str]:
@@ -369,6 +377,7 @@ class Cluster:
             on_update=self._update,
             metrics=self._metrics,
             sleep=self._sleep,
+            refuse=self._refuse,
         )
 
     def _ask_sources(self, sources: Sequence[Source] | None) -> None:

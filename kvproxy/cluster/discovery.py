@@ -18,6 +18,7 @@ from kvproxy.base.types import Clock, Sleep
 from kvproxy.cluster.discovery_settings import DiscoverySettings
 from kvproxy.cluster.metrics import EndpointStateMetrics
 from kvproxy.cluster.settings import EndpointSettings
+from kvproxy.cluster.sources.entries import Answer, LeftOut, Refuse, all_bad, split_answer
 from kvproxy.cluster.sources.polled import DnsDiscovery, FileDiscovery
 from kvproxy.features.etcd.source import EtcdDiscovery
 from kvproxy.features.kubernetes.source import KubernetesDiscovery
@@ -30,18 +31,21 @@ POLL_TIMEOUT_S = 10.0
 _FOLLOW_AGAIN_S = 5.0
 #: Endpoints that come, change or leave in one turn of the event loop, some 0.2 ms each; of very many a share.
 _AT_ONCE, _SHARE = 20, 0.01
+#: Objects that are left out and named in the log.
+_NAMED = 3
 #: No source is asked more often, whatever its interval says.
 MIN_INTERVAL_S = 0.05
 
 
 class Discovery(Protocol):
-    """Answers with every endpoint it knows at present, or raises DiscoveryError or OSError."""
+    """Answers with every endpoint it knows at present, and with what it left out; or raises DiscoveryError or
+    OSError."""
 
-    async def endpoints(self) -> Sequence[EndpointSettings]: ...
+    async def endpoints(self) -> Answer: ...
 
 
 #: Hears all endpoints there are now (None: not known yet), and what is wrong ("": nothing is).
-Tell = Callable[[Sequence[EndpointSettings] | None, str], Awaitable[None]]
+Tell = Callable[[Answer | None, str], Awaitable[None]]
 
 
 class WatchedDiscovery(Discovery, Protocol):
@@ -70,7 +74,9 @@ def sources_of(
 ) -> list[Source]:
     """The sources a cluster's configuration names."""
     file, dns, rng = settings.file, settings.dns, rng or Random()
-    sources = [] if file is None else [Source("file", FileDiscovery(file.path), file.interval)]
+    sources: list[Source] = []
+    if file is not None:
+        sources.append(Source("file", FileDiscovery(file.path, credentials=file.credentials), file.interval))
     if dns is not None:
         sources.append(Source("dns", DnsDiscovery(dns), dns.interval))
     watched: dict[str, WatchedDiscovery] = {}
@@ -85,8 +91,8 @@ class Poller:
     """One task a source, among `tasks`.
 
     A source that fails, or knows no endpoint at all and is not watched, changes nothing: its last good answer (`known`)
-    stands, and the reason is logged when it is a new one. `on_update` gets a source's name and its whole new answer;
-    ValueError refuses it.
+    stands, and the reason is logged when it is a new one. An object that is no endpoint is left out alone. `on_update`
+    gets a source's name and its whole new answer; ValueError refuses it.
     """
 
     def __init__(
@@ -99,7 +105,9 @@ class Poller:
         on_update: Callable[[str, Sequence[EndpointSettings]], None],
         metrics: Metrics,
         sleep: Sleep = asyncio.sleep,
+        refuse: Refuse = lambda _: "",
     ) -> None:
+        self._refuse = refuse
         self._cluster = cluster
         self.sources = sources
         self._tasks = tasks
@@ -108,9 +116,12 @@ class Poller:
         self._sleep = sleep
         self._updates = metrics.group(EndpointStateMetrics).discovery
         self._failing = metrics.group(EndpointStateMetrics).discovery_failing
+        self._skipped = metrics.group(EndpointStateMetrics).discovery_left_out
         self._asking: list[asyncio.Task[None]] = []
         #: Why a source does not answer, by its name; not of those that do.
         self.complaints: dict[str, str] = {}
+        #: What is left out of the last answer, by source; none of those without.
+        self.left_out: dict[str, Sequence[LeftOut]] = {}
 
     async def ask_all(self) -> None:
         """Each source once, so that the first request finds endpoints."""
@@ -120,6 +131,7 @@ class Poller:
         """Ask each source again and again, the first time now or after its interval; follow those that are watched."""
         for source in self.sources:
             self._failing.labels(self._cluster, source.name).set(source.name in self.complaints)
+            self._skipped.labels(self._cluster, source.name).set(len(self.left_out.get(source.name, ())))
         self._asking = [
             self._tasks.start(self._run(source, at_once=at_once), name=f"discovery {self._cluster}/{source.name}")
             for source in self.sources
@@ -131,6 +143,7 @@ class Poller:
             task.cancel()
         for source in self.sources if self._asking else ():
             self._failing.remove(self._cluster, source.name)
+            self._skipped.remove(self._cluster, source.name)
         self._asking = []
 
     async def _run(self, source: Source, *, at_once: bool) -> None:
@@ -144,14 +157,27 @@ class Poller:
 
     async def _poll(self, source: Source) -> None:
         try:
-            async with asyncio.timeout(POLL_TIMEOUT_S):
-                answer = tuple(await source.discovery.endpoints())
+            answer = await self._ask(source)
             if not answer and source.follow is None:
                 raise DiscoveryError("it knows no endpoint")
         except Exception as error:  # noqa: BLE001 - of whatever kind: the others go on
             self._failed(source, self._reason(source, error))
         else:
             await self._hear(source, answer, "")
+
+    async def _ask(self, source: Source) -> Answer:
+        async with asyncio.timeout(POLL_TIMEOUT_S):
+            return tuple(await source.discovery.endpoints())
+
+    async def _confirm_empty(self, source: Source) -> Answer:
+        """Return what a second reading of an answer without endpoints gives, as soon as there is one: a fleet does not
+        vanish by a single one."""
+        while True:
+            try:
+                return await self._ask(source)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._failed(source, self._reason(source, error))
+            await self._sleep(source.interval_s)
 
     async def _follow(self, source: Source, follow: Callable[[Tell], Awaitable[None]]) -> NoReturn:
         while True:
@@ -161,13 +187,20 @@ class Poller:
                 self._failed(source, self._reason(source, error))
             await self._sleep(source.interval_s)
 
-    async def _hear(self, source: Source, endpoints: Sequence[EndpointSettings] | None, trouble: str) -> None:
-        known = self._known(source.name)
-        changed = endpoints is not None and endpoints != known
-        if changed and endpoints is not None:
+    async def _hear(self, source: Source, answer: Answer | None, trouble: str) -> None:
+        known, changed = self._known(source.name), False
+        if answer is not None and not answer and known:
+            answer = await self._confirm_empty(source)
+        if answer is not None:
             try:
-                await self.update_in_steps(source.name, steps_towards(endpoints, known or ()))
-            except ValueError as error:
+                endpoints, left_out = split_answer(answer, refuse=self._refuse)
+                self._note_left_out(source, left_out)
+                if left_out and not endpoints:
+                    raise all_bad(left_out)
+                changed = endpoints != known
+                if changed:
+                    await self.update_in_steps(source.name, steps_towards(endpoints, known or ()))
+            except (ValueError, ClientError) as error:
                 trouble = str(error)
         if trouble:
             self._failed(source, trouble)
@@ -176,6 +209,17 @@ class Poller:
         if self.complaints.pop(source.name, None) is not None:
             self._failing.labels(self._cluster, source.name).set(0)
             log.info("discovery %s/%s answers again", self._cluster, source.name)
+
+    def _note_left_out(self, source: Source, left_out: Sequence[LeftOut]) -> None:
+        if self._asking:
+            self._skipped.labels(self._cluster, source.name).set(len(left_out))
+        if left_out and left_out != self.left_out.get(source.name):
+            more = f" (and {len(left_out) - _NAMED} more)" if left_out[_NAMED:] else ""
+            named = "; ".join(map(str, left_out[:_NAMED]))
+            log.warning("discovery %s/%s leaves out %s%s", self._cluster, source.name, named, more)
+        self.left_out.pop(source.name, None)
+        if left_out:
+            self.left_out[source.name] = left_out
 
     async def update_in_steps(self, source: str, steps: Iterable[Sequence[EndpointSettings]]) -> None:
         """Thousands that come or leave at once hold no request up."""

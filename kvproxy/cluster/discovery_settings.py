@@ -13,9 +13,12 @@ class FileDiscoverySettings(Model):
     """Endpoints from a YAML or JSON file (a list of endpoints), watched for changes."""
 
     path: str
-    """The file. `${VAR}` and `${VAR:-default}` in its values are replaced as they are here."""
+    """The file. With `credentials` `${VAR}` and `${VAR:-default}` in its values are replaced as they are here."""
     interval: Duration = 2.0
     """How often it is looked at."""
+    credentials: bool = False
+    """Its endpoints may name files, environment variables and credentials (`api_key`, `ca_file`, `${VAR}`). Off:
+    one that does is left out, since whoever writes the file would read the proxy's files by it."""
 
 
 class DnsDiscoverySettings(Model):
@@ -93,6 +96,8 @@ class EtcdDiscoverySettings(Model):
     """Of etcd, with the right to read the prefix; empty: its authentication is off."""
     password: Secret | None = None
     """Of that user."""
+    credentials: bool = False
+    """Its endpoints may name files and credentials (`api_key`, `ca_file`), as of the file."""
 
 
 class DiscoverySettings(Model):

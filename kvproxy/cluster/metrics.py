@@ -70,6 +70,7 @@ class EndpointStateMetrics(MetricGroup):
         "kvproxy_endpoint_adapters": Across.MAX,
         "kvproxy_endpoint_up": Across.MIN,
         "kvproxy_discovery_failing": Across.MAX,
+        "kvproxy_discovery_left_out": Across.MAX,
     }
 
     def __init__(self, r: CollectorRegistry) -> None:
@@ -101,6 +102,10 @@ class EndpointStateMetrics(MetricGroup):
         self.discovery = Counter("kvproxy_discovery_updates", "Discovery results", ["cluster", "outcome"], registry=r)
         self.discovery_failing = Gauge(
             "kvproxy_discovery_failing", "1: this source of endpoints does not answer, and what it said last stands",
+            ["cluster", "source"], registry=r,
+        )  # fmt: skip
+        self.discovery_left_out = Gauge(
+            "kvproxy_discovery_left_out", "Objects of this source that cannot be endpoints",
             ["cluster", "source"], registry=r,
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, field_validator
 
-from kvproxy.base.settings.model import Duration, Fraction, Model, Name, Secret
+from kvproxy.base.settings.model import Duration, EndpointName, Fraction, Model, Secret
 from kvproxy.base.types import Tier
 from kvproxy.cluster.discovery_settings import DiscoverySettings
 
@@ -281,7 +281,7 @@ class DataParallelSettings(Model):
 class EndpointSettings(Model):
     """One engine instance."""
 
-    id: Name
+    id: EndpointName
     """Unique in its cluster; shown in `x-kvproxy-endpoint`."""
     url: str
     """`http://host:port` or `https://...`, with a base path if the engine has one."""

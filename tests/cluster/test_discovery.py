@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import random
 import socket
 from collections.abc import Sequence
@@ -14,17 +15,24 @@ from typing import Any
 import pytest
 
 from kvproxy.base.background_task import TaskSet
-from kvproxy.base.errors import DiscoveryError
+from kvproxy.base.errors import BadResponse, DiscoveryError
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.discovery import Poller, Source, sources_of, steps_towards
 from kvproxy.cluster.discovery_settings import DiscoverySettings, DnsDiscoverySettings, FileDiscoverySettings
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
+from kvproxy.cluster.sources.entries import Answer, LeftOut, split_answer
 from kvproxy.cluster.sources.polled import MAX_FILE_BYTES, DnsDiscovery, FileDiscovery, parse_endpoints
 from tests.cluster.conftest import MakeCluster, configs
 from tests.support.clock import FakeClock
 
 LIST = "- {id: a, url: 'http://127.0.0.1:1'}\n- {id: b, url: 'http://127.0.0.1:2', weight: 2}\n"
+
+
+def good(answer: Answer) -> list[EndpointSettings]:
+    """The endpoints of an answer that leaves nothing out."""
+    assert not [one for one in answer if isinstance(one, LeftOut)]
+    return [one for one in answer if isinstance(one, EndpointSettings)]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +44,7 @@ LIST = "- {id: a, url: 'http://127.0.0.1:1'}\n- {id: b, url: 'http://127.0.0.1:2
 )
 def test_yaml_and_json_are_read(text: str) -> None:
     """A list of endpoints as in the configuration."""
-    endpoints = parse_endpoints(text.encode())
+    endpoints = good(parse_endpoints(text.encode()))
     assert [(e.id, e.url, e.weight) for e in endpoints] == [
         ("a", "http://127.0.0.1:1", 1),
         ("b", "http://127.0.0.1:2", 2),
@@ -45,7 +53,7 @@ def test_yaml_and_json_are_read(text: str) -> None:
 
 def test_a_mapping_of_urls_is_read() -> None:
     """The short form of the configuration."""
-    assert [e.id for e in parse_endpoints(b"a: http://127.0.0.1:1\n7: http://127.0.0.1:2\n")] == ["a", "7"]
+    assert [e.id for e in good(parse_endpoints(b"a: http://127.0.0.1:1\n7: http://127.0.0.1:2\n"))] == ["a", "7"]
 
 
 @pytest.mark.parametrize(
@@ -60,10 +68,6 @@ def test_a_mapping_of_urls_is_read() -> None:
         (b"[" * 600, "not readable as YAML or JSON"),
         (b"a: http://x\nb: http://y\na: http://z\n", "line 3, column 1: duplicate key 'a'"),
         (b"- {id: a, url: 'http://x', id: b}", "line 1, column 28: duplicate key 'id'"),
-        (b"- {id: a}", "0.url: Field required"),
-        (b"- {id: a, url: 'http://x', wait: 1}", "0.wait: Extra inputs"),
-        (b"- {id: a, url: 'ftp://x'}", "a: the scheme must be http or https"),
-        (b"- {id: a, url: 'http://x'}\n- {id: a, url: 'http://y'}", "occur twice: a"),
     ],
 )
 def test_a_bad_file_says_why(text: bytes, complaint: str) -> None:
@@ -74,9 +78,9 @@ def test_a_bad_file_says_why(text: bytes, complaint: str) -> None:
 
 def test_words_and_times_are_the_text_they_look_like() -> None:
     """As in the configuration: `no` is no boolean and `22:22` no number in base sixty."""
-    found = parse_endpoints(b"no: http://x\n22:22: http://y\n007: http://z\n1e3: http://w\n")
+    found = good(parse_endpoints(b"no: http://x\n22:22: http://y\n007: http://z\n1e3: http://w\n"))
     assert [endpoint.id for endpoint in found] == ["no", "22:22", "007", "1e3"]
-    (listed,) = parse_endpoints(b"- {id: on, url: http://x, models: [no, 12:30]}")
+    (listed,) = good(parse_endpoints(b"- {id: on, url: http://x, models: [no, 12:30]}"))
     assert (listed.id, listed.models) == ("on", ("no", "12:30"))
 
 
@@ -84,28 +88,51 @@ def test_values_come_from_the_environment_as_in_the_configuration() -> None:
     """In lists and in mappings, numbers included, with defaults, and a dollar sign where two are written."""
     env = {"HOST": "10.0.0.7", "WEIGHT": "2.5", "KEY": "sk-1"}
     text = b"- {id: a, url: 'http://${HOST}:${PORT:-8000}', weight: '${WEIGHT}', api_key: '${KEY}', labels: {p: $$1}}"
-    (a,) = parse_endpoints(text, env=env)
+    (a,) = good(parse_endpoints(text, env=env, credentials=True))
     assert a.api_key is not None
     assert (a.url, a.weight, a.labels["p"]) == ("http://10.0.0.7:8000", 2.5, "$1")
     assert a.api_key.get_secret_value() == "sk-1"
-    assert [one.url for one in parse_endpoints(b"b: http://${HOST}:1", env=env)] == ["http://10.0.0.7:1"]
+    assert [one.url for one in good(parse_endpoints(b"b: http://${HOST}:1", env=env, credentials=True))] == [
+        "http://10.0.0.7:1"
+    ]
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        (b"- {id: a, url: 'http://${NOWHERE}:1'}", r"^\[0\].url: environment variable NOWHERE is not set$"),
-        (b"- {id: a, url: 'http://x', weight: '${heavy-1}'}", r"^\[0\].weight: a placeholder is written"),
-        (b"a: http://${NOWHERE}", "^a: environment variable NOWHERE is not set$"),
-        (b"- {id: a, url: 'http://x', weight: '${WORD}'}", "0.weight"),
-        (b"- {id: a, url: '${WORD}'}", "a: must start with http"),
+        (b"- {id: a, url: 'http://${NOWHERE}:1'}", "[0]: url: environment variable NOWHERE is not set"),
+        (b"- {id: a, url: 'http://x', weight: '${heavy-1}'}", "[0]: weight: a placeholder is written"),
+        (b"a: http://${NOWHERE}", "a: url: environment variable NOWHERE is not set"),
+        (b"- {id: a, url: 'http://x', weight: '${WORD}'}", "[0]: weight"),
+        (b"- {id: a, url: '${WORD}'}", "[0]: must start with http"),
+        (b"- {id: a}", "[0]: url: Field required"),
+        (b"- {id: a, url: 'http://x', wait: 1}", "[0]: wait: Extra inputs"),
+        (b"a: ftp://x", "a: the scheme must be http or https"),
+        (b"- just words", "[0]: expected an object with the fields of an endpoint"),
+        (b"- {id: a, url: 'http://x', 7: 1}", "[0]: 7"),
     ],
 )
 def test_a_variable_that_is_missing_or_wrong_is_named(text: bytes, complaint: str) -> None:
     """With its place; what a variable holds is not shown."""
-    with pytest.raises(DiscoveryError, match=complaint) as caught:
-        parse_endpoints(text, env={"WORD": "sesame"})
-    assert "sesame" not in str(caught.value)
+    (one,) = parse_endpoints(text, env={"WORD": "sesame"}, credentials=True)
+    assert isinstance(one, LeftOut)
+    assert str(one).startswith(complaint)
+    assert "sesame" not in str(one)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    ["api_key: {file: /etc/passwd}", "api_key: sk-1", "ca_file: /etc/passwd", "labels: {a: '${HOME}'}"],
+)
+def test_a_file_names_no_credential_unless_that_is_allowed(fields: str) -> None:
+    """Nothing is read; the others of the file stay."""
+    text = f"- {{id: a, url: 'http://x', {fields}}}\n- {{id: b, url: 'http://y'}}\n".encode()
+    bad, b = parse_endpoints(text, env={"HOME": "/root"})
+    assert isinstance(bad, LeftOut)
+    assert "credentials: true" in bad.why
+    assert not isinstance(b, LeftOut)
+    allowed, _ = parse_endpoints(text, env={"HOME": "/root"}, credentials=True)
+    assert not isinstance(allowed, LeftOut) or "cannot read" in allowed.why or "control character" in allowed.why
 
 
 async def test_a_files_values_come_from_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,15 +140,16 @@ async def test_a_files_values_come_from_the_process(tmp_path: Path, monkeypatch:
     path = tmp_path / "endpoints.yaml"
     path.write_text("a: http://${ENGINE_HOST}:1\n")
     monkeypatch.setenv("ENGINE_HOST", "127.0.0.1")
-    assert [one.url for one in await FileDiscovery(path).endpoints()] == ["http://127.0.0.1:1"]
+    assert [one.url for one in good(await FileDiscovery(path, credentials=True).endpoints())] == ["http://127.0.0.1:1"]
 
 
 def test_complaints_show_no_keys() -> None:
     """A typing error beside a secret must not print the secret."""
-    with pytest.raises(DiscoveryError) as caught:
-        parse_endpoints(b"- {id: a, url: 'http://x', api_key: [sk-secret], wait: sk-other}")
-    assert "sk-" not in str(caught.value)
-    assert caught.value.__cause__ is None
+    for credentials in (False, True):
+        text = b"- {id: a, url: 'http://x', api_key: [sk-secret], wait: sk-other}"
+        (one,) = parse_endpoints(text, credentials=credentials)
+        assert isinstance(one, LeftOut)
+        assert "sk-" not in str(one)
 
 
 async def test_a_file_is_parsed_when_its_text_changes(tmp_path: Path) -> None:
@@ -132,7 +160,7 @@ async def test_a_file_is_parsed_when_its_text_changes(tmp_path: Path) -> None:
     first = await discovery.endpoints()
     assert await discovery.endpoints() is first
     path.write_text(LIST.replace("weight: 2", "weight: 3"))
-    assert [e.weight for e in await discovery.endpoints()] == [1, 3]
+    assert [e.weight for e in good(await discovery.endpoints())] == [1, 3]
 
 
 async def test_missing_and_huge_files_are_errors(tmp_path: Path) -> None:
@@ -155,7 +183,7 @@ async def test_dns_makes_one_endpoint_an_address() -> None:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 8000)) for address in addresses]
 
     settings = DnsDiscoverySettings(host="engines.local", port=8000, models=("m",))
-    endpoints = await DnsDiscovery(settings, resolve=resolve).endpoints()
+    endpoints = good(await DnsDiscovery(settings, resolve=resolve).endpoints())
     assert [(e.id, e.url) for e in endpoints] == [
         ("engines.local@10.0.0.1", "http://10.0.0.1:8000"),
         ("engines.local@10.0.0.2", "http://10.0.0.2:8000"),
@@ -179,8 +207,8 @@ async def test_a_name_that_cannot_be_resolved_is_named() -> None:
 
 
 async def test_dns_asks_the_system_by_default() -> None:
-    """Through the loop's executor."""
-    endpoints = await DnsDiscovery(DnsDiscoverySettings(host="127.0.0.1", port=81, scheme="https")).endpoints()
+    """In a thread of its own."""
+    endpoints = good(await DnsDiscovery(DnsDiscoverySettings(host="127.0.0.1", port=81, scheme="https")).endpoints())
     assert [e.url for e in endpoints] == ["https://127.0.0.1:81"]
 
 
@@ -397,3 +425,96 @@ class ListDiscovery:
 
     async def endpoints(self) -> Sequence[EndpointSettings]:
         return self._endpoints
+
+
+def test_one_bad_endpoint_is_left_out_alone() -> None:
+    """Twice the same id, a URL that is none, and what the deployment refuses; a source's endpoints are bounded."""
+    answer = (
+        *configs("a", "a", "own"),
+        EndpointSettings(id="spaces", url="http://not an ip:1"),
+        EndpointSettings(id="port", url="http://127.0.0.1:99999"),
+        LeftOut("key x", "no URL"),
+    )
+    endpoints, left_out = split_answer(answer, refuse=lambda one: "the proxy itself" if one.id == "own" else "")
+    assert [one.id for one in endpoints] == ["a"]
+    assert [one.name for one in left_out] == ["a", "own", "spaces", "port", "key x"]
+    with pytest.raises(BadResponse, match="more than 10000 endpoints from one source"):
+        split_answer(configs("a") * 10_001, refuse=lambda _: "")
+
+
+async def test_what_is_left_out_is_named_counted_and_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And gone when it is corrected; a file of nothing but bad ones changes nothing."""
+    path, bell, metrics = tmp_path / "endpoints.yaml", Bell(), Metrics()
+    path.write_text("a: http://127.0.0.1:1\nb: nonsense\n")
+    discovery = DiscoverySettings(file=FileDiscoverySettings(path=str(path)))
+    cluster = Cluster(
+        "c", ClusterSettings(discovery=discovery), metrics=metrics, clock=FakeClock(), rng=random.Random(1), sleep=bell
+    )
+
+    def counted() -> float | None:
+        labels = {"cluster": "c", "source": "file"}
+        return metrics.registry.get_sample_value("kvproxy_discovery_left_out", labels)
+
+    async with cluster:
+        await bell.asleep()
+        assert [str(one.id) for one in cluster.endpoints] == ["a"]
+        assert counted() == 1
+        assert [one.name for one in cluster.left_out["file"]] == ["b"]
+        assert "discovery c/file leaves out b: must start with http" in caplog.text
+        path.write_text("b: nonsense\n")
+        await bell.rung()
+        assert [str(one.id) for one in cluster.endpoints] == ["a"]
+        assert "no endpoint of it can be used" in cluster.discovery_complaints["file"]
+        path.write_text("b: http://127.0.0.1:2\n")
+        await bell.rung()
+        assert [str(one.id) for one in cluster.endpoints] == ["b"]
+        assert (counted(), dict(cluster.left_out)) == (0, {})
+
+
+async def test_a_pipe_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
+    """It is not waited for; the repaired file is read."""
+    path = tmp_path / "endpoints.yaml"
+    os.mkfifo(path)
+    discovery = FileDiscovery(path)
+    with pytest.raises(OSError, match="not a regular file"):
+        await discovery.endpoints()
+    path.unlink()
+    path.write_text("a: http://127.0.0.1:1\n")
+    assert [one.id for one in good(await discovery.endpoints())] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("error", "complaint"),
+    [
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), "Name or service not known"),
+        (socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"), "Temporary failure"),
+        (TimeoutError(), "is not resolved within"),
+    ],
+)
+async def test_a_name_that_is_gone_after_it_was_there_changes_nothing(error: OSError, complaint: str) -> None:
+    """NXDOMAIN, SERVFAIL and a resolver that hangs, after a thousand addresses."""
+    addresses = [f"10.0.{number // 250}.{number % 250}" for number in range(1000)]
+    failing = False
+
+    async def resolve(*_: Any, **__: Any) -> Sequence[tuple[Any, ...]]:
+        if failing:
+            raise error
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 8000)) for address in addresses]
+
+    known: dict[str, Sequence[EndpointSettings]] = {}
+    dns = DnsDiscovery(DnsDiscoverySettings(host="engines.local", port=8000), resolve=resolve)
+    async with TaskSet() as tasks:
+        poller = Poller(
+            "c",
+            [Source("dns", dns, 1)],
+            tasks=tasks,
+            known=known.get,
+            on_update=known.__setitem__,
+            metrics=Metrics(),
+        )
+        await poller.ask_all()
+        assert len(known["dns"]) == 1000
+        failing = True
+        await poller.ask_all()
+        assert len(known["dns"]) == 1000
+        assert complaint in poller.complaints["dns"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from random import Random
@@ -15,6 +16,9 @@ from kvproxy.cluster.sources.watched import ItemT, TooOld, Watched, check_count
 
 #: A watch that lasted so long was a good one: the next begins at once.
 _STEADY_S = 5.0
+#: Watches end after this long, and after a while everything is listed again: a server that sends no more than signs of
+#: life is noticed.
+_LONGEST_WATCH_S, _LIST_AGAIN_S = 120.0, 300.0
 _PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
 
 
@@ -32,6 +36,7 @@ class Mirror(Generic[ItemT]):
         self._version: str | None = None  # None: to be listed
         self._items: dict[str, ItemT] = {}
         self.listed = False  # once at least
+        self._listed_at = 0.0
         self.trouble = ""
 
     @property
@@ -46,6 +51,7 @@ class Mirror(Generic[ItemT]):
         except TooOld as error:
             raise DiscoveryError("the list changed too often while it was read") from error
         self._items, self._version, self.listed = listing.items, listing.version, True
+        self._listed_at = self._clock()
 
     async def follow(self, on_change: Callable[[], Awaitable[None]]) -> None:
         """List what was not listed yet, then watch, and again after every end; for ever. `on_change` is called after
@@ -54,15 +60,15 @@ class Mirror(Generic[ItemT]):
         while True:
             began = self._clock()
             try:
-                if self._version is None:
+                if self._version is None or began - self._listed_at >= _LIST_AGAIN_S:
                     await self.list_all()
                     await on_change()
                 await self._watch(self._version or "", on_change)
             except TooOld:
                 self._version = None
-            except (ClientError, DiscoveryError, OSError) as error:
+            except (ClientError, DiscoveryError, OSError, ValueError) as error:
                 self.trouble = str(error) or type(error).__name__
-                if isinstance(error, BadResponse):
+                if isinstance(error, BadResponse | ValueError):
                     self._version = None
             await on_change()
             failures = 0 if self._clock() - began >= _STEADY_S and not self.trouble else failures + 1
@@ -70,6 +76,11 @@ class Mirror(Generic[ItemT]):
                 await self._sleep(full_jitter_s(failures, base_s=_PAUSE_S, max_s=_MAX_PAUSE_S, rng=self._rng))
 
     async def _watch(self, version: str, on_change: Callable[[], Awaitable[None]]) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LONGEST_WATCH_S):
+                await self._apply_changes(version, on_change)
+
+    async def _apply_changes(self, version: str, on_change: Callable[[], Awaitable[None]]) -> None:
         async with aclosing(self._collection.watch(version)) as batches:
             async for changes in batches:
                 items = {**self._items, **changes.items}

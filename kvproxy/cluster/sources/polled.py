@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
 
 from kvproxy.base.errors import DiscoveryError
 from kvproxy.base.settings.addresses import url_fault
 from kvproxy.base.settings.paths import dotted_path
 from kvproxy.base.settings.yaml_text import parse_yaml, substitute_variables
+from kvproxy.base.timed_thread import TimedThread, read_file
 from kvproxy.cluster.discovery_settings import DnsDiscoverySettings
 from kvproxy.cluster.settings import EndpointSettings
+from kvproxy.cluster.sources.entries import Answer, LeftOut, read_entry
+from kvproxy.cluster.sources.watched import check_count
 
 #: Larger endpoint files are refused unread.
 MAX_FILE_BYTES = 4 * 1024 * 1024
 
-_ENDPOINTS = TypeAdapter(tuple[EndpointSettings, ...])
+#: Files and names are given up before the poll is.
+_TIMEOUT_S = 8.0
 
 Resolve = Callable[..., Awaitable[Sequence[tuple[Any, ...]]]]  # loop.getaddrinfo's shape
 
@@ -30,59 +32,65 @@ Resolve = Callable[..., Awaitable[Sequence[tuple[Any, ...]]]]  # loop.getaddrinf
 class FileDiscovery:
     """A YAML or JSON file with a list of endpoints, or a mapping `id: url`; read off the event loop.
 
-    `${VAR}` and `${VAR:-default}` in its values are taken from `env`, as in the configuration itself.
+    With `credentials` `${VAR}` and `${VAR:-default}` in its values are taken from `env`, as in the configuration.
     """
 
-    def __init__(self, path: str | Path, *, env: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, path: str | Path, *, env: Mapping[str, str] = os.environ, credentials: bool = False) -> None:
         self._path = Path(path)
         self._env = env
+        self._credentials = credentials
         self._text = b""
-        self._parsed: tuple[EndpointSettings, ...] = ()
+        self._parsed: Answer = ()
+        self._thread = TimedThread("endpoints file")
 
-    async def endpoints(self) -> Sequence[EndpointSettings]:
+    async def endpoints(self) -> Answer:
         """The file's endpoints; it is parsed only when its text changed."""
-        text = await asyncio.to_thread(self._read)
+        try:
+            return await self._thread.call(self._read, timeout_s=_TIMEOUT_S)
+        except TimeoutError as error:
+            raise DiscoveryError(f"{self._path} cannot be read within {_TIMEOUT_S:g} s") from error
+
+    def _read(self) -> Answer:
+        text = read_file(self._path, max_bytes=MAX_FILE_BYTES)
+        if len(text) > MAX_FILE_BYTES:
+            raise DiscoveryError(f"{self._path} is larger than {MAX_FILE_BYTES} bytes")
         if text != self._text or not self._parsed:
-            self._parsed = await asyncio.to_thread(parse_endpoints, text, env=self._env)
+            self._parsed = parse_endpoints(text, env=self._env, credentials=self._credentials)
             self._text = text
         return self._parsed
 
-    def _read(self) -> bytes:
-        with self._path.open("rb") as file:
-            text = file.read(MAX_FILE_BYTES + 1)
-        if len(text) > MAX_FILE_BYTES:
-            raise DiscoveryError(f"{self._path} is larger than {MAX_FILE_BYTES} bytes")
-        return text
 
-
-def parse_endpoints(text: bytes, *, env: Mapping[str, str] = MappingProxyType({})) -> tuple[EndpointSettings, ...]:
-    """Endpoints from YAML or JSON, read as the configuration is; DiscoveryError for anything that is not a list of good
-    ones with distinct ids, and for a variable that `env` has not."""
+def parse_endpoints(
+    text: bytes, *, env: Mapping[str, str] = MappingProxyType({}), credentials: bool = False
+) -> tuple[EndpointSettings | LeftOut, ...]:
+    """Read endpoints from YAML or JSON as the configuration is read; each that is not a good one is left out.
+    DiscoveryError for anything that is not a list of them."""
     try:
         data, faults = parse_yaml(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DiscoveryError(f"not readable as YAML or JSON: {' '.join(str(error).split())}") from error
     if faults:
         raise DiscoveryError("not readable as YAML or JSON: " + "; ".join(map(str, faults)))
-    data, missing = substitute_variables(data, env, dotted_path)
-    if missing:
-        raise DiscoveryError("; ".join(f"{problem.path}: {problem.message}" for problem in missing))
+    places: Iterable[str] = ()
     if isinstance(data, Mapping):
+        places = list(map(str, data))
         data = [{"id": key, "url": url} for key, url in data.items()]
     if not data or not isinstance(data, list):
         raise DiscoveryError("expected a list of endpoints, and not an empty one")
-    try:
-        endpoints = _ENDPOINTS.validate_python(data)
-    except ValidationError as error:
-        problems = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_input=False))
-        raise DiscoveryError("; ".join(problems)) from None  # the cause would show the input, keys included
-    ids = [endpoint.id for endpoint in endpoints]
-    if len(set(ids)) < len(ids):
-        raise DiscoveryError(f"endpoint ids occur twice: {', '.join(sorted({i for i in ids if ids.count(i) > 1}))}")
-    for endpoint in endpoints:
-        if fault := url_fault(endpoint.url):
-            raise DiscoveryError(f"{endpoint.id}: {fault}")
-    return endpoints
+    check_count(len(data), "endpoints in a file")
+    named = zip(places or (f"[{index}]" for index in range(len(data))), data, strict=True)
+    return tuple(_read_item(place, item, env, credentials=credentials) for place, item in named)
+
+
+def _read_item(place: str, item: object, env: Mapping[str, str], *, credentials: bool) -> EndpointSettings | LeftOut:
+    values, missing = substitute_variables(item, env if credentials else {}, dotted_path)
+    if missing and not credentials:
+        return LeftOut(place, "names an environment variable, which this source may not: set `credentials: true` there")
+    if missing:
+        return LeftOut(place, "; ".join(f"{one.path}: {one.message}" for one in missing))
+    one = read_entry(place, values, credentials=credentials)
+    fault = "" if isinstance(one, LeftOut) else url_fault(one.url)
+    return LeftOut(place, fault) if fault else one
 
 
 class DnsDiscovery:
@@ -91,27 +99,35 @@ class DnsDiscovery:
     def __init__(self, settings: DnsDiscoverySettings, *, resolve: Resolve | None = None) -> None:
         self._settings = settings
         self._resolve = resolve
+        self._thread = TimedThread("resolver")
 
-    async def endpoints(self) -> Sequence[EndpointSettings]:
+    async def endpoints(self) -> Answer:
         """Every address, in a stable order; resolved off the event loop."""
         settings = self._settings
-        resolve = self._resolve or asyncio.get_running_loop().getaddrinfo
+        resolve = self._resolve or self._ask_system
         try:
             found = await resolve(settings.host, settings.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+        except TimeoutError as error:
+            raise DiscoveryError(f"the name {settings.host!r} is not resolved within {_TIMEOUT_S:g} s") from error
         except socket.gaierror as error:
             why = error.strerror or error
             raise DiscoveryError(f"the name {settings.host!r} cannot be resolved: {why}") from error
         addresses = sorted({str(entry[4][0]) for entry in found})
+        check_count(len(addresses), "addresses of a name")
         return tuple(self._endpoint(address) for address in addresses)
 
-    def _endpoint(self, address: str) -> EndpointSettings:
+    async def _ask_system(self, host: str, port: int, **how: Any) -> Sequence[tuple[Any, ...]]:
+        return await self._thread.call(partial(socket.getaddrinfo, host, port, **how), timeout_s=_TIMEOUT_S)
+
+    def _endpoint(self, address: str) -> EndpointSettings | LeftOut:
         settings = self._settings
         host = f"[{address}]" if ":" in address else address
-        return EndpointSettings(
-            id=f"{settings.host}@{address}",
-            url=f"{settings.scheme}://{host}:{settings.port}",
-            instance_id=f"{host}:{settings.port}",
-            models=settings.models,
-            server_name=settings.host,
-            ca_file=settings.ca_file,
-        )
+        fields = {
+            "id": f"{settings.host}@{address}",
+            "url": f"{settings.scheme}://{host}:{settings.port}",
+            "instance_id": f"{host}:{settings.port}",
+            "models": settings.models,
+            "server_name": settings.host,
+            "ca_file": settings.ca_file,
+        }
+        return read_entry(f"address {address}", fields, credentials=True)  # all of it is the operator's

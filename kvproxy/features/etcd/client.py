@@ -22,6 +22,8 @@ _MAX_LINE_BYTES = 16 << 20
 _TIMEOUT_S = 4.0
 #: etcd says nothing where nothing changes: a watch is begun anew after this long.
 _IDLE_S = 60.0
+#: Digits of 64 bits.
+_LONGEST_REVISION = 20
 
 
 class _Header(msgspec.Struct):
@@ -157,7 +159,7 @@ class EtcdPrefix:
         changed: dict[str, bytes | None] = {}
         version = ""
         for result in results:
-            version = result.header.revision if result.events else version
+            version = str(_number(result.header.revision)) if result.events else version
             for event in result.events:
                 changed[self._name(event.kv)] = None if event.type == "DELETE" else _bytes(event.kv.value)
         return Changes(changed, version)
@@ -187,7 +189,7 @@ def _end_of(prefix: bytes) -> bytes:
 
 
 def _number(text: str) -> int:
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > _LONGEST_REVISION:
         raise BadResponse("etcd sent a revision that is no number")
     return int(text)
 

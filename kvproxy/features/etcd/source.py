@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from random import Random
 
 import msgspec
-from pydantic import ValidationError
 
 from kvproxy.base.settings.addresses import url_fault
+from kvproxy.base.timed_thread import TimedThread
 from kvproxy.base.types import Clock, Sleep
 from kvproxy.cluster.discovery_settings import EtcdDiscoverySettings
 from kvproxy.cluster.settings import EndpointSettings
+from kvproxy.cluster.sources.entries import Answer, LeftOut, read_entry
 from kvproxy.cluster.sources.mirror import Mirror
 from kvproxy.features.etcd.client import EtcdPrefix
+
+#: Files that its endpoints name are read away from the event loop.
+_FILES_S = 5.0
 
 
 class EtcdDiscovery:
@@ -30,45 +34,46 @@ class EtcdDiscovery:
         )
         self._mirror = Mirror(prefix, clock=clock, rng=rng, sleep=sleep)
         self._models = settings.models
+        self._credentials = settings.credentials
+        self._thread = TimedThread("etcd endpoints")
 
-    async def endpoints(self) -> Sequence[EndpointSettings]:
+    async def endpoints(self) -> Answer:
         """Those there are now, listed."""
         await self._mirror.list_all()
-        return self._found()[0]
+        return await self._found()
 
-    async def follow(self, tell: Callable[[Sequence[EndpointSettings] | None, str], Awaitable[None]]) -> None:
+    async def follow(self, tell: Callable[[Answer | None, str], Awaitable[None]]) -> None:
         """As of WatchedDiscovery."""
 
         async def changed() -> None:
             if self._mirror.listed:
-                endpoints, fault = self._found()
-                await tell(endpoints, self._mirror.trouble or fault)
+                await tell(await self._found(), self._mirror.trouble)
             else:
                 await tell(None, self._mirror.trouble)
 
         await self._mirror.follow(changed)
 
-    def _found(self) -> tuple[tuple[EndpointSettings, ...], str]:
-        found, fault = [], ""
-        for name, value in sorted(self._mirror.items.items()):
-            one = endpoint_of(name, value)
-            if isinstance(one, str):
-                fault = fault or f"key {name}: {one}"
-            else:
-                found.append(one if one.models else one.model_copy(update={"models": self._models}))
-        return tuple(found), fault
+    async def _found(self) -> Answer:
+        items = sorted(self._mirror.items.items())
+
+        def read() -> Answer:
+            return tuple(self._entry(name, value) for name, value in items)
+
+        return await self._thread.call(read, timeout_s=_FILES_S) if self._credentials else read()
+
+    def _entry(self, name: str, value: bytes) -> EndpointSettings | LeftOut:
+        one = endpoint_of(name, value, credentials=self._credentials)
+        return one if isinstance(one, LeftOut) or one.models else one.model_copy(update={"models": self._models})
 
 
-def endpoint_of(name: str, value: bytes) -> EndpointSettings | str:
-    """The endpoint, or what is wrong with it."""
+def endpoint_of(name: str, value: bytes, *, credentials: bool = False) -> EndpointSettings | LeftOut:
+    """Return the endpoint of a key, or what is wrong with it."""
+    key = f"key {name}"
     try:
         data = msgspec.json.decode(value) if value.startswith((b"{", b'"')) else value.decode()
-        fields = {"url": data} if isinstance(data, str) else data
-        endpoint = EndpointSettings.model_validate({"id": name, **fields})
-    except ValidationError as error:
-        return "; ".join(
-            f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_input=False)[:3]
-        )
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError):
-        return "neither a URL nor an object in JSON"
-    return url_fault(endpoint.url) or endpoint
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return LeftOut(key, "neither a URL nor an object in JSON")
+    fields = {"url": data} if isinstance(data, str) else data
+    one = read_entry(key, {"id": name, **fields}, credentials=credentials)
+    fault = "" if isinstance(one, LeftOut) else url_fault(one.url)
+    return LeftOut(key, fault) if fault else one

@@ -21,12 +21,15 @@ import msgspec
 from kvproxy.base.errors import BadResponse, ClientError, ClientUnavailable, DiscoveryError, Refused
 from kvproxy.cache.clients.api import query_string
 from kvproxy.cache.clients.line_stream import StreamApi
-from kvproxy.cluster.sources.watched import Changes, Listing, TooOld, check_count
+from kvproxy.cluster.sources.entries import LeftOut
+from kvproxy.cluster.sources.watched import MAX_ITEMS, Changes, Listing, TooOld, check_count
 
 #: Where a pod finds what it needs to speak to the API.
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 _PAGE = 200
+#: Of a list that is kept, were each a quarter full.
+_MAX_PAGES = 4 * MAX_ITEMS // _PAGE
 _MAX_PAGE_BYTES = 16 << 20
 _MAX_PAGE_VALUES = 200_000
 #: The API server stores no object over 1.5 MiB.
@@ -60,7 +63,17 @@ class KubernetesObject(msgspec.Struct, frozen=True):
 
 class _Page(msgspec.Struct):
     metadata: Metadata
-    items: list[msgspec.Raw] | None = None
+    items: list[msgspec.Raw]  # an answer without is no list, and not an empty one
+
+
+class _Named(msgspec.Struct):
+    name: str = ""
+
+
+class _Object(msgspec.Struct):
+    """What is read of an object that is not as it should be."""
+
+    metadata: _Named
 
 
 class _Event(msgspec.Struct):
@@ -130,19 +143,20 @@ class Collection(Generic[ObjectT]):
         self._selector = selector
         self._rng = rng
 
-    async def list_all(self) -> Listing[ObjectT]:
+    async def list_all(self) -> Listing[ObjectT | LeftOut]:
         """All of them, page by page."""
-        found: dict[str, ObjectT] = {}
-        page = _Page(Metadata())
+        found: dict[str, ObjectT | LeftOut] = {}
+        page = _Page(Metadata(), [])
         async with self._access.connect() as api:
-            while True:
+            for _ in range(_MAX_PAGES):
                 page = await self._page(api, page.metadata.continued)
-                found.update((one.metadata.name, one) for one in map(self._decode, page.items or ()))
+                found.update(map(self._read, page.items))
                 check_count(len(found), f"{self._resource} in namespace {self._namespace}")
                 if not page.metadata.continued:
                     return Listing(found, page.metadata.resource_version)
+        raise BadResponse(f"{self._resource}: the list does not end after {_MAX_PAGES} pages")
 
-    async def watch(self, version: str) -> AsyncGenerator[Changes[ObjectT]]:
+    async def watch(self, version: str) -> AsyncGenerator[Changes[ObjectT | LeftOut]]:
         """What changed since, as it does; without changes once it has begun."""
         query = query_string(
             {
@@ -187,15 +201,15 @@ class Collection(Generic[ObjectT]):
             return Refused(f"the Kubernetes API {what} ({error.status}{said and ': '}{said})", status=error.status)
         return error
 
-    def _changes(self, lines: Sequence[bytes]) -> Changes[ObjectT]:
-        changed: dict[str, ObjectT | None] = {}
+    def _changes(self, lines: Sequence[bytes]) -> Changes[ObjectT | LeftOut]:
+        changed: dict[str, ObjectT | LeftOut | None] = {}
         version = ""
         for line in lines:
             event = self._event(line)
-            one = self._decode(event.object)
-            version = one.metadata.resource_version or version
+            name, one = self._read(event.object)
+            version = (not isinstance(one, LeftOut) and one.metadata.resource_version) or version
             if event.type != "BOOKMARK":
-                changed[one.metadata.name] = None if event.type == "DELETED" else one
+                changed[name] = None if event.type == "DELETED" else one
         return Changes(changed, version)
 
     def _event(self, line: bytes) -> _Event:
@@ -209,6 +223,20 @@ class Collection(Generic[ObjectT]):
         if status.code == _GONE:
             raise TooOld
         raise ClientUnavailable(f"the watch of {self._resource} ended with {status.code}: {status.message[:200]}")
+
+    def _read(self, raw: msgspec.Raw) -> tuple[str, ObjectT | LeftOut]:
+        """Return an object with its name; one that cannot be read is left out alone. BadResponse without a name."""
+        try:
+            one = self._decode(raw)
+        except BadResponse as error:
+            try:
+                name = msgspec.json.decode(raw, type=_Object).metadata.name
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                name = ""
+            if not name:
+                raise
+            return name, LeftOut(f"{self._resource} {name}", str(error))
+        return one.metadata.name, one
 
     def _decode(self, raw: msgspec.Raw) -> ObjectT:
         try:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvproxy.base.settings.addresses import is_address, url_fault
 from kvproxy.cluster.discovery_settings import KubernetesDiscoverySettings
 from kvproxy.cluster.settings import EndpointSettings
+from kvproxy.cluster.sources.entries import LeftOut, read_entry
 from kvproxy.features.kubernetes.client import KubernetesObject, Metadata
 
 #: The label that says which service a slice belongs to.
@@ -95,14 +97,16 @@ class Made:
 
     def __init__(self, settings: KubernetesDiscoverySettings) -> None:
         self.settings = settings
-        self._last: dict[tuple[str, str], tuple[object, EndpointSettings]] = {}
-        self._now: dict[tuple[str, str], tuple[object, EndpointSettings]] = {}
+        self._last: dict[tuple[str, str], tuple[object, EndpointSettings | LeftOut]] = {}
+        self._now: dict[tuple[str, str], tuple[object, EndpointSettings | LeftOut]] = {}
 
     def begin(self) -> None:
         """Another look at all objects begins."""
         self._last, self._now = self._now, {}
 
-    def endpoint(self, name: str, address: str, port: int, about: list[Metadata], **more: str) -> EndpointSettings:
+    def endpoint(
+        self, name: str, address: str, port: int, about: list[Metadata], **more: str
+    ) -> EndpointSettings | LeftOut:
         """As these say: of what is said about it the first object's word counts."""
         made_of = (port, [(one.labels, one.annotations) for one in about], more)
         return self._take(
@@ -111,9 +115,13 @@ class Made:
 
     def unready(self, endpoint: EndpointSettings) -> EndpointSettings:
         """The same, which takes no requests."""
-        return self._take((endpoint.id, ""), endpoint, lambda: endpoint.model_copy(update={"ready": False}))
+        unready = self._take((endpoint.id, ""), endpoint, lambda: endpoint.model_copy(update={"ready": False}))
+        assert isinstance(unready, EndpointSettings)
+        return unready
 
-    def _take(self, key: tuple[str, str], made_of: object, make: Callable[[], EndpointSettings]) -> EndpointSettings:
+    def _take(
+        self, key: tuple[str, str], made_of: object, make: Callable[[], EndpointSettings | LeftOut]
+    ) -> EndpointSettings | LeftOut:
         last = self._last.get(key) or self._now.get(key)
         made = last if last is not None and last[0] == made_of else (made_of, make())
         self._now[key] = made
@@ -122,39 +130,45 @@ class Made:
 
 def endpoints_of_slices(
     slices: Iterable[EndpointSlice], pods: Mapping[str, Pod], made: Made
-) -> tuple[dict[str, Found], list[str]]:
+) -> tuple[dict[str, Found], list[LeftOut]]:
     """Of all slices of one service by id, and what is wrong with some. A pod with addresses of both families counts
     once, by IPv4; `pods` say more of those that they name."""
     found: dict[str, Found] = {}
-    faults: list[str] = []
+    faults: list[LeftOut] = []
     for one in sorted(slices, key=lambda each: (each.address_type != "IPv4", each.metadata.name)):
         port = _port(((each.name, each.port) for each in one.ports or ()), made.settings.port)
         if isinstance(port, str):
-            faults.append(f"slice {one.metadata.name}: {port}")
+            faults.append(LeftOut(f"slice {one.metadata.name}", port))
             continue
         for endpoint in one.endpoints or ():
             if endpoint.addresses:
-                member = _of_slice(endpoint, port, one.metadata, pods, made)
+                member = _of_slice(endpoint, port, one, pods, made)
+                if isinstance(member, LeftOut):
+                    faults.append(member)
+                    continue
                 before = found.get(member.endpoint.id)
                 if before is None or (member.ready and not before.ready):
                     found[member.endpoint.id] = member
     return found, faults
 
 
-def endpoints_of_pods(pods: Iterable[Pod], made: Made) -> tuple[dict[str, Found], list[str]]:
+def endpoints_of_pods(pods: Iterable[Pod], made: Made) -> tuple[dict[str, Found], list[LeftOut]]:
     """Of all pods that have an address by id, and what is wrong with some."""
     found: dict[str, Found] = {}
-    faults: list[str] = []
+    faults: list[LeftOut] = []
     for pod in sorted(pods, key=lambda each: each.metadata.name):
         if not pod.status.pod_ip or pod.status.phase in ("Succeeded", "Failed"):
             continue
         port = _port(_ports_of(pod), made.settings.port)
         if isinstance(port, str):
-            faults.append(f"pod {pod.metadata.name}: {port}")
+            faults.append(LeftOut(f"pod {pod.metadata.name}", port))
             continue
         leaving = pod.metadata.deletion_timestamp is not None
         ready = any(one.type == "Ready" and one.status == "True" for one in pod.status.conditions or ())
         endpoint = made.endpoint(pod.metadata.name, pod.status.pod_ip, port, [pod.metadata], node=pod.spec.node_name)
+        if isinstance(endpoint, LeftOut):
+            faults.append(endpoint)
+            continue
         found[endpoint.id] = Found(endpoint, ready and not leaving, leaving)
     return found, faults
 
@@ -162,12 +176,13 @@ def endpoints_of_pods(pods: Iterable[Pod], made: Made) -> tuple[dict[str, Found]
 def _of_slice(
     endpoint: _SliceEndpoint,
     port: int,
-    metadata: Metadata,
+    of: EndpointSlice,
     pods: Mapping[str, Pod],
     made: Made,
-) -> Found:
+) -> Found | LeftOut:
     target, conditions, address = endpoint.target_ref, endpoint.conditions, endpoint.addresses[0]
     pod = pods.get(target.name) if target is not None and target.kind in ("", "Pod") else None
+    metadata = of.metadata
     about = [metadata] if pod is None else [pod.metadata, metadata]
     name = target.name if target is not None and target.name else f"{made.settings.service}@{address}"
     more = {"node": endpoint.node_name or "", "zone": endpoint.zone or ""}
@@ -175,26 +190,32 @@ def _of_slice(
     # means that the one who wrote the slice does not know.
     serving = conditions.serving if conditions.serving is not None else conditions.ready is not False
     leaving = bool(conditions.terminating)
-    return Found(made.endpoint(name, address, port, about, **more), serving and not leaving, leaving)
+    made_of = made.endpoint(name, address, port, about, **more)
+    return made_of if isinstance(made_of, LeftOut) else Found(made_of, serving and not leaving, leaving)
 
 
 def _endpoint(
     name: str, address: str, port: int, about: list[Metadata], settings: KubernetesDiscoverySettings, **more: str
-) -> EndpointSettings:
+) -> EndpointSettings | LeftOut:
+    if not is_address(address):
+        return LeftOut(f"pod {name}", "its address is none")  # not quoted: it may hold a password
     said = _said(about)
     host = f"[{address}]" if ":" in address else address
     labels = {key: value for key, value in {**more, "role": said.get("role", "")}.items() if value}
     models = [word.strip() for word in said.get("models", said.get("model", "")).split(",")]
-    return EndpointSettings(
-        id=name,
-        url=f"{settings.scheme}://{host}:{port}",
-        instance_id=said.get("instance-id", f"{host}:{port}"),
-        models=tuple(filter(None, models)) or settings.models,
-        weight=_weight(said.get("weight", "")),
-        server_name=settings.server_name,
-        ca_file=settings.ca_file,
-        labels=labels,
-    )
+    fields = {
+        "id": name,
+        "url": f"{settings.scheme}://{host}:{port}",
+        "instance_id": said.get("instance-id", f"{host}:{port}"),
+        "models": tuple(filter(None, models)) or settings.models,
+        "weight": _weight(said.get("weight", "")),
+        "server_name": settings.server_name,
+        "ca_file": settings.ca_file,
+        "labels": labels,
+    }
+    made = read_entry(f"pod {name}", fields, credentials=True)  # its files are the operator's
+    fault = "" if isinstance(made, LeftOut) else url_fault(made.url)
+    return LeftOut(f"pod {name}", fault) if fault else made
 
 
 def _said(about: list[Metadata]) -> dict[str, str]:

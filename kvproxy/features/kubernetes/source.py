@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from random import Random
 from typing import Any
 
@@ -12,8 +12,9 @@ from kvproxy.base.errors import DiscoveryError
 from kvproxy.base.types import Clock, Sleep
 from kvproxy.cluster.discovery_settings import KubernetesDiscoverySettings
 from kvproxy.cluster.settings import EndpointSettings
+from kvproxy.cluster.sources.entries import Answer, LeftOut
 from kvproxy.cluster.sources.mirror import Mirror
-from kvproxy.features.kubernetes.client import SERVICE_ACCOUNT, Collection, KubernetesAccess
+from kvproxy.features.kubernetes.client import SERVICE_ACCOUNT, Collection, KubernetesAccess, ObjectT
 from kvproxy.features.kubernetes.objects import (
     SERVICE_LABEL,
     EndpointSlice,
@@ -47,18 +48,18 @@ class KubernetesDiscovery:
         self._settings = settings
         self._env = env
         self._clock, self._rng, self._sleep = clock, rng, sleep
-        self._slices: Mirror[EndpointSlice] | None = None
-        self._pods: Mirror[Pod] | None = None
+        self._slices: Mirror[EndpointSlice | LeftOut] | None = None
+        self._pods: Mirror[Pod | LeftOut] | None = None
         self._made = Made(settings)
         self._known: frozenset[str] = frozenset()  # ids that were ready once
 
-    async def endpoints(self) -> Sequence[EndpointSettings]:
+    async def endpoints(self) -> Answer:
         """Those there are now, listed."""
         for mirror in await self._mirrors():
             await mirror.list_all()
-        return self._found()[0]
+        return self._found()
 
-    async def follow(self, tell: Callable[[Sequence[EndpointSettings] | None, str], Awaitable[None]]) -> None:
+    async def follow(self, tell: Callable[[Answer | None, str], Awaitable[None]]) -> None:
         """As of WatchedDiscovery."""
         changed, loop = asyncio.Event(), asyncio.get_running_loop()
         mirrors = await self._mirrors()
@@ -79,8 +80,7 @@ class KubernetesDiscovery:
                     await tell(None, trouble)
                 noted.clear()
                 if all(mirror.listed for mirror in mirrors):
-                    endpoints, fault = self._found()
-                    await tell(endpoints, next((mirror.trouble for mirror in mirrors if mirror.trouble), fault))
+                    await tell(self._found(), next((mirror.trouble for mirror in mirrors if mirror.trouble), ""))
                 await asyncio.sleep(_REST * (loop.time() - began))  # what changes meanwhile is told together
 
     async def _mirrors(self) -> list[Mirror[Any]]:
@@ -111,17 +111,17 @@ class KubernetesDiscovery:
             else KubernetesAccess.in_cluster(self._env)
         )
 
-    def _found(self) -> tuple[tuple[EndpointSettings, ...], str]:
-        pods = {} if self._pods is None else self._pods.items
+    def _found(self) -> Answer:
+        unreadable: list[LeftOut] = []
+        pods = {} if self._pods is None else _readable(self._pods.items, unreadable)
         self._made.begin()
         if self._slices is not None:
-            found, faults = endpoints_of_slices(self._slices.items.values(), pods, self._made)
+            found, faults = endpoints_of_slices(_readable(self._slices.items, unreadable).values(), pods, self._made)
         else:
             found, faults = endpoints_of_pods(pods.values(), self._made)
         members = tuple(self._members(found))
         self._known = frozenset(one.id for one in members)
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        return members, faults[0] + more if faults else ""
+        return (*members, *faults, *unreadable)
 
     def _members(self, found: Mapping[str, Found]) -> Iterator[EndpointSettings]:
         for name, one in found.items():
@@ -129,6 +129,11 @@ class KubernetesDiscovery:
                 yield one.endpoint
             elif name in self._known and not one.leaving:
                 yield self._made.unready(one.endpoint)
+
+
+def _readable(items: Mapping[str, ObjectT | LeftOut], unreadable: list[LeftOut]) -> dict[str, ObjectT]:
+    unreadable += [one for one in items.values() if isinstance(one, LeftOut)]
+    return {name: one for name, one in items.items() if not isinstance(one, LeftOut)}
 
 
 def _own_namespace() -> str:

@@ -72,6 +72,9 @@ class Troubles:
             for source, why in cluster.discovery_complaints.items():
                 what = f"the {source} discovery fails, and the endpoints it named last stay: {why}"
                 yield source_trouble(("discovery", name, source), name, what, "`kvproxy doctor` asks it")
+            for source, left_out in cluster.left_out.items():
+                what = f"the {source} discovery names {len(left_out)} that cannot be an endpoint: {left_out[0]}"
+                yield source_trouble(("left out", name, source), name, what, "correct it at its source")
         if self._operated.sync is not None:
             yield from find_sync_troubles(self._operated.sync)
         kvcache = self._operated.kvcache

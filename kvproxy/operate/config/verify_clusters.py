@@ -8,7 +8,7 @@ from pathlib import Path as FilePath
 from kvproxy.base.settings.addresses import is_loopback, listener_at, same_origin, url_fault
 from kvproxy.base.settings.paths import Finding, Path, error_at, missing_file, warning_at
 from kvproxy.cluster.discovery_settings import DiscoverySettings
-from kvproxy.cluster.settings import ClusterSettings, EnginePriorityMode, PolicyName
+from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, EnginePriorityMode, PolicyName
 from kvproxy.operate.config.schema import Config
 
 #: Policies the router queue can stand in front of.
@@ -118,14 +118,18 @@ def _endpoints(cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
 
 def _loops(config: Config, cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
     """An endpoint that is the proxy itself would be sent its own requests without end."""
+    for index, endpoint in enumerate(cluster.endpoints):
+        if not url_fault(endpoint.url) and (fault := own_address_fault(config, endpoint)):
+            yield error_at((*at, index, "url"), fault, "give the engine's address")
+
+
+def own_address_fault(config: Config, endpoint: EndpointSettings) -> str:
+    """Return what is wrong with an endpoint that is this proxy itself; "" for another one. Its URL is a good one."""
     listeners = {"listen": (config.listen.host, config.listen.port)}
     if config.admin.enabled:
         listeners["admin"] = (config.admin.host, config.admin.port)
-    for index, endpoint in enumerate(cluster.endpoints):
-        listener = "" if url_fault(endpoint.url) else listener_at(same_origin(endpoint.url), listeners)
-        if listener:
-            message = f"this is the proxy's own address (`{listener}`): its requests would come back to it"
-            yield error_at((*at, index, "url"), message, "give the engine's address")
+    listener = listener_at(same_origin(endpoint.url), listeners)
+    return f"this is the proxy's own address (`{listener}`): its requests would come back to it" if listener else ""
 
 
 def _local(url: str) -> bool:

@@ -13,6 +13,7 @@ from kvproxy.base.errors import ClientError, DiscoveryError, Refused
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.discovery import Source, sources_of
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, EventSources
+from kvproxy.cluster.sources.entries import split_answer
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.doctor.engine import EngineFacts
 from kvproxy.operate.doctor.lmcache import LmcacheFacts
@@ -129,8 +130,11 @@ async def _endpoints(name: str, cluster: ClusterSettings) -> tuple[list[Endpoint
     for source in sources_of(cluster.discovery):
         where, place = f"cluster {name}", f"clusters.{name}.discovery.{source.name}"
         try:
-            found = await source.discovery.endpoints()
+            found, left_out = split_answer(await source.discovery.endpoints(), refuse=lambda _: "")
             endpoints += found
+            findings += [
+                problem(where, f"{source.name} discovery: {one}", "correct it at its source") for one in left_out
+            ]
             trouble = await _hear_trouble(source) if source.follow is not None else ""
         except (ClientError, DiscoveryError, OSError) as error:
             found, trouble = (), str(error)

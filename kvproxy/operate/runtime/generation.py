@@ -25,6 +25,7 @@ from kvproxy.cluster.routes import Routes
 from kvproxy.cluster.routing.registry import configured, runtime_overrides
 from kvproxy.cluster.settings import ClusterSettings
 from kvproxy.operate.config.schema import Config
+from kvproxy.operate.config.verify_clusters import own_address_fault
 from kvproxy.operate.feature import Feature
 from kvproxy.proxy.filter_settings import DEFAULT_FILTERS
 from kvproxy.proxy.filters.chain import FilterContext, FilterType, Services, WallClock, build_chain
@@ -172,7 +173,13 @@ class Generation:
     def _cluster(self, name: str, settings: ClusterSettings) -> Cluster:
         shared = self._shared
         return Cluster(
-            name, settings, metrics=shared.metrics, clock=shared.clock, rng=shared.rng, probe=self._probe(settings)
+            name,
+            settings,
+            metrics=shared.metrics,
+            clock=shared.clock,
+            rng=shared.rng,
+            probe=self._probe(settings),
+            refuse=partial(own_address_fault, self.config),
         )
 
     def _probe(self, settings: ClusterSettings) -> HttpProbe:

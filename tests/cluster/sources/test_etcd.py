@@ -11,6 +11,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from kvproxy.cluster.settings import EndpointSettings
+from kvproxy.cluster.sources.entries import LeftOut
 from kvproxy.features.etcd.source import endpoint_of
 from tests.cluster.sources.conftest import Follow
 from tests.support.loopback import serve
@@ -138,7 +139,7 @@ async def test_a_compacted_revision_is_no_trouble(
         fake.lines.put_nowait(b'{"result":{"header":{"revision":"50"},"compact_revision":"40","canceled":true}}')
         await until(lambda: len(fake.watched) == 2 and not one.urls)
         assert [create["start_revision"] for create in fake.watched] == [8, 51]
-        assert fake.lists == 2
+        assert fake.lists == 3  # of an empty fleet a second one
         assert "discovery c/etcd" not in caplog.text
 
 
@@ -165,10 +166,61 @@ async def test_a_watch_goes_on_after_the_last_event(follow: Follow, etcd: tuple[
 )
 def test_a_value_that_is_no_endpoint(value: bytes, complaint: str) -> None:
     """Says why, without what it holds."""
-    fault = endpoint_of("a", value)
-    assert isinstance(fault, str)
-    assert complaint in fault
-    assert "sk-" not in fault
+    for credentials in (False, True):
+        fault = endpoint_of("a", value, credentials=credentials)
+        assert isinstance(fault, LeftOut)
+        assert fault.name == "key a"
+        assert complaint in fault.why
+        assert "sk-" not in fault.why
+
+
+@pytest.mark.parametrize("field", [{"api_key": {"file": "/etc/hostname"}}, {"api_key": "sk-1"}, {"ca_file": "/x"}])
+async def test_a_key_names_no_file_and_no_credential(
+    follow: Follow, etcd: tuple[FakeEtcd, dict[str, object]], field: dict[str, object]
+) -> None:
+    """Unless the operator allows it for this source: whoever writes a key would have the proxy send any file away."""
+    fake, settings = etcd
+    fake.range["kvs"] = [
+        {"key": text("/e/a"), "value": text("http://127.0.0.1:1")},
+        {"key": text("/e/b"), "value": text(json.dumps({"url": "http://127.0.0.1:2", **field}))},
+    ]
+    async with follow(**settings) as one:
+        assert one.urls == {"a": "http://127.0.0.1:1"}
+        (left_out,) = one.cluster.left_out["etcd"]
+        assert str(left_out).startswith(f"key b: names `{next(iter(field))}`, which this source may not")
+    async with follow(etcd={**settings["etcd"], "credentials": True}) as other:  # type: ignore[dict-item]
+        assert set(other.urls) == {"a", "b"}
+
+
+@pytest.mark.parametrize("revision", ["abc", "9" * 5000])
+async def test_an_absurd_revision_is_no_end(
+    follow: Follow, etcd: tuple[FakeEtcd, dict[str, object]], revision: str
+) -> None:
+    """Everything is listed again, and the next change is followed."""
+    fake, settings = etcd
+    event = {"kv": {"key": text("/e/b"), "value": text("http://127.0.0.1:2")}}
+    async with follow(**settings) as one:
+        for number in (revision, "12"):
+            said = {"result": {"header": {"revision": number}, "events": [event]}}
+            fake.lines.put_nowait(json.dumps(said).encode())
+        await until(lambda: len(one.urls) == 2)
+        assert fake.lists == 2
+        await until(lambda: one.failing == 0)
+
+
+async def test_a_fleet_does_not_vanish_by_one_reading(follow: Follow, etcd: tuple[FakeEtcd, dict[str, object]]) -> None:
+    """An event that takes the last key away is believed only when a list agrees."""
+    fake, settings = etcd
+    gone = {"type": "DELETE", "kv": {"key": text("/e/a")}}
+    said = json.dumps({"result": {"header": {"revision": "9"}, "events": [gone]}}).encode()
+    async with follow(**settings) as one:
+        fake.lines.put_nowait(said)
+        await until(lambda: fake.lists == 2)
+        await until(lambda: len(fake.watched) == 2)
+        assert one.urls == {"a": "http://127.0.0.1:1"}
+        fake.range = {"header": {"revision": "10"}}
+        fake.lines.put_nowait(said)
+        await until(lambda: not one.urls)
 
 
 def test_values_that_are_endpoints() -> None:

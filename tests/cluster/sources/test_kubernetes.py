@@ -112,9 +112,8 @@ async def test_a_port_that_is_not_there_is_named(follow: Follow, api: Api, port:
     fake.put(SLICES, slice_of("s1", member("a", "10.0.0.1"), ports=(("http", 8000), ("x", 1))))
     fake.put(SLICES, slice_of("s2", member("b", "10.0.0.2"), ports=((port or "only", 9),)))
     async with follow(**service(where, port=port)) as one:
-        await until(lambda: one.failing == 1)
         assert one.urls == {"b": "http://10.0.0.2:9"}
-        assert one.cluster.discovery_complaints["kubernetes"].startswith(complaint)
+        assert str(one.cluster.left_out["kubernetes"][0]).startswith(complaint)
 
 
 async def test_what_pods_say_about_themselves(api: Api) -> None:
@@ -365,6 +364,9 @@ async def test_the_token_is_read_again_when_it_is_replaced(follow: Follow, api: 
     [
         (b"<html>", "not JSON"),
         (b'{"metadata":{},"items":[{"metadata":{"name":7}}]}', "Expected `str"),
+        (b'{"kind":"Status","status":"Failure","metadata":{},"message":"no"}', "missing required field `items`"),
+        (b'{"metadata":{},"items":null}', "Expected `array`"),
+        (b'{"metadata":{"continue":"again"},"items":[]}', "the list does not end after 200 pages"),
         (b'{"metadata":{},"items":[{}]}', "missing required field"),
         (b'{"metadata":{},"items":[{"metadata":{}}]}', "one without a name"),
         (b'{"items":' + b"[" * 300_000, "more than 200000 objects and lists"),
@@ -528,3 +530,35 @@ async def test_a_watch_that_falls_silent_is_begun_anew(
     async with follow(**service(where)) as one:
         await until(lambda: len(fake.watches) >= 3 and one.failing == 0)
         assert len(fake.lists) == 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (pod("bad", "user:pw@127.0.0.1"), "pod bad: its address is none"),
+        (pod("bad", "::zz::"), "pod bad: its address is none"),
+        (pod("bad", "not an ip"), "pod bad: its address is none"),
+        (pod("bad", "10.0.0.9", ports=(("http", 99999),)), "pod bad: not a valid URL"),
+        (pod("bad", "10.0.0.9", ports=(("http", -1),)), "pod bad: not a valid URL"),
+        (pod("bad name!", "10.0.0.9"), "pod bad name!: id: String should match pattern"),
+        (pod("b" * 600, "10.0.0.9"), f"pod {'b' * 296}: id: String should have at most 512 characters"),
+        ({"metadata": {"name": "bad", "labels": {"app": "vllm"}}, "spec": 7}, "pods bad: pods: Expected `object`"),
+    ],
+)
+async def test_one_odd_pod_stops_no_other(follow: Follow, api: Api, bad: dict[str, Any], why: str) -> None:
+    """Whether it is there at the start or comes later; it is named, and its address is not quoted."""
+    fake, where = api
+    fake.put(PODS, bad)
+    fake.put(PODS, pod("a" * 253, "10.0.0.1"))
+    async with follow(**pods(where)) as one:
+        assert list(one.urls.values()) == ["http://10.0.0.1:8000"]
+        await until(lambda: fake.watching)
+        fake.put(PODS, pod("later", "10.0.0.2"))
+        fake.put(PODS, bad)
+        await until(lambda: len(one.urls) == 2)
+        (left_out,) = one.cluster.left_out["kubernetes"]
+        assert str(left_out).startswith(why)
+        assert "pw" not in str(left_out)
+        assert one.sample("kvproxy_discovery_left_out", cluster="c", source="kubernetes") == 1
+        fake.delete(PODS, bad["metadata"]["name"])
+        await until(lambda: not one.cluster.left_out)

@@ -1,0 +1,78 @@
+"""Endpoints as sources name them: the good ones, and those that are left out with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from kvproxy.base.errors import BadResponse
+from kvproxy.base.settings.addresses import url_fault
+from kvproxy.cluster.settings import EndpointSettings
+from kvproxy.cluster.sources.watched import check_count
+
+#: Fields by which an endpoint has the proxy read a file or send a credential.
+CREDENTIALS = ("api_key", "ca_file")
+_LONGEST_REASON = 300
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """An object of a source that cannot be an endpoint: how the source names it, and why."""
+
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name[:_LONGEST_REASON]}: {self.why[:_LONGEST_REASON]}"
+
+
+#: All that a source names at present, one entry for each of its objects.
+Answer = Sequence[EndpointSettings | LeftOut]
+#: The reason why this deployment cannot use an endpoint; "" if it can.
+Refuse = Callable[[EndpointSettings], str]
+
+
+def read_entry(name: str, fields: object, *, credentials: bool) -> EndpointSettings | LeftOut:
+    """Return the endpoint of these fields, or why there is none. Without `credentials` it may name no file and no
+    credential of its own: who writes to the source would read the proxy's files by it."""
+    if not isinstance(fields, Mapping):
+        return LeftOut(name, "expected an object with the fields of an endpoint")
+    named = [] if credentials else [key for key in CREDENTIALS if fields.get(key)]
+    if named:
+        return LeftOut(name, f"names `{named[0]}`, which this source may not: allow it by `credentials: true` there")
+    try:
+        return EndpointSettings.model_validate(dict(fields))
+    except ValidationError as error:
+        return LeftOut(name, explain(error))
+    except TypeError:
+        return LeftOut(name, "the names of its fields are no text")
+
+
+def explain(error: ValidationError) -> str:
+    """Describe the first faults, without the values, which may be secrets."""
+    faults = error.errors(include_input=False)[:3]
+    return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in faults)
+
+
+def split_answer(answer: Answer, *, refuse: Refuse) -> tuple[tuple[EndpointSettings, ...], tuple[LeftOut, ...]]:
+    """Separate the endpoints that can be used from what is left out. BadResponse for more than are kept."""
+    check_count(len(answer), "endpoints from one source")
+    good: dict[str, EndpointSettings] = {}
+    bad: list[LeftOut] = []
+    for one in answer:
+        if isinstance(one, LeftOut):
+            bad.append(one)
+        elif one.id in good:
+            bad.append(LeftOut(one.id, "another endpoint of this source has the same id"))
+        elif fault := url_fault(one.url) or refuse(one):
+            bad.append(LeftOut(one.id, fault))
+        else:
+            good[one.id] = one
+    return tuple(good.values()), tuple(bad)
+
+
+def all_bad(bad: Sequence[LeftOut]) -> BadResponse:
+    """Return the error of an answer without a single good endpoint."""
+    return BadResponse(f"no endpoint of it can be used: {bad[0]}" + (f" (and {len(bad) - 1} more)" if bad[1:] else ""))
