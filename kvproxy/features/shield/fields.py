@@ -225,11 +225,11 @@ _PATTERN = re.compile(
 
 
 def fails_as_regex(value: Any) -> bool:
-    """Whether the engines' compilers may disagree on it: empty alternatives, groups other than `(?:`, references to
+    """Whether the engines' compilers may disagree on it: a NUL, empty alternatives, groups other than `(?:`, references to
     groups, boundaries, and what is no regular expression."""
     if not isinstance(value, str):
         return value is _UNDECODED
-    if not value or len(value) > _MAX_REGEX_CHARS or _ODD_ESCAPE.search(value):
+    if "\0" in value or len(value) > _MAX_REGEX_CHARS or _ODD_ESCAPE.search(value):
         return True
     plain = _CLASS.sub("x", _ESCAPE.sub("x", value))
     return plain.count("(") != plain.count(")") or "[" in plain or _ODD_GROUP.search(plain) is not None
