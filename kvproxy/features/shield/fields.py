@@ -225,8 +225,8 @@ _PATTERN = re.compile(
 
 
 def fails_as_regex(value: Any) -> bool:
-    """Whether the engines' compilers may disagree on it: a NUL, empty alternatives, groups other than `(?:`, references to
-    groups, boundaries, and what is no regular expression."""
+    """Return True if the engines' compilers may disagree on it: a NUL, empty alternatives, groups other than `(?:`,
+    references to groups, boundaries, or no regular expression at all."""
     if not isinstance(value, str):
         return value is _UNDECODED
     if "\0" in value or len(value) > _MAX_REGEX_CHARS or _ODD_ESCAPE.search(value):
