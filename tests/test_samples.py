@@ -60,7 +60,7 @@ async def test_the_middleware_sample_keeps_a_chat_on_its_engine(monkeypatch: pyt
                 assert answer.status_code == 200
                 engines.append(answer.headers["x-engine"])
                 history += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": f"and {turn}?"}]
-    assert engines == ["a"] * 4
+    assert len(set(engines)) == 1
 
 
 def test_the_gateways_files_name_the_same_picker() -> None:

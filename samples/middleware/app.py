@@ -1,11 +1,10 @@
 """A plain Starlette gateway that asks kvproxy which engine to use: `uvicorn app:app` in this folder.
 
-The middleware says which engine holds most of the prompt; the gateway decides, forwards, and tells which one it used.
+The middleware chooses the engine by what each holds of the prompt and has to do; the gateway forwards.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from kvproxy import KVCacheMiddleware, preferred, served
+from kvproxy import KVCacheMiddleware, choose
 
 ENGINES = {
     "a": os.environ.get("ENGINE_A", "http://127.0.0.1:8000"),
@@ -31,17 +30,18 @@ SETTINGS = {"lmcache_endpoint": os.environ.get("LMCACHE", "")}
 async def lifespan(app: Starlette) -> AsyncIterator[dict[str, object]]:
     """One client for all requests."""
     async with httpx.AsyncClient(timeout=None, trust_env=False) as client:  # noqa: S113 - a stream has no total time
-        yield {"client": client, "turn": itertools.cycle(ENGINES)}
+        yield {"client": client}
 
 
 async def chat(request: Request) -> StreamingResponse:
-    """To the engine that holds most of this prompt, else to the next one."""
-    engine = preferred(request) or next(request.state.turn)
-    served(request, engine)
+    """To the engine that costs this request, and the others, least."""
+    content = await request.body()
+    engine = await choose(request)
+    assert engine is not None  # all are tried while none is known to be down
     upstream = request.state.client.build_request(
         "POST",
         ENGINES[engine] + request.url.path,
-        content=await request.body(),
+        content=content,
         headers={"content-type": "application/json"},
     )
     answer = await request.state.client.send(upstream, stream=True)

@@ -8,7 +8,9 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from starlette.requests import Request
 
+import kvproxy
 from kvproxy.base.metrics.groups import Metrics
 from tests.docs.blocks import block, blocks
 from tests.docs.world import MODEL, world
@@ -60,20 +62,23 @@ async def test_a_client_needs_nothing_but_the_url(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")
 async def test_the_middleware_tells_an_app_where_to_send_a_chat(tmp_path: Path) -> None:
-    """First another way is chosen; afterwards the engine that served the prompt is preferred."""
-    chosen: list[str] = []
+    """Turn after turn to one engine, by the proxy's own decision."""
+    chosen: list[str | None] = []
 
-    def choose_another_way() -> str:
-        chosen.append("b")
-        return "b"
+    async def recorded(request: Request) -> str | None:
+        chosen.append(await kvproxy.choose(request))
+        return chosen[-1]
 
     async with world(tmp_path) as place:
         program = place.told(block("docs/middleware.md", PROGRAMS["docs/middleware.md"]))
-        names: dict[str, object] = {"choose_another_way": choose_another_way}
+        names: dict[str, object] = {}
         exec(compile(program, "middleware", "exec"), names)
+        names["choose"] = recorded
         body = {"model": MODEL, "messages": [{"role": "user", "content": long_text("w")}]}
         async with serve(names["app"], lifespan="on") as url, httpx.AsyncClient(base_url=url, timeout=60) as client:  # type: ignore[arg-type]
-            for _ in range(2):
+            for _ in range(3):
                 answer = await client.post("/v1/chat/completions", json=body)
                 assert answer.status_code == 200, answer.text
-    assert chosen == ["b"]
+    assert len(chosen) == 3
+    assert len(set(chosen)) == 1
+    assert chosen[0] in ("a", "b")

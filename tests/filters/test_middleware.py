@@ -20,6 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 import kvproxy
 from kvproxy import KVCacheMiddleware
+from kvproxy.base.errors import ConfigError
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.settings import EndpointSettings
 from tests.kvcache.fleet import simulated
@@ -355,3 +356,81 @@ async def test_strategies_run_after_the_response(caplog: pytest.LogCaptureFixtur
                 await until(lambda: place.calls["POST /pin"] == 1)
         assert engines == ["b", "b", "b"]
         assert "action=pin instance=b" in caplog.text
+
+
+async def test_the_proxys_own_decision_spreads_what_begins_alike() -> None:
+    """What is in flight counts until its response ends: equal prompts at once do not all go to one engine."""
+    go_on, engines = asyncio.Event(), list[str | None]()
+
+    async def forward(request: Request) -> JSONResponse:
+        await request.body()
+        engines.append(await kvproxy.choose(request))
+        await go_on.wait()
+        return JSONResponse({"usage": USAGE})
+
+    app = KVCacheMiddleware(Starlette(routes=[Route(CHAT, forward, methods=["POST"])]), endpoints=ENGINES)
+    async with app, client(app) as http:
+        asked = [asyncio.create_task(http.post(CHAT, json=body(TURN))) for _ in range(8)]
+        await until(lambda: len(engines) == 8)
+        loads = {one.id: one.load.in_flight for one in app._cluster.endpoints}
+        go_on.set()
+        await asyncio.gather(*asked)
+        assert sum(loads.values()) == 8
+        assert min(loads.values()) >= 2
+        assert [one.load.in_flight for one in app._cluster.endpoints] == [0, 0]
+
+
+async def test_a_chosen_engine_is_learned_without_a_word() -> None:
+    """The next turn goes there again; an engine that failed the request may be excluded."""
+    engines: list[str | None] = []
+
+    async def forward(request: Request) -> JSONResponse:
+        await request.body()
+        engine = await kvproxy.choose(request)
+        engines.append(engine)
+        if len(engines) == 3:
+            engines.append(await kvproxy.choose(request, exclude=[str(engine)]))
+            engines.append(await kvproxy.choose(request, exclude=["a", "b"]))
+        return JSONResponse({"usage": USAGE})
+
+    app = KVCacheMiddleware(Starlette(routes=[Route(CHAT, forward, methods=["POST"])]), endpoints=ENGINES)
+    async with app, client(app) as http:
+        for tail in ("one", "two", "three"):
+            await http.post(CHAT, json=body(TURN, tail))
+        assert engines[0] == engines[1] == engines[2] != engines[3]
+        assert {*engines[2:4]} == {"a", "b"}
+        assert engines[4] is None
+        assert [one.load.in_flight for one in app._cluster.endpoints] == [0, 0]
+
+
+async def test_an_app_that_fails_gives_the_place_back() -> None:
+    async def forward(request: Request) -> JSONResponse:
+        await kvproxy.choose(request)
+        raise RuntimeError("no engine answers")
+
+    app = KVCacheMiddleware(Starlette(routes=[Route(CHAT, forward, methods=["POST"])]), endpoints=ENGINES)
+    async with app, client(app) as http:
+        with pytest.raises(RuntimeError, match="no engine answers"):
+            await http.post(CHAT, json=body(TURN))
+    assert [one.load.in_flight for one in app._cluster.endpoints] == [0, 0]
+
+
+async def test_choose_is_for_inference_requests() -> None:
+    with pytest.raises(LookupError, match="behind KVCacheMiddleware"):
+        await kvproxy.choose({"type": "http"})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"endpoints": {}}, "endpoints: there are none"),
+        ({"endpoints": {"a": "nope"}}, "endpoints.a.url"),
+        ({"settings": {"lmcache_endpiont": "x"}}, "settings.lmcache_endpiont: unknown key"),
+        ({"settings": {"min_matched_tokens": "many"}}, "settings.min_matched_tokens: must be a whole number"),
+    ],
+)
+def test_mistakes_have_the_words_of_the_configuration_file(options: dict[str, Any], words: str) -> None:
+    """Each with its path, and the nearest key."""
+    with pytest.raises(ConfigError) as raised:
+        KVCacheMiddleware(Inner(), **{"endpoints": ENGINES, **options})
+    assert words in str(raised.value)

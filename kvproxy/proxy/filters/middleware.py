@@ -7,15 +7,18 @@ import functools
 import logging
 import random
 import time
-from collections.abc import Awaitable, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Awaitable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol, Self, TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.metrics.groups import Metrics
+from kvproxy.base.settings.addresses import url_fault
 from kvproxy.base.settings.compose import composed
-from kvproxy.base.settings.model import parse_size_bytes
+from kvproxy.base.settings.decode import decode_model
+from kvproxy.base.settings.model import Model, parse_size_bytes
+from kvproxy.base.settings.paths import dotted_path
 from kvproxy.base.types import Clock, EndpointId, Headers, RequestKind
 from kvproxy.cache.service import KvCache
 from kvproxy.cache.settings import KvCacheSettings
@@ -23,6 +26,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import RouteTarget
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
 from kvproxy.proxy.filters.embedded_body import ReadAhead
+from kvproxy.proxy.filters.embedded_choice import EmbeddedChoice
 from kvproxy.proxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.proxy.filters.kvcache import STATE_KEY, KvCacheFilter
 from kvproxy.proxy.request.body import HeldBodies
@@ -33,8 +37,13 @@ from kvproxy.proxy.request.usage import read_response_id, read_usage
 
 log = logging.getLogger("kvproxy.kvcache")
 
+M = TypeVar("M", bound=Model)
+
 #: Where the app may say which endpoint it used; else the response's `x-kvproxy-endpoint` header says it.
 SERVED_KEY = "llm_served_endpoint_id"
+#: Where a request's EmbeddedChoice is.
+CHOICE_KEY = "kvproxy_choice"
+_OWN_KEYS = (SERVED_KEY, STATE_KEY, CHOICE_KEY)
 _SERVED_HEADER = b"x-kvproxy-endpoint"
 _CLUSTER = "default"
 #: Whose first event counts the prompt, or names the response.
@@ -64,6 +73,20 @@ def preferred(request: HasScope | MutableMapping[str, Any]) -> str | None:
 def served(request: HasScope | MutableMapping[str, Any], endpoint: str) -> None:
     """Tells the middleware which endpoint this request went to; called before the response ends."""
     _state(request)[SERVED_KEY] = endpoint
+
+
+async def choose(request: HasScope | MutableMapping[str, Any], *, exclude: Iterable[str] = ()) -> str | None:
+    """Return the endpoint that this request should go to, by the proxy's own policy: what endpoints hold of the prompt,
+    and what they have to do. The request counts there until its response ends.
+
+    Call it once the body was read. To try another endpoint call it again, with those that failed in `exclude`; None
+    means that no endpoint may take the request. Raises LookupError for a request that is no inference request behind
+    KVCacheMiddleware.
+    """
+    choice = _state(request).get(CHOICE_KEY)
+    if not isinstance(choice, EmbeddedChoice):
+        raise LookupError("choose() is for inference requests behind KVCacheMiddleware; this request is none")
+    return await choice.choose(exclude)
 
 
 def _state(request: HasScope | MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -102,9 +125,16 @@ class KVCacheMiddleware:
         self.metrics = Metrics() if metrics is None else metrics
         rng = random.Random() if rng is None else rng
         if not isinstance(settings, KvCacheSettings):
-            settings = composed(KvCacheSettings).model_validate(settings or {})
+            settings = _decoded(composed(KvCacheSettings), dict(settings or {}), "settings")
         if isinstance(endpoints, Mapping):
-            endpoints = [EndpointSettings(id=name, url=url) for name, url in endpoints.items()]
+            endpoints = [
+                _decoded(EndpointSettings, {"id": name, "url": url}, f"endpoints.{name}")
+                for name, url in endpoints.items()
+            ]
+        if not endpoints:
+            raise ConfigError([Problem("endpoints", "there are none", "{id: url} of each engine")])
+        if faults := [Problem(f"endpoints.{one.id}.url", why) for one in endpoints if (why := url_fault(one.url))]:
+            raise ConfigError(faults)
         members = ClusterSettings(endpoints=tuple(endpoints))
         self._cluster = Cluster(_CLUSTER, members, metrics=self.metrics, clock=clock, rng=rng)
         self._cluster.show()
@@ -144,20 +174,27 @@ class KVCacheMiddleware:
         if scope["type"] == "http":
             scope = self._without_others(scope)
         known = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in KIND_OF_PATH
-        filters = await self._running() if known and self._enabled else None
-        if filters is None:
+        if not known:
             await self._app(scope, receive, send)
             return
-        scope.setdefault("state", {})[SERVED_KEY] = None  # here, so that copies of the scope further in share it
-        own = {key: value for key, value in scope.items() if key != SCOPE_KEY}
-        await filters(own, receive, send)
+        filters = await self._running() if self._enabled else None
+        state = scope.setdefault("state", {})  # here, so that copies of the scope further in share it
+        choice = state[CHOICE_KEY] = EmbeddedChoice(self._cluster, self._clock)
+        try:
+            if filters is None:
+                await self._app(scope, receive, send)
+            else:
+                state[SERVED_KEY] = None
+                await filters({key: value for key, value in scope.items() if key != SCOPE_KEY}, receive, send)
+        finally:
+            choice.release()
 
     def _without_others(self, scope: Scope) -> Scope:
         """Take away what a client may have set as its preference, and ids that another request, or another middleware
         of this kind, put into a state that both share."""
         state = scope.get("state")
-        if state and (SERVED_KEY in state or STATE_KEY in state):
-            scope["state"] = {key: value for key, value in state.items() if key not in (SERVED_KEY, STATE_KEY)}
+        if state and not state.keys().isdisjoint(_OWN_KEYS):
+            scope["state"] = {key: value for key, value in state.items() if key not in _OWN_KEYS}
         if self._header and any(name == self._header for name, _ in scope["headers"]):
             scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != self._header]}
         return scope
@@ -169,8 +206,10 @@ class KVCacheMiddleware:
 
     def _tap(self, exchange: Exchange, scope: Scope) -> None:
         """Follow the answer to a request of which there are facts."""
+        choice: EmbeddedChoice = scope["state"][CHOICE_KEY]
+        choice.exchange = exchange
         if exchange.facts is not None and exchange.inference is not None:
-            exchange.attach(_UsageTap(exchange.inference.kind, scope["state"], self._clock))
+            exchange.attach(_UsageTap(exchange.inference.kind, scope["state"], choice, self._clock))
 
     # its life
 
@@ -274,6 +313,14 @@ class _Life:
         self.filters: ASGIApp | None = None
 
 
+def _decoded(model: type[M], raw: Mapping[str, Any], name: str) -> M:
+    """Return these settings; raise ConfigError with the configuration file's words for everything wrong with them."""
+    decoded = decode_model(model, raw, lambda path: f"{name}.{dotted_path(path)}" if path else name)
+    if decoded.problems or decoded.value is None:
+        raise ConfigError(decoded.problems)
+    return decoded.value
+
+
 def _size(name: str, value: int | str) -> int:
     try:
         return parse_size_bytes(value)
@@ -294,10 +341,11 @@ class _OneCluster:
 class _UsageTap(RequestObserver):
     """Stands in for the router: fills in the outcome by what the app sends, and says when the request is over."""
 
-    __slots__ = ("_clock", "_endpoint", "_first", "_kind", "_last", "_previous", "_state")
+    __slots__ = ("_choice", "_clock", "_endpoint", "_first", "_kind", "_last", "_previous", "_state")
 
-    def __init__(self, kind: RequestKind, state: Mapping[str, Any], clock: Clock) -> None:
+    def __init__(self, kind: RequestKind, state: Mapping[str, Any], choice: EmbeddedChoice, clock: Clock) -> None:
         self._kind = kind
+        self._choice = choice
         self._state = state  # of the scope, which the app may write to
         self._clock = clock
         self._endpoint = ""
@@ -305,18 +353,21 @@ class _UsageTap(RequestObserver):
 
     def response_started(self, exchange: Exchange, status: int, headers: Headers) -> None:
         exchange.outcome.status = status
+        self._choice.answer(status)
         named = (value.decode("latin-1") for name, value in headers if name == _SERVED_HEADER)
         self._endpoint = next(named, "")
 
     def body_piece(self, exchange: Exchange, piece: bytes) -> None:
         if exchange.outcome.ttft_s is None:
             exchange.outcome.ttft_s = self._clock() - exchange.received_at
+            self._choice.first_piece()
             if self._kind in _SAID_FIRST:
                 self._first = bytes(piece[:_KEPT_BYTES])
         self._previous, self._last = self._last, bytes(piece[-_KEPT_BYTES:])
 
     def ended(self, exchange: Exchange, status: int, crash: str) -> None:
-        outcome, served = exchange.outcome, self._state.get(SERVED_KEY) or self._endpoint
+        outcome, chosen = exchange.outcome, self._choice.pick
+        served = self._state.get(SERVED_KEY) or self._endpoint or (chosen.endpoint.id if chosen is not None else "")
         outcome.endpoint = EndpointId(served) if served else None
         usage = read_usage(self._previous[-_TAIL_BYTES:] + self._last, self._first)
         if usage is not None:
@@ -324,4 +375,5 @@ class _UsageTap(RequestObserver):
             outcome.completion_tokens, outcome.media_tokens = usage.completion_tokens, usage.media_tokens
         if exchange.inference is not None and exchange.inference.continuable:
             outcome.response_id = read_response_id(self._first)
+        self._choice.end(outcome.cached_tokens)
         notify(RequestObserver.finished, exchange, self._clock())
