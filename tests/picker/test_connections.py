@@ -1,4 +1,4 @@
-"""Connections that nothing comes over: they end in time, and keep nobody out."""
+"""Connections that nothing comes over: they end in time, and keep no client out."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_a_new_connection_takes_the_place_of_the_longest_idle_one() -> Non
 
 
 async def test_one_that_has_not_begun_gives_its_place_first() -> None:
-    """It is nobody's yet."""
+    """It is no client's yet."""
     async with place() as (one, stack):
         await one.connect(stack)
         half = await one.connect(stack, PREFACE[:3])

@@ -37,7 +37,7 @@ def beat_of(node: Node, seq: int | None = None) -> Beat:
 
 
 def plant(node: Node, message: wire.Message) -> None:
-    """Somebody sends this in another's name."""
+    """A client sends this in another's name."""
     node.peers.receive(message, 100, node.now)
 
 
@@ -137,7 +137,7 @@ def test_what_is_kept_of_a_silent_peer_is_bounded(monkeypatch: pytest.MonkeyPatc
 
 
 def test_worker_numbers_that_no_configuration_has_are_not_sent_to(tmp_path: Path) -> None:
-    """Anybody who may write to the folder could name thousands."""
+    """A client that may write to the folder could name thousands."""
     link = DatagramLink(Siblings(tmp_path, 0, 2), on_message=lambda payload: None)
     for number in (-1, 1, MAX_WORKERS - 1, MAX_WORKERS, 10**9):
         link.know(number)
