@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
+from kvproxy.proxy.metrics import RequestMetrics
 from tests.prefix.media.samples import data_uri, picture_part, png
 from tests.real.kvcache import following, predicted_at
 from tests.simulator.support import engine
@@ -103,3 +104,13 @@ async def test_a_clients_name_for_a_picture_does_not_reach_the_engine(proxy: Run
             await client.chat.completions.create(
                 model="tiny", max_tokens=1, messages=[{"role": "user", "content": [nothing]}]
             )
+
+
+async def test_tokens_of_pictures_are_counted_apart(proxy: RunningProxy) -> None:
+    """In the metric of their own, as the engine reports them; text alone counts none."""
+    for content in (TEXT, [picture_part(FIRST)]):
+        body = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
+        (await proxy.client.post("/v1/chat/completions", json=body)).raise_for_status()
+    counted = proxy.proxy.metrics.group(RequestMetrics)
+    assert counted.media_tokens.labels("default").value == 1200
+    assert counted.prompt_tokens.labels("default").value > 2400

@@ -39,6 +39,10 @@ class RequestMetrics(MetricGroup):
         self.prompt_tokens = Counter(
             "kvproxy_prompt_tokens", "Prompt tokens by the engines' count", ["cluster"], registry=r
         )
+        self.media_tokens = Counter(
+            "kvproxy_media_tokens", "Prompt tokens of pictures, audio and video, where engines report them apart",
+            ["cluster"], registry=r,
+        )  # fmt: skip
         self.cached_tokens = Counter(
             "kvproxy_cached_tokens", "Prompt tokens the engines served from cache", ["cluster"], registry=r
         )

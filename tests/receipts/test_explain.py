@@ -47,6 +47,7 @@ def test_a_choice_against_the_cache_is_explained() -> None:
             facts={A: Overlap(500, ((Tier.HOST, 300),), FactSource.PRECISE, 2.5)},
             hot_tokens=64,
             engine_prompt_tokens=1000,
+            engine_media_tokens=600,
             cached_tokens=0,
         )
     )
@@ -58,6 +59,7 @@ def test_a_choice_against_the_cache_is_explained() -> None:
     assert "The next best, a, would have cost 1.2 more." in text
     assert "Predicted: 0 of 1000 tokens cached, first token 1.00 s after the decision." in text
     assert "first byte after 1.10 s (1.10 s after the decision), over after 2.00 s" in text
+    assert "600 of its prompt's tokens are those of pictures" in text
     assert "0 of 1000 tokens (predicted 0)" in text
 
 

@@ -5,7 +5,8 @@ map. Hashes are 64-bit ints, SGLang's signed, or whole digests. A replay reply h
 on, so frames are read from the end.
 
 SGLang sends one event a page, or runs of pages as one. With EAGLE or MTP its radix tree is keyed by pairs of
-neighbouring tokens, and the events name those pairs: their first tokens are the page's own.
+neighbouring tokens, and the events name those pairs: their first tokens are the page's own. In the place of a picture
+its ids are four of 62 bits in turn, which name it.
 
 Whatever an engine sends, no step of the decoding takes long: counts are bounded before anything is made of them, and
 between the steps of a long event there is an `Effort`.
@@ -15,10 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from hashlib import blake2b
 from typing import Annotated, Any
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
 from kvproxy.base.errors import BadResponse
 from kvproxy.cache.clients.tokens import TokenIds, WireTokenId, token_array
@@ -244,6 +247,15 @@ _TOKENS = msgspec.msgpack.Decoder(Annotated[list[WireTokenId], msgspec.Meta(max_
 _PAIRS = msgspec.msgpack.Decoder(
     Annotated[list[tuple[WireTokenId, WireTokenId]], msgspec.Meta(max_length=_MAX_EVENT_PAIRS)]
 )
+#: With ids of SGLang's that name a picture, of 62 bits.
+_WideId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_WIDE_TOKENS = msgspec.msgpack.Decoder(Annotated[list[_WideId], msgspec.Meta(max_length=MAX_EVENT_TOKENS)])
+_WIDE_PAIRS = msgspec.msgpack.Decoder(
+    Annotated[list[tuple[_WideId, _WideId]], msgspec.Meta(max_length=_MAX_EVENT_PAIRS)]
+)
+_LARGEST_TOKEN = 2**32 - 1
+#: A folded id has this bit, as no token of a vocabulary has.
+_FOLDED = 1 << 31
 #: Where the first element of a msgpack array is, by what the array begins with, and what an array of two begins with.
 _FIRST_AT, _TWO = {0xDC: 3, 0xDD: 5}, 0x92
 _MAP_TAG, _ARRAY_TAG = msgspec.msgpack.Decoder(_MapTag), msgspec.msgpack.Decoder(_ArrayTag)
@@ -331,12 +343,23 @@ def _names_pairs(tokens: msgspec.Raw) -> bool:
     return first < len(data) and data[first] == _TWO
 
 
+def _decode_tokens(raw: msgspec.Raw, *, pairs: bool) -> TokenIds:
+    """The ids as they are; those that name a picture, in the place of its tokens, folded into 32 bits."""
+    try:
+        return token_array([first for first, _ in _PAIRS.decode(raw)] if pairs else _TOKENS.decode(raw))
+    except msgspec.ValidationError:
+        ids = [first for first, _ in _WIDE_PAIRS.decode(raw)] if pairs else _WIDE_TOKENS.decode(raw)
+    fold = cache(_fold)  # a picture repeats four of them
+    return token_array([one if one <= _LARGEST_TOKEN else fold(one) for one in ids])
+
+
+def _fold(wide: int) -> int:
+    return _FOLDED | (xxh3_64_intdigest(wide.to_bytes(8, "little")) & (_FOLDED - 1))
+
+
 def _stored(event: _StoredFields) -> Generator[Effort, None, BlockStored]:
     pairs = _names_pairs(event.token_ids)
-    if pairs:
-        tokens = token_array([first for first, _ in _PAIRS.decode(event.token_ids)])
-    else:
-        tokens = token_array(_TOKENS.decode(event.token_ids))
+    tokens = _decode_tokens(event.token_ids, pairs=pairs)
     if len(tokens) > _EXTRA_STEP_BYTES:
         yield Effort(len(tokens) * tokens.itemsize // _BYTES_A_BLOCK)
     keys = event.extra_keys

@@ -151,6 +151,8 @@ def _outcome(receipt: Receipt) -> Iterator[str]:
     yield f"  {first}, over after {_seconds(receipt.duration_s)}{tokens}"
     if receipt.engine_priority is not None:
         yield _told(receipt.engine_priority)
+    if receipt.engine_media_tokens:
+        yield f"  {receipt.engine_media_tokens} of its prompt's tokens are those of pictures, audio or video"
     if receipt.cached_tokens is None:
         yield "  the engine did not say how much it had cached"
         return

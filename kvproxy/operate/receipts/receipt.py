@@ -92,6 +92,7 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     ttft_s: float | None = None
     engine_priority: int | None = None  # the number by which the engine was told to order it, in milliseconds
     engine_prompt_tokens: int | None = None
+    engine_media_tokens: int | None = None  # of these: pictures, audio and video; None: not reported apart
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     cache_loss: str = ""  # how the endpoint had lost its cache less than a minute before: restarted, cleared, ...

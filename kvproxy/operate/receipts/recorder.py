@@ -82,6 +82,7 @@ def compose_receipt(over: FinishedRequest, *, ended: datetime, hashed: Hash, key
         ttft_s=None if outcome.ttft_s is None else _rounded(outcome.ttft_s),
         engine_priority=outcome.engine_priority,
         engine_prompt_tokens=outcome.prompt_tokens,
+        engine_media_tokens=outcome.media_tokens,
         cached_tokens=outcome.cached_tokens,
         completion_tokens=outcome.completion_tokens,
         cache_loss=outcome.cache_loss,

@@ -27,6 +27,7 @@ class _ClusterSeries:
         group = catalog.group(RequestMetrics)
         self.results = {result: group.results.labels(cluster, result) for result in RESULTS}
         self.prompt_tokens: CounterCell = group.prompt_tokens.labels(cluster)
+        self.media_tokens: CounterCell = group.media_tokens.labels(cluster)
         self.cached_tokens: CounterCell = group.cached_tokens.labels(cluster)
         self.completion_tokens: CounterCell = group.completion_tokens.labels(cluster)
         self.window = catalog.group(CacheUseMetrics).hit_windows.of(cluster)
@@ -132,6 +133,8 @@ class RouteMetrics(RequestObserver):
         if not prompt:
             return
         series.prompt_tokens.value += prompt
+        if outcome.media_tokens:
+            series.media_tokens.value += outcome.media_tokens
         if cached is None:
             return
         series.window.add_request(prompt, cached)

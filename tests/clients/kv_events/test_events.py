@@ -228,7 +228,7 @@ def test_what_is_no_batch(message: list[bytes]) -> None:
         ({"type": "BlockStored"}, "malformed"),
         (["BlockStored", [1], None, [1]], "malformed"),
         (stored(1, token_ids=[-1]), "malformed"),
-        (stored(1, token_ids=[1 << 32]), "malformed"),
+        (stored(1, token_ids=[1 << 63]), "malformed"),
         (stored(1, token_ids="abc"), "malformed"),
         (stored(1, token_ids=[[1, 2], 3]), "malformed"),
         (stored(1, token_ids=[[1, 2, 3]] * 16), "malformed"),
@@ -247,6 +247,26 @@ def test_an_event_that_cannot_be_used_is_counted(event: Any, reason: str) -> Non
     events, counts = events_of(frames(0, stored(1), event, stored(2)))
     assert [e.block_hashes for e in events if isinstance(e, BlockStored)] == [(1,), (2,)]
     assert counts == {"unknown_type": 0, "malformed": 0, reason: 1}
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_ids_that_name_a_picture_are_folded(pairs: bool) -> None:
+    """SGLang's have 62 bits: equal ones are equal and others differ, none is a token's, and the block counts."""
+    wide = [(7 << 58) + number for number in range(4)]
+
+    def tokens_of(ids: list[int]) -> list[int]:
+        sent = [[one, one] for one in ids] if pairs else ids
+        event = one(stored(1, token_ids=sent))
+        assert isinstance(event, BlockStored)
+        return event.token_ids.tolist()
+
+    first = tokens_of([5, 6, *wide, *wide, *range(6)])
+    assert first[:2] == [5, 6]
+    assert first[2:6] == first[6:10]
+    assert len(set(first[2:6])) == 4
+    assert min(first[2:10]) >= 1 << 31
+    assert tokens_of([5, 6, *wide, *wide, *range(6)]) == first
+    assert tokens_of([5, 6, *[each + 9 for each in wide * 2], *range(6)]) != first
 
 
 def test_an_event_that_is_not_even_readable_alone() -> None:
