@@ -15,6 +15,7 @@ from kvproxy.base.metrics.groups import Metrics
 from tests.docs.blocks import block, blocks
 from tests.docs.world import MODEL, world
 from tests.kvcache.support import long_text
+from tests.prefix.media.samples import png
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.clock import FakeClock
 from tests.support.loopback import serve
@@ -22,6 +23,7 @@ from tests.support.loopback import serve
 #: Page, and a text of its program; the filter's is installed and run by tests/filters/test_documented_filter.
 PROGRAMS = {
     "docs/quickstart.md": "from openai import OpenAI",
+    "docs/media.md": "from openai import OpenAI",
     "docs/middleware.md": "app.add_middleware",
     "docs/filters/README.md": "# model_policy.py",
 }
@@ -58,6 +60,19 @@ async def test_a_client_needs_nothing_but_the_url(tmp_path: Path) -> None:
                 return client.chat.completions.create(model=MODEL, messages=messages).choices[0].message.content  # type: ignore[attr-defined,no-any-return]
 
         assert await anyio.to_thread.run_sync(ask)
+
+
+async def test_a_picture_is_sent_twice_and_reused_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page's program prints what the engine counted and reused."""
+    (tmp_path / "screenshot.png").write_bytes(png(1280, 960, size_bytes=100_000))
+    async with world(tmp_path) as place:
+        program = place.told(block("docs/media.md", PROGRAMS["docs/media.md"]))
+        program = program.replace("screenshot.png", str(tmp_path / "screenshot.png"))
+        await anyio.to_thread.run_sync(lambda: exec(compile(program, "media", "exec"), {}))
+    (prompt, new), (again, cached) = (map(int, line.split()) for line in capsys.readouterr().out.splitlines())
+    assert prompt == again > 1200
+    assert new < 100
+    assert cached > 0.95 * prompt
 
 
 @pytest.mark.filterwarnings("default::DeprecationWarning")
