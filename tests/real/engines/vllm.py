@@ -14,7 +14,7 @@ from tests.real.engines.program import Program, flags, free_ports
 BLOCK_TOKENS = 32
 #: Requests vLLM runs at once, and further ones it queues before it answers 503.
 MAX_RUNNING, MAX_QUEUED = 16, 16
-_START_LIMIT_S = 300.0
+_START_LIMIT_S = 540.0
 
 
 class Vllm:
