@@ -1,0 +1,213 @@
+"""Requests of others beside refused uploads, oversized heads and a rollout: `python -m benchmarks.kept_connections`.
+
+The engine answers embeddings with a head of 67 KB, and uploads at once without reading them. The clients keep their
+connections and count a failure when one ends without `connection: close` announced before: what resets them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from kvproxy.proxy.listener.server import serve
+from tests.real.engines.program import free_ports
+from tests.support.process import KvproxyProcess, kvproxy_serve
+
+UPLOAD = b"x" * 3_000_000
+CHAT = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).encode()
+EMBED = json.dumps({"model": "m", "input": ["a"] * 600, "encoding_format": "bytes"}).encode()
+LIMIT_S = 15.0
+UPLOADS, NEIGHBOURS, EMBEDDINGS, ROLLOUT_CLIENTS = 200, 16, 600, 100
+_NODE = """
+const http = require('http');
+const agent = new http.Agent({keepAlive: true});
+const counts = {};
+const stopAt = Date.now() + SECONDS * 1000;
+const body = BODY;
+function ask() {
+  return new Promise((done) => {
+    const request = http.request({host: '127.0.0.1', port: PORT, path: '/v1/chat/completions', method: 'POST', agent,
+      headers: {'content-type': 'application/json', 'content-length': body.length}}, (response) => {
+      response.on('data', () => {}); response.on('end', () => done(String(response.statusCode)));
+      response.on('error', (error) => done(error.code || 'error'));
+    });
+    request.on('error', (error) => done(error.code || 'error'));
+    request.end(body);
+  });
+}
+async function client() {
+  while (Date.now() < stopAt) {
+    const result = await ask();
+    counts[result] = (counts[result] || 0) + 1;
+    await new Promise((done) => setTimeout(done, 50));
+  }
+}
+Promise.all(Array.from({length: CLIENTS}, client)).then(() => { console.log(JSON.stringify(counts)); process.exit(); });
+"""
+
+
+async def engine(scope: Any, receive: Any, send: Any) -> None:
+    """Answer as vLLM does: a head with all indexes, 404 before an upload is read, a small chat."""
+    if scope["type"] != "http":
+        return
+    status, headers, body = 200, [(b"content-type", b"application/json")], b'{"object":"x"}'
+    if scope["path"] == "/v1/embeddings":
+        headers.append((b"metadata", b"i" * 67_000))
+    elif scope["path"].startswith("/v1/audio"):
+        status = 404
+    if status == 200 and scope["method"] == "POST":
+        while (await receive()).get("more_body"):
+            pass
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, (b"content-length", b"14")]})
+    await send({"type": "http.response.body", "body": body})
+
+
+class Client:
+    """One client that keeps its connection, and connects again only where the last answer announced the close."""
+
+    def __init__(self, port: int, results: Counter[str]) -> None:
+        self._port = port
+        self._results = results
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, path: str, body: bytes, kind: str = "application/json") -> None:
+        """Send one request and count its status, or how it failed."""
+        try:
+            if self._streams is None:
+                self._streams = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 20)
+            async with asyncio.timeout(LIMIT_S):
+                result = await self._exchange(*self._streams, path, body, kind)
+        except ConnectionRefusedError:
+            result = "refused"
+        except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+            result = f"failed: {type(error).__name__}"
+            self.close()
+        self._results[result] += 1
+
+    async def _exchange(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, body: bytes, kind: str
+    ) -> str:
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        sending = asyncio.ensure_future(writer.drain())
+        try:
+            answer = (await reader.readuntil(b"\r\n\r\n")).lower()
+            length = next(line for line in answer.split(b"\r\n") if line.startswith(b"content-length:"))
+            await reader.readexactly(int(length.split(b":")[1]))
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+        if b"\r\nconnection: close" in answer:
+            self.close()
+        return answer.split()[1].decode()
+
+    def close(self) -> None:
+        """Leave the connection."""
+        if self._streams is not None:
+            self._streams[1].transport.abort()
+            self._streams = None
+
+
+@asynccontextmanager
+async def proxy(engine_url: str, port: int) -> AsyncIterator[KvproxyProcess]:
+    """One kvproxy with the default settings."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.yaml"
+        config.write_text(f"listen: 127.0.0.1:{port}\nadmin: {{enabled: false}}\nendpoints: {{a: '{engine_url}'}}\n")
+        async with kvproxy_serve("--config", str(config)) as running:
+            yield running
+
+
+async def refusals(engine_url: str) -> dict[str, Counter[str]]:
+    """Run uploads that are refused, each followed by a chat on its connection, and embeddings beside quiet clients."""
+    (port,) = free_ports(1)
+    found: dict[str, Counter[str]] = {name: Counter() for name in ("uploads", "behind them", "embeddings", "others")}
+    async with proxy(engine_url, port):
+        over = asyncio.Event()
+
+        async def neighbour() -> None:
+            client = Client(port, found["others"])
+            while not over.is_set():
+                await client.ask("/v1/chat/completions", CHAT)
+            client.close()
+
+        turns = asyncio.Semaphore(20)
+
+        async def upload() -> None:
+            async with turns:
+                await upload_now()
+
+        async def upload_now() -> None:
+            client = Client(port, found["uploads"])
+            await client.ask("/v1/audio/transcriptions", UPLOAD, "multipart/form-data; boundary=x")
+            client._results = found["behind them"]  # the same connection, counted apart
+            await client.ask("/v1/chat/completions", CHAT)
+            client.close()
+
+        async def embed() -> None:
+            client = Client(port, found["embeddings"])
+            for _ in range(EMBEDDINGS // 10):
+                await client.ask("/v1/embeddings", EMBED)
+            client.close()
+
+        async with asyncio.TaskGroup() as group:
+            quiet = [group.create_task(neighbour()) for _ in range(NEIGHBOURS)]
+            await asyncio.gather(*(upload() for _ in range(UPLOADS)), *(embed() for _ in range(10)))
+            over.set()
+            await asyncio.gather(*quiet)
+    return found
+
+
+async def rollout(engine_url: str, seconds: float = 12.0) -> dict[str, Counter[str]]:
+    """Replace the process under 100 clients in Python and 100 in Node: SIGTERM, then a new one on the same port."""
+    (port,) = free_ports(1)
+    found: dict[str, Counter[str]] = {"Python": Counter(), "Node": Counter()}
+    script = _NODE.replace("SECONDS", str(seconds)).replace("BODY", json.dumps(CHAT.decode()))
+    script = script.replace("PORT", str(port)).replace("CLIENTS", str(ROLLOUT_CLIENTS))
+    async with proxy(engine_url, port) as old:
+        node = await asyncio.create_subprocess_exec("node", "-e", script, stdout=asyncio.subprocess.PIPE)
+        until = asyncio.get_running_loop().time() + seconds
+
+        async def python() -> None:
+            client = Client(port, found["Python"])
+            while asyncio.get_running_loop().time() < until:
+                await client.ask("/v1/chat/completions", CHAT)
+                await asyncio.sleep(0.05)
+            client.close()
+
+        clients = [asyncio.create_task(python()) for _ in range(ROLLOUT_CLIENTS)]
+        await asyncio.sleep(seconds / 3)
+        old.terminate()
+        await asyncio.sleep(0.2)
+        async with proxy(engine_url, port):
+            await asyncio.gather(*clients)
+            output, _ = await node.communicate()
+    found["Node"].update(json.loads(output))
+    return found
+
+
+async def main() -> None:
+    async with serve(engine, drain_s=0.1, cut_grace_s=0.1) as url:
+        refused = await refusals(url)
+        sys.stdout.write(f"{refused}\n")
+        sections = {"Refused uploads and oversized heads": refused, "A rollout": await rollout(url)}
+    lines = ["# Kept connections", "", (__doc__ or "").split("\n\n", 1)[1].strip(), ""]
+    for title, rows in sections.items():
+        lines += [f"## {title}", "", "| requests | results |", "|---|---|"]
+        lines += [
+            f"| {name} | {', '.join(f'{n} x {r}' for r, n in sorted(counts.items()))} |"
+            for name, counts in rows.items()
+        ]
+        lines.append("")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
