@@ -43,7 +43,7 @@ from kvproxy.cluster.pick import Pick
 from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.cluster.routing.policy import Choice, OverlapFacts
 from kvproxy.cluster.routing.speeds import SpeedModel
-from kvproxy.features.autoscaling import Autoscaling
+from kvproxy.features.autoscaling.scaling import Autoscaling
 from kvproxy.features.hygiene.prefix_breaks import PrefixBreaks
 from kvproxy.operate.commands.logging_setup import log_to
 from kvproxy.operate.config.load import load_config

@@ -12,12 +12,14 @@ from typing import Self
 import msgspec
 
 from kvproxy.base.background_task import TaskSet
+from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId
 from kvproxy.cluster.adapters import Adapters, KnownAdapters
 from kvproxy.cluster.discovery import Poller, Source, sources_of, steps_towards
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.engine import Engine
+from kvproxy.cluster.feature import ClusterFeature, ClusterObserver
 from kvproxy.cluster.membership import STATIC, Membership
 from kvproxy.cluster.pick import Pick, expected_first_token_at, reserve
 from kvproxy.cluster.policies import PolicySet
@@ -32,7 +34,6 @@ from kvproxy.cluster.screening import KnownRanks, Refusal, Screening, refusal_of
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
 from kvproxy.cluster.sources.entries import LeftOut, Refuse
 from kvproxy.cluster.verdicts import Verdicts
-from kvproxy.features.autoscaling import Autoscaling
 from kvproxy.features.priority.engine_priority import ClusterPriority, utc_seconds
 
 log = logging.getLogger(__name__)
@@ -99,8 +100,9 @@ class Cluster:
         self.tells_priority = False
         #: Where requests wait; None: none does.
         self.queue: RouterQueue | None = None
-        #: How many endpoints it should have.
-        self.scaling = Autoscaling(self)
+        found = (feature.observe_cluster(self) for feature in installed(ClusterFeature))
+        self.observers: Sequence[ClusterObserver] = [one for one in found if one is not None]
+        self._on_placed = [one.placed for one in self.observers if type(one).placed is not ClusterObserver.placed]
         self._arrange_queue()
         self.apply_endpoints(settings.endpoints)
 
@@ -288,7 +290,8 @@ class Cluster:
         speeds = self.policies.speeds
         reservation = reserve(endpoint, decision.request, speeds, now)
         if speeds is not None:
-            self.scaling.placed(reservation, speeds, now)
+            for on_placed in self._on_placed:
+                on_placed(reservation, speeds, now)
         if reservation.hidden:
             self._hiding.add(endpoint)
         if endpoint.load.in_flight == endpoint.max_in_flight:

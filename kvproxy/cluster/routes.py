@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.cluster.endpoint import Condition
-from kvproxy.cluster.metrics import ScalingMetrics, SpeedMetrics
+from kvproxy.cluster.endpoint import TAKING, Condition
+from kvproxy.cluster.feature import ClusterFeature
+from kvproxy.cluster.metrics import SpeedMetrics
 from kvproxy.cluster.settings import RouteSettings
-from kvproxy.features.autoscaling import TAKING
 
 #: Answers remembered. Paths and models come from clients, so the memory starts over when it is full. A dict: every
 #: request asks, and a BoundedMapping's hit takes six times as long.
@@ -127,17 +128,9 @@ def show_learned(metrics: Metrics, clusters: Callable[[], Iterable[Cluster]], *,
                     for tier, price_s in prices.items():
                         yield (cluster.name, str(endpoint), tier.value), slowness * price_s
 
-    def saturation() -> Iterable[tuple[tuple[str, ...], float]]:
-        found = ((cluster.name, cluster.scaling.saturation(clock())) for cluster in clusters())
-        return [((name,), value) for name, value in found if value is not None]
-
-    def wanted() -> Iterable[tuple[tuple[str, ...], float]]:
-        found = ((cluster.name, cluster.scaling.wanted_endpoints(clock())) for cluster in clusters())
-        return [((name,), value) for name, value in found if value is not None]
-
-    scaling, learned = metrics.group(ScalingMetrics), metrics.group(SpeedMetrics)
-    scaling.saturation.set_source(saturation)
-    scaling.wanted_endpoints.set_source(wanted)
+    learned = metrics.group(SpeedMetrics)
     learned.learned_tokens_per_s.set_source(speeds)
     learned.learned_slowness.set_source(slowness)
     learned.learned_onboarding.set_source(onboarding)
+    for feature in installed(ClusterFeature):
+        feature.show_clusters(metrics, clusters, clock=clock)

@@ -339,16 +339,6 @@ class RouterQueueSettings(Model):
     level is worth 3 s of prefill; in engines that take a `priority` too."""
 
 
-class AutoscalingSettings(Model):
-    """What `kvproxy_saturation` and `kvproxy_wanted_endpoints` measure by, for policies that learn speeds (see
-    docs/autoscaling.md). kvproxy scales nothing itself."""
-
-    wanted_wait: Duration = Field(default=0.5, gt=0)
-    """Prefill that a request may find waiting at its endpoint, in seconds: then saturation is 1."""
-    max_endpoints: int = Field(default=100, ge=1, le=10_000)
-    """More are never wanted."""
-
-
 class TierWeights(Model):
     """What a cached token saves of computing it, by the tier it is kept on, until bringing tokens up from there was
     measured; in engine memory it saves all. Too low a weight costs more than too high a one."""
@@ -397,8 +387,6 @@ class ClusterSettings(Model):
     queue: RouterQueueSettings = RouterQueueSettings(enabled=AUTO)
     """The router queue, for policies that know how long a prefill takes (kv_aware, least_ttft). Given with `discovery`
     it also holds requests while there is no endpoint at all, until one is found."""
-    autoscaling: AutoscalingSettings = AutoscalingSettings()
-    """How many endpoints are wanted, as metrics."""
     engine_priority: EnginePriorityMode = EnginePriorityMode.OFF
     """Tell engines by the body's `priority` in which order to admit what waits in them, for the same policies: `on`
     where they are started for it, `auto` where that is to be found out, `off` (see docs/engine-priority.md)."""

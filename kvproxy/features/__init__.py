@@ -6,6 +6,7 @@ Delete a line and its folder, and everything else works as before. The order is 
 SHIPPED = (
     "tracing",
     "normalize",
+    "autoscaling",
     "leases",
     "transfers",
     "warming",

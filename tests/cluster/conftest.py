@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvproxy.base.metrics.groups import Metrics
+from kvproxy.base.settings.compose import composed
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
@@ -86,7 +87,12 @@ def make_cluster(clock: FakeClock) -> MakeCluster:
         settings.setdefault("endpoints", configs(*ids))
         metrics = Metrics()
         cluster = Cluster(
-            "c", ClusterSettings(**settings), metrics=metrics, clock=clock, rng=random.Random(1), **(with_ or {})
+            "c",
+            composed(ClusterSettings)(**settings),
+            metrics=metrics,
+            clock=clock,
+            rng=random.Random(1),
+            **(with_ or {}),
         )
         cluster.show()
         return Bench(cluster, clock, metrics)

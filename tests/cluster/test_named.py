@@ -12,7 +12,7 @@ from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, Policy
 from kvproxy.cluster.routing.simple import LeastTtft
 from kvproxy.cluster.routing.work import features_of
-from kvproxy.cluster.settings import ClusterSettings, PolicyName
+from kvproxy.cluster.settings import PolicyName
 from tests.cluster.conftest import Bench, MakeCluster, configs
 
 A, B = EndpointId("a"), EndpointId("b")
@@ -87,7 +87,7 @@ def test_utilisation_counts_what_others_place(make_cluster: MakeCluster) -> None
 
 def changed(bench: Bench, **changes: Any) -> None:
     """Other settings while it runs."""
-    settings = ClusterSettings.model_validate({**bench.cluster.settings.model_dump(), **changes})
+    settings = type(bench.cluster.settings).model_validate({**bench.cluster.settings.model_dump(), **changes})
     bench.cluster.reconfigure(settings, probe=None)
 
 

@@ -33,7 +33,7 @@ A, B = EndpointId("a"), EndpointId("b")
 
 def reconfigure(bench: Bench, **changes: Any) -> None:
     """The same settings but for these."""
-    settings = ClusterSettings.model_validate({**bench.cluster.settings.model_dump(), **changes})
+    settings = type(bench.cluster.settings).model_validate({**bench.cluster.settings.model_dump(), **changes})
     bench.cluster.reconfigure(settings, probe=None)
 
 

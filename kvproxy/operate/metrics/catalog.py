@@ -17,7 +17,6 @@ from kvproxy.cluster.metrics import (
     EndpointStateMetrics,
     EnginePriorityMetrics,
     RoutingMetrics,
-    ScalingMetrics,
     ShadowMetrics,
     SpeedMetrics,
 )
@@ -32,7 +31,6 @@ CORE: Sequence[type[MetricGroup]] = (
     CacheUseMetrics,
     SpeedMetrics,
     EndpointStateMetrics,
-    ScalingMetrics,
     ShadowMetrics,
     EnginePriorityMetrics,
     ConnectionMetrics,

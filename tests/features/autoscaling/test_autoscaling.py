@@ -6,8 +6,16 @@ import pytest
 
 from kvproxy.cluster.routing.policy import OverlapFacts
 from kvproxy.cluster.routing.work import features_of, seconds_of
-from kvproxy.cluster.settings import AutoscalingSettings, PolicyName
+from kvproxy.cluster.settings import PolicyName
+from kvproxy.features.autoscaling.scaling import Autoscaling
+from kvproxy.features.autoscaling.settings import AutoscalingSettings
 from tests.cluster.conftest import Bench, MakeCluster
+
+
+def scaling_of(bench: Bench) -> Autoscaling:
+    """The feature's observer of the cluster."""
+    (found,) = [one for one in bench.cluster.observers if isinstance(one, Autoscaling)]
+    return found
 
 
 def waiting_s(bench: Bench, tokens: int) -> float:
@@ -22,15 +30,15 @@ def test_saturation_is_what_waits_by_what_may(make_cluster: MakeCluster, wanted_
     """In shares of the wanted wait, an endpoint: 1 is what was wanted, whatever that is."""
     scaling = AutoscalingSettings(wanted_wait=wanted_wait)
     bench = make_cluster("a", "b", policy=PolicyName.KV_AWARE, autoscaling=scaling)
-    assert bench.cluster.scaling.saturation(bench.clock()) == 0.0
+    assert scaling_of(bench).saturation(bench.clock()) == 0.0
     bench.picked(facts=OverlapFacts(40_000, {}))
     expected = waiting_s(bench, 40_000) / 2 / wanted_wait
-    assert bench.cluster.scaling.saturation(bench.clock()) == pytest.approx(expected)
+    assert scaling_of(bench).saturation(bench.clock()) == pytest.approx(expected)
 
 
 def test_without_speeds_nothing_is_said(make_cluster: MakeCluster) -> None:
     """A policy that learns none knows of no seconds."""
     bench = make_cluster("a")
     bench.picked()
-    assert bench.cluster.scaling.saturation(bench.clock()) is None
-    assert bench.cluster.scaling.wanted_endpoints(bench.clock()) is None
+    assert scaling_of(bench).saturation(bench.clock()) is None
+    assert scaling_of(bench).wanted_endpoints(bench.clock()) is None

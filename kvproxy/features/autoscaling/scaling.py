@@ -10,17 +10,18 @@ gone: `n = backlog / w`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
-from kvproxy.cluster.endpoint import Condition, Endpoint
-from kvproxy.cluster.router_queue import RouterQueue
+from kvproxy.base.metrics.groups import Metrics
+from kvproxy.base.settings.compose import part_of
+from kvproxy.base.types import Clock
+from kvproxy.cluster.endpoint import TAKING
+from kvproxy.cluster.feature import ClusterObserver, ListClusters, ObservedCluster
 from kvproxy.cluster.routing.load import Reservation
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import seconds_of
-from kvproxy.cluster.settings import ClusterSettings
-
-TAKING = (Condition.UP, Condition.SATURATED)
+from kvproxy.features.autoscaling.metrics import ScalingMetrics
+from kvproxy.features.autoscaling.settings import AutoscalingPlace, AutoscalingSettings
 
 #: What came is remembered for about so long, and a backlog that is gone as well; one that builds up is believed sooner.
 _FALL_S, _RISE_S = 60.0, 10.0
@@ -32,24 +33,17 @@ SAMPLE_S = 1.0
 _NOTHING = 0.01
 
 
-class Scaled(Protocol):
-    """The cluster, as its scaling sees it."""
-
-    settings: ClusterSettings
-    queue: RouterQueue | None
-
-    @property
-    def endpoints(self) -> Sequence[Endpoint]: ...
-    @property
-    def speeds(self) -> SpeedModel | None: ...
-
-
-class Autoscaling:
+class Autoscaling(ClusterObserver):
     """By this process's own requests alone, so that the figures of several add up. None where no speeds are learned."""
 
-    def __init__(self, cluster: Scaled) -> None:
+    def __init__(self, cluster: ObservedCluster) -> None:
         self._cluster = cluster
         self._demand = Demand()
+
+    @property
+    def _settings(self) -> AutoscalingSettings:
+        """A reload may have changed them."""
+        return part_of(self._cluster.settings, AutoscalingPlace).autoscaling
 
     def placed(self, reservation: Reservation, speeds: SpeedModel, now: float) -> None:
         """A request has its place, in a cluster whose speeds are learned."""
@@ -62,14 +56,14 @@ class Autoscaling:
         if speeds is None:
             return None
         taking = sum(endpoint.condition(now) in TAKING for endpoint in self._cluster.endpoints)
-        return self._backlog_s(speeds, now) / max(1, taking) / self._cluster.settings.autoscaling.wanted_wait
+        return self._backlog_s(speeds, now) / max(1, taking) / self._settings.wanted_wait
 
     def wanted_endpoints(self, now: float) -> float | None:
         """Not rounded."""
         cluster, speeds = self._cluster, self._cluster.speeds
         if speeds is None:
             return None
-        settings = cluster.settings.autoscaling
+        settings = self._settings
         busy = any(endpoint.load.own_in_flight for endpoint in cluster.endpoints) or bool(cluster.queue)
         return self._demand.wanted(
             self._backlog_s(speeds, now),
@@ -88,6 +82,21 @@ class Autoscaling:
                 work = endpoint.load.own_work(speeds.seconds, slowness, now)
                 pending_s += slowness * seconds_of(work, speeds.seconds)
         return pending_s
+
+
+def show_scaling(metrics: Metrics, clusters: ListClusters, *, clock: Clock) -> None:
+    """Read at every scrape; clusters whose speeds are not learned have no series."""
+
+    def series(value: Callable[[Autoscaling, float], float | None]) -> Iterator[tuple[tuple[str, ...], float]]:
+        for cluster in clusters():
+            for one in cluster.observers:
+                found = value(one, clock()) if isinstance(one, Autoscaling) else None
+                if found is not None:
+                    yield (cluster.name,), found
+
+    group = metrics.group(ScalingMetrics)
+    group.saturation.set_source(lambda: series(Autoscaling.saturation))
+    group.wanted_endpoints.set_source(lambda: series(Autoscaling.wanted_endpoints))
 
 
 class Demand:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvproxy.features.autoscaling import Demand
+from kvproxy.features.autoscaling.scaling import Demand
 
 
 def wanted(demand: Demand, now: float, *, backlog_s: float = 0.0, busy: bool = False, most: int = 100) -> float:

@@ -1,0 +1,43 @@
+"""The feature, as the core meets it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvproxy.cluster.settings import ClusterSettings
+from kvproxy.features.autoscaling.settings import AutoscalingPlace
+from kvproxy.operate.feature import Feature
+
+if TYPE_CHECKING:
+    from kvproxy.base.metrics.groups import MetricGroup, Metrics
+    from kvproxy.base.types import Clock
+    from kvproxy.cluster.feature import ClusterObserver, ListClusters, ObservedCluster
+
+
+class AutoscalingFeature(Feature):
+    """Shows how loaded each cluster is and how many endpoints it should have."""
+
+    name = "autoscaling"
+    settings = {ClusterSettings: (AutoscalingPlace,)}
+
+    def list_metrics(self) -> Sequence[type[MetricGroup]]:
+        """Its group."""
+        from kvproxy.features.autoscaling.metrics import ScalingMetrics
+
+        return (ScalingMetrics,)
+
+    def observe_cluster(self, cluster: ObservedCluster) -> ClusterObserver:
+        """What comes to this cluster is remembered."""
+        from kvproxy.features.autoscaling.scaling import Autoscaling
+
+        return Autoscaling(cluster)
+
+    def show_clusters(self, metrics: Metrics, clusters: ListClusters, *, clock: Clock) -> None:
+        """Two gauges of each cluster whose speeds are learned."""
+        from kvproxy.features.autoscaling.scaling import show_scaling
+
+        show_scaling(metrics, clusters, clock=clock)
+
+
+FEATURE = AutoscalingFeature()
