@@ -208,12 +208,22 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
     doctor.add_argument("-v", "--verbose", action="store_true", help="list the checks that passed, too")
     traffic = doctor.add_argument_group("traffic", "instead of the visit: what breaks the prefixes of sessions that "
                                         "return, from a running proxy, or from --receipts")  # fmt: skip
-    traffic.add_argument("--traffic", action="store_true", help="by cause, client and tenant, with what it cost")
+    traffic.add_argument(
+        "--traffic",
+        dest="run",
+        action="store_const",
+        const="features.hygiene.command:main",
+        help="by cause, client and tenant, with what it cost",
+    )
     _admin_options(traffic)
     advise = doctor.add_argument_group("advice", "instead of the visit: which settings would help the traffic that "
                                        "receipts recorded; nothing is changed")  # fmt: skip
     advise.add_argument(
-        "--advise", action="store_true", help="engine settings and kvproxy's own, with the expected gain"
+        "--advise",
+        dest="run",
+        action="store_const",
+        const="lab.advise.command:main",
+        help="engine settings and kvproxy's own, with the expected gain",
     )
     advise.add_argument("--advise-budget", default="60s", metavar="DURATION",
                         help="for simulations; 0s: only what needs none (default %(default)s)")  # fmt: skip

@@ -12,8 +12,8 @@ from kvproxy.base.errors import ClientError, NotSupported, Refused
 from kvproxy.base.metrics.bounds import BoundMetrics
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.resilience.breaker import Breaker, BreakerState
+from kvproxy.base.resilience.settings import BreakerSettings
 from kvproxy.base.types import Clock
-from kvproxy.cluster.settings import BreakerSettings
 
 T = TypeVar("T")
 

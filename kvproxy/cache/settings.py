@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
+from kvproxy.base.resilience.settings import BreakerSettings
 from kvproxy.base.settings.model import Duration, Model, Size
 from kvproxy.cache.action_settings import (
     CacheStrategySettings,
@@ -13,7 +14,7 @@ from kvproxy.cache.action_settings import (
     TransferSettings,
     WarmingSettings,
 )
-from kvproxy.cluster.settings import BreakerSettings, EventSources
+from kvproxy.cluster.settings import EventSources
 
 #: Parameters of signed URLs, lower case: S3 and stores with its API, Google Cloud Storage, CloudFront, Azure.
 URL_SIGNATURES = (

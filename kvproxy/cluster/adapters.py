@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cache.clients.engine_metrics import LoraUse
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,15 @@ log = logging.getLogger(__name__)
 MAX_ADAPTERS, MAX_NAME = 1024, 200
 #: Where an engine does not say how many slots it has: vLLM's default.
 _SLOTS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LoraUse:
+    """As of the engine's latest steps: after the last request of an adapter the engine may go on naming it."""
+
+    slots: int  # adapters of which requests run at the same time; 0: not said
+    running: frozenset[str]
+    waiting: frozenset[str]
 
 
 class AdapterState(StrEnum):

@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, field_validator
 
+from kvproxy.base.resilience.settings import BreakerSettings
 from kvproxy.base.settings.model import Duration, EndpointName, Fraction, Model, Secret
 from kvproxy.base.types import Tier
 from kvproxy.cluster.discovery_settings import DiscoverySettings
@@ -160,35 +161,6 @@ class PolicyName(StrEnum):
     LEAST_TTFT = "least_ttft"
 
 
-#: What other routers call the same, letters and digits only: for "did you mean".
-POLICY_ALIASES = {
-    "rr": PolicyName.ROUND_ROBIN,
-    "roundrobin": PolicyName.ROUND_ROBIN,
-    "leastconn": PolicyName.LEAST_REQUEST,
-    "leastconnection": PolicyName.LEAST_REQUEST,
-    "leastconnections": PolicyName.LEAST_REQUEST,
-    "leastloaded": PolicyName.LEAST_REQUEST,
-    "leastload": PolicyName.LEAST_REQUEST,
-    "leastrequests": PolicyName.LEAST_REQUEST,
-    "leastbusy": PolicyName.LEAST_REQUEST,
-    "p2c": PolicyName.POWER_OF_TWO,
-    "poweroftwochoices": PolicyName.POWER_OF_TWO,
-    "ringhash": PolicyName.CONSISTENT_HASH,
-    "maglev": PolicyName.CONSISTENT_HASH,
-    "hash": PolicyName.CONSISTENT_HASH,
-    "sticky": PolicyName.SESSION,
-    "stickysession": PolicyName.SESSION,
-    "kvaware": PolicyName.KV_AWARE,
-    "kvcacheaware": PolicyName.KV_AWARE,
-    "kv": PolicyName.KV_AWARE,
-    "precise": PolicyName.KV_AWARE,
-    "cacheaware": PolicyName.PREFIX_AFFINITY,
-    "prefixaware": PolicyName.PREFIX_AFFINITY,
-    "prefixcache": PolicyName.PREFIX_AFFINITY,
-    "prefix": PolicyName.PREFIX_AFFINITY,
-}
-
-
 class HealthCheckSettings(Model):
     """Active probing and passive ejection of endpoints.
 
@@ -218,17 +190,6 @@ class HealthCheckSettings(Model):
     """Largest share of a cluster that passive ejection may take out (at least one endpoint may always be)."""
     slow_start: Duration = 0.0
     """Over this long after it comes back an endpoint's weight grows from a tenth to its own; 0 is off."""
-
-
-class BreakerSettings(Model):
-    """Circuit breaker of one endpoint (or of one operation of a helper service)."""
-
-    failure_threshold: int = Field(default=5, ge=1)
-    """Failures in a row that open it."""
-    recovery_timeout: Duration = 10.0
-    """How long it stays open before it lets probes through."""
-    half_open_max_calls: int = Field(default=2, ge=1)
-    """Probes let through at once while half open."""
 
 
 class EndpointRetrySettings(Model):

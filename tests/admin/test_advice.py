@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.lab.advise.live_advice import AdviceRunner, advise_command
+from kvproxy.operate.commands.live_advice import AdviceRunner, advise_command
 from tests.admin.support import admin_of, audited, problems_of, proxy_of
 from tests.support.until import until
 

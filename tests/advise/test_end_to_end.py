@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
+from kvproxy.lab.advise.command import print_advice
 from kvproxy.lab.simulator.engine_io import EngineSettings
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.lab.simulator.timing import EngineTiming
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
-from kvproxy.operate.commands.doctor import DoctorOptions, print_advice
+from kvproxy.operate.commands.doctor import DoctorOptions
 from tests.doctor.setup import cluster
 from tests.support.proxy import RunningProxy, chat, running_proxy
 

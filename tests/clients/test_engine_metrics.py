@@ -10,10 +10,10 @@ from kvproxy.cache.clients.engine_metrics import (
     CacheConfig,
     EngineKind,
     EngineMetrics,
-    LoraUse,
     parse_engine_metrics,
     parse_lora_use,
 )
+from kvproxy.cluster.adapters import LoraUse
 from tests.clients.support import FIXTURES
 
 PAGE = (FIXTURES / "vllm_http/metrics.txt").read_bytes()

@@ -10,13 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.resilience.breaker import BreakerState
+from kvproxy.base.resilience.settings import BreakerSettings
 from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.pick import AttemptOutcome, Pick
 from kvproxy.cluster.routing.policy import Overlap, OverlapFacts, PickRequest
 from kvproxy.cluster.settings import (
-    BreakerSettings,
     ClusterSettings,
     EndpointSettings,
     HealthCheckSettings,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvproxy.base.resilience.settings import BreakerSettings
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.discovery import Source
 from kvproxy.cluster.endpoint import Condition, Endpoint
@@ -18,7 +19,6 @@ from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.cluster.routing.policy import OverlapFacts
 from kvproxy.cluster.routing.work import features_of
 from kvproxy.cluster.settings import (
-    BreakerSettings,
     ClusterSettings,
     EndpointSettings,
     HealthCheckSettings,

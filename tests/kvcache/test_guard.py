@@ -9,8 +9,8 @@ import pytest
 
 from kvproxy.base.errors import BreakerOpen, ClientTimeout, ClientUnavailable, NotSupported, Refused, UnknownInstance
 from kvproxy.base.metrics.groups import Metrics
+from kvproxy.base.resilience.settings import BreakerSettings
 from kvproxy.cache.breakers import OperationBreakers
-from kvproxy.cluster.settings import BreakerSettings
 from tests.support.clock import FakeClock
 
 LIMITS = BreakerSettings(failure_threshold=2, recovery_timeout=10, half_open_max_calls=1)

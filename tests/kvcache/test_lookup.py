@@ -9,6 +9,7 @@ import pytest
 
 from kvproxy.base.errors import BreakerOpen
 from kvproxy.base.metrics.groups import Metrics
+from kvproxy.base.resilience.settings import BreakerSettings
 from kvproxy.base.types import EndpointId, Tier
 from kvproxy.cache.breakers import OperationBreakers
 from kvproxy.cache.overlap.denied import DeniedPlacements
@@ -16,7 +17,6 @@ from kvproxy.cache.overlap.lookup import LookupClient
 from kvproxy.cache.providers import EVERY_INSTANCE, ActionKind, Effect, Holder, Prefix, TierMemory
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routing.policy import FactSource, Overlap
-from kvproxy.cluster.settings import BreakerSettings
 from tests.kvcache.support import NOWHERE, A, B, cluster_of, tokens
 from tests.support.clock import FakeClock
 

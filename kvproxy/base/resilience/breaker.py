@@ -15,8 +15,8 @@ import msgspec
 import pybreaker
 
 from kvproxy.base.errors import BreakerOpen
+from kvproxy.base.resilience.settings import BreakerSettings
 from kvproxy.base.types import Clock
-from kvproxy.cluster.settings import BreakerSettings
 
 
 class BreakerState(StrEnum):

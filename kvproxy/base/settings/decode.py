@@ -20,8 +20,8 @@ from pydantic_core import ErrorDetails
 from kvproxy.base.errors import Problem
 from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import Origins, Path, Where, bare_type, closest_word, keys_of, model_at, spelling_hint
+from kvproxy.base.settings.spellings import POLICY_ALIASES
 from kvproxy.base.settings.yaml_text import Substituted
-from kvproxy.cluster.settings import POLICY_ALIASES
 
 M = TypeVar("M", bound=Any)
 

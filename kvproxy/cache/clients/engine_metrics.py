@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
+from kvproxy.cluster.adapters import LoraUse
+
 _VLLM_PREFIX = b"vllm:"
 _CACHE_CONFIG = b"cache_config_info"
 #: `awake` is 0 while the engine sleeps, at whichever level; the other states are 1 where it gave its memory up (at
@@ -347,15 +349,6 @@ _LORA_LINE = re.compile(rb"^vllm:lora_requests_info\{([^}\n]{0,65536})\} ([0-9.e
 #: Data-parallel ranks write in turn, each its own combination: lines this much older than the newest count as well.
 _LORA_TOGETHER_S = 2.0
 MAX_LORA_LINES, MAX_LORA_NAMES = 10_000, 1024
-
-
-@dataclass(frozen=True, slots=True)
-class LoraUse:
-    """As of the engine's latest steps: after the last request of an adapter the engine may go on naming it."""
-
-    slots: int  # adapters of which requests run at the same time; 0: not said
-    running: frozenset[str]
-    waiting: frozenset[str]
 
 
 def parse_lora_use(text: bytes) -> LoraUse | None:

@@ -18,9 +18,9 @@ import httpx
 
 from kvproxy.app import Proxy
 from kvproxy.base.errors import KvproxyError
-from kvproxy.lab.replay.report import ProgressBar
 from kvproxy.operate.commands.configuration import ConfigSource, find_usual_file
 from kvproxy.operate.commands.operate import AdminAddress
+from kvproxy.operate.commands.progress import ProgressBar
 from kvproxy.operate.config.schema import Config, ReceiptSettings
 from kvproxy.proxy.settings import FilterSpec
 

@@ -21,11 +21,11 @@ from kvproxy.lab.advise.candidates import Candidate
 from kvproxy.lab.advise.today import Today, make_trace
 from kvproxy.lab.advise.traffic import RecordedRequest, Traffic
 from kvproxy.lab.replay.compare import play_policy
-from kvproxy.lab.replay.report import ProgressBar
 from kvproxy.lab.replay.results import ReplayOutcome, percentile
 from kvproxy.lab.replay.settings import Pace
 from kvproxy.lab.replay.trace import Trace
 from kvproxy.lab.simulator.timing import TokenGaps
+from kvproxy.operate.commands.progress import ProgressBar
 
 #: Fewer requests, or less time, say nothing about what a setting is worth.
 MIN_REQUESTS, MIN_SPAN_S = 200, 120.0

@@ -11,14 +11,15 @@ from typing import TextIO
 
 from kvproxy.base.errors import KvproxyError
 from kvproxy.base.settings.paths import spelling_hint
+from kvproxy.base.settings.spellings import POLICY_ALIASES
 from kvproxy.cluster.routing.fair_queue import QueueSettings
 from kvproxy.cluster.routing.policy import Policy
 from kvproxy.cluster.routing.registry import POLICIES, make_policy
 from kvproxy.cluster.routing.speeds import SpeedModel, SpeedPriors
-from kvproxy.cluster.settings import POLICY_ALIASES, ClusterSettings, PolicyName
+from kvproxy.cluster.settings import ClusterSettings, PolicyName
 from kvproxy.lab.replay.pooled import Bound, measure_bound
 from kvproxy.lab.replay.replicas import RoutersPlan, connect_routers
-from kvproxy.lab.replay.report import ProgressBar, ReplayReport, announce_part
+from kvproxy.lab.replay.report import ReplayReport
 from kvproxy.lab.replay.results import GoodputLimits, ReplayOutcome, Summary, summarize_outcomes
 from kvproxy.lab.replay.router import SimEndpoint, VirtualRouter
 from kvproxy.lab.replay.settings import Pace, ReplayFleet
@@ -29,6 +30,7 @@ from kvproxy.lab.replay.virtual_time import Change, VirtualTime
 from kvproxy.lab.simulator.engine import Engine
 from kvproxy.lab.simulator.engine_io import Scheduling
 from kvproxy.lab.simulator.timing import TokenGaps
+from kvproxy.operate.commands.progress import ProgressBar, announce_part
 
 #: Behind a policy's name: with the router queue in front of it (which kv_aware has by itself) or without one, and with
 #: a priority for the engine in each request.

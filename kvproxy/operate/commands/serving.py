@@ -23,11 +23,11 @@ from kvproxy.app import Proxy
 from kvproxy.base.errors import Problem
 from kvproxy.base.metrics.bounds import BoundMetrics
 from kvproxy.base.metrics.groups import Metrics
-from kvproxy.lab.advise.live_advice import AdviceRunner, advise_command
 from kvproxy.operate.admin.operated import ConfigReloader
 from kvproxy.operate.commands.configuration import ConfigSource
 from kvproxy.operate.commands.garbage import GarbageCollections
 from kvproxy.operate.commands.last_resort import END_GRACE_S, LastResort
+from kvproxy.operate.commands.live_advice import AdviceRunner, advise_command
 from kvproxy.operate.commands.logging_setup import log_to
 from kvproxy.operate.commands.reload import FileReloader, Reloadable, convert_problems
 from kvproxy.operate.config.schema import Config
