@@ -72,9 +72,14 @@ class Proxy:
         self.adviser: AdviceRuns | None = None  # likewise
         pool = config.pool
         self._pool = UpstreamPool(
-            max_connections=pool.max_connections, max_idle=pool.max_idle, idle_timeout_s=pool.idle_timeout,
-            max_waiting=pool.max_waiting, max_head_bytes=pool.max_response_head, clock=clock, metrics=self.metrics,
-        )  # fmt: skip
+            max_connections=pool.max_connections,
+            max_idle=pool.max_idle,
+            idle_timeout_s=pool.idle_timeout,
+            max_waiting=pool.max_waiting,
+            max_head_bytes=pool.max_response_head,
+            clock=clock,
+            metrics=self.metrics,
+        )
         self._probes = UpstreamPool(max_connections=4, max_idle=0, clock=clock)  # a full pool must not starve probes
         written = make_recorder(self, config.receipts, key=receipts_key), make_ledger(self, config.ledger)
         self._written = [one for one in written if one is not None]
@@ -170,7 +175,8 @@ class Proxy:
 
     def adopt(self, after: Generation) -> Reloaded:
         """The second half: serve by it from now on."""
-        before, lost = self._generation, after.begin_serving()
+        before = self._generation
+        lost = after.begin_serving()
         self._generation = after
         self._share(after)
         self._reloader.retire_generation(before)
@@ -197,7 +203,9 @@ class Proxy:
 
     def _share(self, generation: Generation) -> None:
         if self.sync is not None:
-            clusters, limits, budgets = generation.clusters, generation.limits, generation.budgets
+            clusters = generation.clusters
+            limits = generation.limits
+            budgets = generation.budgets
             world = World.of(clusters, self.kvcache, limits=limits, budgets=budgets)
             self.sync.follow(world, self.kvcache, clusters)
 

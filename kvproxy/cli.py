@@ -206,8 +206,11 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
     doctor.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     doctor.add_argument("--strict", action="store_true", help="exit with 2 when there are only warnings")
     doctor.add_argument("-v", "--verbose", action="store_true", help="list the checks that passed, too")
-    traffic = doctor.add_argument_group("traffic", "instead of the visit: what breaks the prefixes of sessions that "
-                                        "return, from a running proxy, or from --receipts")  # fmt: skip
+    traffic = doctor.add_argument_group(
+        "traffic",
+        "instead of the visit: what breaks the prefixes of sessions that "
+        "return, from a running proxy, or from --receipts",
+    )
     traffic.add_argument(
         "--traffic",
         dest="run",
@@ -216,8 +219,10 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
         help="by cause, client and tenant, with what it cost",
     )
     _admin_options(traffic)
-    advise = doctor.add_argument_group("advice", "instead of the visit: which settings would help the traffic that "
-                                       "receipts recorded; nothing is changed")  # fmt: skip
+    advise = doctor.add_argument_group(
+        "advice",
+        "instead of the visit: which settings would help the traffic that receipts recorded; nothing is changed",
+    )
     advise.add_argument(
         "--advise",
         dest="run",
@@ -225,8 +230,12 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
         const="lab.advise.command:main",
         help="engine settings and kvproxy's own, with the expected gain",
     )
-    advise.add_argument("--advise-budget", default="60s", metavar="DURATION",
-                        help="for simulations; 0s: only what needs none (default %(default)s)")  # fmt: skip
+    advise.add_argument(
+        "--advise-budget",
+        default="60s",
+        metavar="DURATION",
+        help="for simulations; 0s: only what needs none (default %(default)s)",
+    )
     advise.add_argument("--receipts", type=Path, metavar="FILE", help="else `receipts.path` of the configuration")
     doctor.set_defaults(run="operate.commands.doctor:main")
 
@@ -320,8 +329,9 @@ def _add_warm(commands: _Commands[argparse.ArgumentParser]) -> None:
     warm.add_argument("prompts", type=Path, metavar="PROMPTS", help="JSON lines")
     _config_option(warm)
     warm.add_argument("--replicas", type=_count, default=1, metavar="N", help="endpoints for each (default 1)")
-    warm.add_argument("--wait", type=float, default=60.0, metavar="S",
-                      help="for an endpoint that is busy (default %(default)s)")  # fmt: skip
+    warm.add_argument(
+        "--wait", type=float, default=60.0, metavar="S", help="for an endpoint that is busy (default %(default)s)"
+    )
     warm.add_argument("--url", help="a running proxy's admin listener instead of -c: its routing learns of it, too")
     warm.add_argument("--token-file", metavar="FILE", help="file with the admin token (else $KVPROXY_ADMIN_TOKEN)")
     warm.set_defaults(run="features.warming.command:main")
@@ -349,22 +359,35 @@ def _add_simulate(commands: _Commands[argparse.ArgumentParser]) -> None:
         "up; timing, caching and errors are those of real engines. With -c they stand in for the engines of a file.",
     )
     _config_option(simulate)
-    simulate.add_argument("-o", "--output", type=Path, metavar="FILE",
-                          help="with -c: write a copy of it with the stand-ins' addresses")  # fmt: skip
-    simulate.add_argument("--engine", dest="kind", choices=("vllm", "sglang"), default="vllm",
-                          help="their kind (default vllm)")  # fmt: skip
+    simulate.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="with -c: write a copy of it with the stand-ins' addresses"
+    )
+    simulate.add_argument(
+        "--engine", dest="kind", choices=("vllm", "sglang"), default="vllm", help="their kind (default vllm)"
+    )
     simulate.add_argument("--engine-version", metavar="V", default="", help="that they report, as in 0.18.0")
     simulate.add_argument("--engines", type=_count, default=2, metavar="N", help="how many (default 2)")
     simulate.add_argument("--port", type=int, default=8000, help="of the first (default 8000); 0: free ones")
     simulate.add_argument("--model", default="sim", help="its name (default sim)")
     simulate.add_argument("--kv-events", action="store_true", help="publish KV events")
     simulate.add_argument("--lmcache", type=int, metavar="PORT", help="an LMCache controller there; 0: a free one")
-    simulate.add_argument("--kv-tokens", type=_tokens, default=65_536, metavar="N",
-                          help="KV memory of each engine (default 65536)")  # fmt: skip
-    simulate.add_argument("--prefill-speed", type=_tokens, default=10_000, metavar="N",
-                          help="prompt tokens computed a second (default 10000)")  # fmt: skip
-    simulate.add_argument("--fault", action="append", default=[], metavar="[ENGINE:]NAME=VALUE",
-                          help="as in sim-1:stall_first_byte_s=2 or fail_next=10; repeat for more")  # fmt: skip
+    simulate.add_argument(
+        "--kv-tokens", type=_tokens, default=65_536, metavar="N", help="KV memory of each engine (default 65536)"
+    )
+    simulate.add_argument(
+        "--prefill-speed",
+        type=_tokens,
+        default=10_000,
+        metavar="N",
+        help="prompt tokens computed a second (default 10000)",
+    )
+    simulate.add_argument(
+        "--fault",
+        action="append",
+        default=[],
+        metavar="[ENGINE:]NAME=VALUE",
+        help="as in sim-1:stall_first_byte_s=2 or fail_next=10; repeat for more",
+    )
     simulate.set_defaults(run="lab.simulate:main")
 
 

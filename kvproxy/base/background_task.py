@@ -15,7 +15,8 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 #: A task that swallowed its cancellation is cancelled again after this long, so many times; then it is left behind.
-CANCEL_AGAIN_S, CANCELLATIONS = 2.0, 3
+CANCEL_AGAIN_S = 2.0
+CANCELLATIONS = 3
 
 
 async def cancel_tasks(tasks: Iterable[asyncio.Task[Any]], *, again_s: float = CANCEL_AGAIN_S) -> None:

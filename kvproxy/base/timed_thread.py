@@ -40,7 +40,8 @@ class TimedThread:
                 answer.set_result(result)  # type: ignore[arg-type]  # T may be None
 
         def run() -> None:
-            result, raised = None, None
+            result = None
+            raised = None
             try:
                 result = work()
             except BaseException as error:  # noqa: BLE001 - handed to the caller

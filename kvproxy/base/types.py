@@ -162,7 +162,8 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     @property
     def head(self) -> bytes:
         """How prompts that share a prefix begin: the cache group and the first message's beginning; b"" of none."""
-        parts, group = self.prompt.parts, self.cache_group
+        parts = self.prompt.parts
+        group = self.cache_group
         start = parts[0][:_HEAD_BYTES] if parts else b""
         return start if group is None else group.encode("utf-8", "surrogatepass") + b"\0" + start
 

@@ -100,7 +100,8 @@ class OperationBreakers:
 
     def _changed(self, operation: str) -> None:
         """The breaker may have opened or closed."""
-        known, closed = self._outages.get(operation), self._breakers[operation].state is BreakerState.CLOSED
+        known = self._outages.get(operation)
+        closed = self._breakers[operation].state is BreakerState.CLOSED
         error = self._errors.get(operation)
         if known is not None and closed:
             del self._outages[operation]

@@ -46,7 +46,8 @@ class Engines:
         """The engine's API, with its own credential and no other."""
         client = self._clients.get(engine)
         if client is None:
-            origin, key = engine.origin, engine.authorization
+            origin = engine.origin
+            key = engine.authorization
             authorization = key.decode("latin-1") if key else None
             client = VllmClient(self.http.client(origin), str(origin), authorization, timeout_s=self._timeout_s)
             self._clients[engine] = client
@@ -108,7 +109,8 @@ class RankFinder:
 
     async def follow_ranks(self, cluster: Cluster, engine: Engine, metrics: EngineMetrics) -> None:
         """Tell the cluster what is known of the engine's ranks now."""
-        shown, ranks = metrics.ranks.keys(), engine.ranks
+        shown = metrics.ranks.keys()
+        ranks = engine.ranks
         named: Collection[int] | None = ranks.named if shown == set(ranks.shown) else None
         unknown = ranks.asks and len(shown) > 1 and named is None
         if unknown:

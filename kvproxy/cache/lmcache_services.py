@@ -20,7 +20,8 @@ from kvproxy.cluster.routing.policy import FactSource
 #: Host memory, as the controller calls it.
 MEMORY = "LocalCPUBackend"
 #: Between questions whether a prefetch is over: the first pause, doubling up to the last. 16 MiB take 30 to 70 ms.
-FIRST_POLL_S, LAST_POLL_S = 0.02, 0.2
+FIRST_POLL_S = 0.02
+LAST_POLL_S = 0.2
 
 
 class ControllerProvider:
@@ -56,15 +57,18 @@ class ControllerProvider:
         return await self._client.move((source, MEMORY), (instance_id, MEMORY), tokens, copy=True)
 
     async def _act(self, kind: ActionKind, instance_id: str, tokens: TokenIds) -> ActionResult:
-        client, settings = self._client, self._settings
+        client = self._client
+        settings = self._settings
         match kind:
             case ActionKind.PIN:
                 return await client.pin(instance_id, tokens, location=settings.pin_location)
             case ActionKind.COMPRESS:
-                place, method = settings.compress_location, settings.compress_method
+                place = settings.compress_location
+                method = settings.compress_method
                 return await client.compress(instance_id, tokens, location=place, method=method)
             case ActionKind.DECOMPRESS:
-                place, method = settings.compress_location, settings.compress_method
+                place = settings.compress_location
+                method = settings.compress_method
                 return await client.decompress(instance_id, tokens, location=place, method=method)
             case ActionKind.EVICT:
                 return await client.evict(instance_id, tokens)
@@ -171,7 +175,8 @@ def _tier_of(module: MemoryModule) -> Tier:
 
 def _with_module(memory: TierMemory, module: MemoryModule) -> TierMemory:
     """Both together, as full as the fuller one is."""
-    used_bytes, capacity_bytes = memory.used_bytes + module.used_bytes, memory.capacity_bytes + module.capacity_bytes
+    used_bytes = memory.used_bytes + module.used_bytes
+    capacity_bytes = memory.capacity_bytes + module.capacity_bytes
     shares = [share for share in (memory.share, module.usage_ratio) if share is not None]
     return TierMemory(memory.instance_id, memory.tier, used_bytes, capacity_bytes, max(shares, default=None))
 

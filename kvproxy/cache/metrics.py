@@ -32,9 +32,11 @@ class KvEventMetrics(MetricGroup):
             "kvproxy_kv_event_gaps", "Breaks in the numbering", ["endpoint", "outcome"], registry=r
         )  # filled, lost, restart
         self.behind = Counter(
-            "kvproxy_kv_event_behind", "Times a stream brought batches faster than they were applied",
-            ["endpoint"], registry=r,
-        )  # fmt: skip
+            "kvproxy_kv_event_behind",
+            "Times a stream brought batches faster than they were applied",
+            ["endpoint"],
+            registry=r,
+        )
         self.lag = Gauge(
             "kvproxy_kv_event_lag_seconds", "Published to applied, last batch", ["endpoint", "rank"], registry=r
         )
@@ -53,16 +55,20 @@ class KvCacheMetrics(MetricGroup):
 
     def __init__(self, r: CollectorRegistry) -> None:
         self.facts_seconds = Histogram(
-            "kvproxy_kvcache_facts_seconds", "Asking the indexes of the proxy itself about one prompt",
-            buckets=LOCAL_BUCKETS_S, registry=r,
-        )  # fmt: skip
+            "kvproxy_kvcache_facts_seconds",
+            "Asking the indexes of the proxy itself about one prompt",
+            buckets=LOCAL_BUCKETS_S,
+            registry=r,
+        )
         self.lookups = Counter(
             "kvproxy_kvcache_lookups", "Requests by what came of asking LMCache before routing", ["outcome"], registry=r
         )  # hit, miss, lookup_timeout, error, breaker_open, busy, no_tokens
         self.lookup_seconds = Histogram(
-            "kvproxy_kvcache_lookup_seconds", "One call of the lookup service, late answers included",
-            buckets=FAST_BUCKETS_S, registry=r,
-        )  # fmt: skip
+            "kvproxy_kvcache_lookup_seconds",
+            "One call of the lookup service, late answers included",
+            buckets=FAST_BUCKETS_S,
+            registry=r,
+        )
         self.tokenizes = Counter("kvproxy_kvcache_tokenizes", "Calls of /tokenize", ["outcome"], registry=r)
         self.tokenize_seconds = Histogram(
             "kvproxy_kvcache_tokenize_seconds", "One call of /tokenize", buckets=FAST_BUCKETS_S, registry=r
@@ -71,28 +77,38 @@ class KvCacheMetrics(MetricGroup):
             "kvproxy_kvcache_unknown_instances", "Holders that are no endpoint's instance_id", registry=r
         )
         self.predictions = Counter(
-            "kvproxy_kvcache_predictions", "Predicted matches by what the engine then reused",
-            ["cluster", "endpoint", "source", "result"], registry=r,
-        )  # fmt: skip  # hit, partial, miss
+            "kvproxy_kvcache_predictions",
+            "Predicted matches by what the engine then reused",
+            ["cluster", "endpoint", "source", "result"],
+            registry=r,
+        )  # hit, partial, miss
         self.predicted_tokens = Counter(
-            "kvproxy_kvcache_predicted_tokens", "Matched tokens where requests went",
-            ["cluster", "endpoint", "source"], registry=r,
-        )  # fmt: skip
+            "kvproxy_kvcache_predicted_tokens",
+            "Matched tokens where requests went",
+            ["cluster", "endpoint", "source"],
+            registry=r,
+        )
         self.reused_tokens = Counter(
-            "kvproxy_kvcache_reused_tokens", "Of these, tokens the engine did reuse",
-            ["cluster", "endpoint", "source"], registry=r,
-        )  # fmt: skip
+            "kvproxy_kvcache_reused_tokens",
+            "Of these, tokens the engine did reuse",
+            ["cluster", "endpoint", "source"],
+            registry=r,
+        )
         self.sessions_ended = Counter(
             "kvproxy_kvcache_sessions_ended", "Sessions that their clients ended", ["result"], registry=r
         )  # known, unknown
         self.prediction_alarm = CallbackGauge(
-            "kvproxy_kvcache_prediction_alarm", "1: of the last 8 large predictions at least 3 were wrong",
-            ["cluster", "endpoint", "source"], registry=r,
-        )  # fmt: skip
+            "kvproxy_kvcache_prediction_alarm",
+            "1: of the last 8 large predictions at least 3 were wrong",
+            ["cluster", "endpoint", "source"],
+            registry=r,
+        )
         self.trust = CallbackGauge(
-            "kvproxy_kvcache_trust_ratio", "How far what only this source says of an endpoint is believed, once tried",
-            ["cluster", "endpoint", "source"], registry=r,
-        )  # fmt: skip
+            "kvproxy_kvcache_trust_ratio",
+            "How far what only this source says of an endpoint is believed, once tried",
+            ["cluster", "endpoint", "source"],
+            registry=r,
+        )
 
 
 class HoldingMetrics(MetricGroup):
@@ -124,33 +140,47 @@ class HoldingMetrics(MetricGroup):
             registry=r,
         )  # sessions, responses
         self.index_utilisation = CallbackGauge(
-            "kvproxy_kvcache_index_utilisation_ratio", "Blocks believed to be at an endpoint against its capacity",
-            ["cluster", "endpoint"], registry=r,
-        )  # fmt: skip
+            "kvproxy_kvcache_index_utilisation_ratio",
+            "Blocks believed to be at an endpoint against its capacity",
+            ["cluster", "endpoint"],
+            registry=r,
+        )
         self.index_capacity = CallbackGauge(
-            "kvproxy_kvcache_index_capacity_blocks", "Room in an endpoint's cache, as `told` by it and as `learned`",
-            ["cluster", "endpoint", "kind"], registry=r,
-        )  # fmt: skip
+            "kvproxy_kvcache_index_capacity_blocks",
+            "Room in an endpoint's cache, as `told` by it and as `learned`",
+            ["cluster", "endpoint", "kind"],
+            registry=r,
+        )
         self.reuse_step = CallbackGauge(
-            "kvproxy_endpoint_reuse_step_tokens", "What an endpoint reuses is a multiple of this, where that is long",
-            ["cluster", "endpoint"], registry=r,
-        )  # fmt: skip
+            "kvproxy_endpoint_reuse_step_tokens",
+            "What an endpoint reuses is a multiple of this, where that is long",
+            ["cluster", "endpoint"],
+            registry=r,
+        )
         self.endpoint_hit_ratio = CallbackGauge(
-            "kvproxy_endpoint_cache_hit_ratio", "Share of prompt tokens reused since twelve readings of the engine ago",
-            ["cluster", "endpoint", "by"], registry=r,
-        )  # fmt: skip
+            "kvproxy_endpoint_cache_hit_ratio",
+            "Share of prompt tokens reused since twelve readings of the engine ago",
+            ["cluster", "endpoint", "by"],
+            registry=r,
+        )
         self.engine_foreign_ratio = CallbackGauge(
-            "kvproxy_engine_foreign_tokens_ratio", "Prompt tokens the engine looked up that others sent, of all",
-            ["cluster", "endpoint"], registry=r,
-        )  # fmt: skip
+            "kvproxy_engine_foreign_tokens_ratio",
+            "Prompt tokens the engine looked up that others sent, of all",
+            ["cluster", "endpoint"],
+            registry=r,
+        )
         self.engine_kv_usage = CallbackGauge(
-            "kvproxy_engine_kv_usage_ratio", "KV memory in use, by the engine's own metrics",
-            ["cluster", "endpoint"], registry=r,
-        )  # fmt: skip
+            "kvproxy_engine_kv_usage_ratio",
+            "KV memory in use, by the engine's own metrics",
+            ["cluster", "endpoint"],
+            registry=r,
+        )
         self.engine_requests = CallbackGauge(
-            "kvproxy_engine_requests", "Requests in the engine, by its own metrics",
-            ["cluster", "endpoint", "state"], registry=r,
-        )  # fmt: skip  # running, waiting
+            "kvproxy_engine_requests",
+            "Requests in the engine, by its own metrics",
+            ["cluster", "endpoint", "state"],
+            registry=r,
+        )  # running, waiting
         self.token_memory_entries = Gauge(
             "kvproxy_kvcache_token_memory_entries", "Prompts and beginnings in token memory", registry=r
         )
@@ -178,17 +208,24 @@ class TierMetrics(MetricGroup):
 
     def __init__(self, r: CollectorRegistry) -> None:
         self.blocks = CallbackGauge(
-            "kvproxy_tier_blocks", "Blocks at an endpoint by where they lie, as its KV events say (twice a minute)",
-            ["cluster", "endpoint", "tier"], registry=r,
-        )  # fmt: skip
+            "kvproxy_tier_blocks",
+            "Blocks at an endpoint by where they lie, as its KV events say (twice a minute)",
+            ["cluster", "endpoint", "tier"],
+            registry=r,
+        )
         self.tokens = CallbackGauge(
             "kvproxy_tier_tokens", "Tokens of these", ["cluster", "endpoint", "tier"], registry=r
         )
         self.cached = CallbackGauge(
-            "kvproxy_engine_cached_tokens", "Prompt tokens an engine found cached since its start, by its own counts; "
-            "unspecified: what a connector brought", ["cluster", "endpoint", "tier"], registry=r,
-        )  # fmt: skip  # a tier, peer, unspecified
+            "kvproxy_engine_cached_tokens",
+            "Prompt tokens an engine found cached since its start, by its own counts; "
+            "unspecified: what a connector brought",
+            ["cluster", "endpoint", "tier"],
+            registry=r,
+        )  # a tier, peer, unspecified
         self.bytes = CallbackGauge(
-            "kvproxy_tier_bytes", "KV below engine memory, and room for it, as LMCache's coordinator says; the shared "
-            "store has no instance", ["instance", "tier", "kind"], registry=r,
-        )  # fmt: skip  # used, capacity
+            "kvproxy_tier_bytes",
+            "KV below engine memory, and room for it, as LMCache's coordinator says; the shared store has no instance",
+            ["instance", "tier", "kind"],
+            registry=r,
+        )  # used, capacity

@@ -26,9 +26,11 @@ from kvproxy.cluster.engine import Engine
 log = logging.getLogger("kvproxy.kvcache")
 
 #: The first round comes this long after the start: engines that just came up are busy enough.
-FIRST_ROUND_S, MAX_CONCURRENT = 1.0, 16
+FIRST_ROUND_S = 1.0
+MAX_CONCURRENT = 16
 #: A reading older than this many intervals (and a while) says nothing any more.
-_STALE_INTERVALS, _STALE_S = 3, 5.0
+_STALE_INTERVALS = 3
+_STALE_S = 5.0
 #: Rounds that read nothing still forget endpoints that left and renew leases.
 WITHOUT_READING_S = 5.0
 
@@ -133,7 +135,8 @@ class MetricsScraper(BackgroundTask):
         """An endpoint that left, or is another engine now, holds nothing we know of."""
         left: set[str] = set()
         for name, cluster in self._clusters.items():
-            indexes, before = self._indexes[name], self._present.get(name, {})
+            indexes = self._indexes[name]
+            before = self._present.get(name, {})
             now = {str(endpoint.id): endpoint for endpoint in cluster.endpoints}
             for endpoint_id, endpoint in before.items():
                 if endpoint_id not in now or now[endpoint_id].origin != endpoint.origin:

@@ -85,7 +85,8 @@ class ReadingIntake:
 
     def _restarted(self, cluster: str, endpoint: EndpointId, metrics: EngineMetrics) -> bool:
         """Whether this is another process than before; one that does not say when it began tells by its counters."""
-        indexes, restarted = self._indexes[cluster], self._hit_ratios.read_counters((cluster, endpoint), metrics)
+        indexes = self._indexes[cluster]
+        restarted = self._hit_ratios.read_counters((cluster, endpoint), metrics)
         if metrics.started_at is not None:
             return indexes.process_started(endpoint, metrics.started_at)
         if restarted:
@@ -96,7 +97,8 @@ class ReadingIntake:
         """The index believes an endpoint to hold as much as its engine has room for, in blocks as long as that says, as
         far as nothing contradicts."""
         cache = metrics.cache
-        indexes, block_tokens = self._indexes[cluster], None if cache is None else cache.block_tokens
+        indexes = self._indexes[cluster]
+        block_tokens = None if cache is None else cache.block_tokens
         indexes.steps.tell_block_size(endpoint.id, lcm(block_tokens or 1, indexes.precise.step_tokens(endpoint.id)))
         if cache is None or not cache.capacity_tokens:
             return

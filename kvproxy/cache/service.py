@@ -72,17 +72,27 @@ class KvCache:
         state: CacheState | None = None,
         streams: EventStreams | None = None,
     ) -> None:
-        self.settings, self.clusters, self._metrics, self._acts = settings, clusters, metrics, _acts(settings)
+        self.settings = settings
+        self.clusters = clusters
+        self._metrics = metrics
+        self._acts = _acts(settings)
         self.state = CacheState.empty(metrics=metrics, clock=clock) if state is None else state
         self._pool = UpstreamPool(max_connections=settings.max_connections, clock=clock)
         self._engines = Engines(self._pool, timeout_s=settings.request_timeout, tokenizer_url=settings.vllm_endpoint)
         self.breakers = OperationBreakers(settings.circuit_breaker, clock=clock, metrics=metrics)
         self.overlap = OverlapSources(
-            settings, state=self.state, clusters=clusters, engines=self._engines, breakers=self.breakers,
-            streams=streams, metrics=metrics, clock=clock,
-        )  # fmt: skip
+            settings,
+            state=self.state,
+            clusters=clusters,
+            engines=self._engines,
+            breakers=self.breakers,
+            streams=streams,
+            metrics=metrics,
+            clock=clock,
+        )
         #: What every request asks and tells, without a call between.
-        self.gather, self.placed = self.overlap.gather, self.overlap.placed
+        self.gather = self.overlap.gather
+        self.placed = self.overlap.placed
         self.feedback = PredictionFeedback(state=self.state, lookups=self.overlap.lookups, clock=clock)
         self.scraper = MetricsScraper(
             settings,
@@ -117,12 +127,18 @@ class KvCache:
 
     def _make_preparations(self, clock: Clock, rng: random.Random) -> tuple[Warmer, Warming | None]:
         """What copies and what computes KV before a request needs it."""
-        settings, metrics = self.settings, self._metrics
+        settings = self.settings
+        metrics = self._metrics
         if settings.transfers.ahead or settings.transfers.on_demand:
             self.actions.transfers = Transfers(
-                settings, overlap=self.overlap, executor=self.actions.executor, jobs=self.actions.jobs, metrics=metrics,
-                clock=clock, rng=rng,
-            )  # fmt: skip
+                settings,
+                overlap=self.overlap,
+                executor=self.actions.executor,
+                jobs=self.actions.jobs,
+                metrics=metrics,
+                clock=clock,
+                rng=rng,
+            )
             if settings.transfers.on_demand:
                 self.on_demand = OnDemand(self.actions.transfers, self.overlap)
         warmer = Warmer(settings, engines=self._engines, metrics=metrics, clock=clock)
@@ -141,14 +157,27 @@ class KvCache:
         )
 
     def _make_leasing(self, clock: Clock) -> Leasing:
-        book, metrics = self.state.lease_book(self.settings), self._metrics
-        parts: dict[str, Any] = {"clusters": self.clusters, "jobs": self.actions.jobs, "engines": self._engines,
-                                 "signals": self.scraper.signals, "metrics": metrics, "clock": clock}  # fmt: skip
+        book = self.state.lease_book(self.settings)
+        metrics = self._metrics
+        parts: dict[str, Any] = {
+            "clusters": self.clusters,
+            "jobs": self.actions.jobs,
+            "engines": self._engines,
+            "signals": self.scraper.signals,
+            "metrics": metrics,
+            "clock": clock,
+        }
         toucher = Toucher(self.settings, gaps=book.gaps, **parts)
         return Leasing(
-            self.settings, book=book, executor=self.actions.executor, lookups=self.overlap.lookups, toucher=toucher,
-            holds=SessionHolds(self.settings, book=book, **parts), metrics=metrics, clock=clock,
-        )  # fmt: skip
+            self.settings,
+            book=book,
+            executor=self.actions.executor,
+            lookups=self.overlap.lookups,
+            toucher=toucher,
+            holds=SessionHolds(self.settings, book=book, **parts),
+            metrics=metrics,
+            clock=clock,
+        )
 
     async def __aenter__(self) -> Self:
         self.state.keep_only(self.clusters)

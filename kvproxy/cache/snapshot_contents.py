@@ -120,7 +120,8 @@ class Contents:
     def _fill(
         self, kept: ClusterKept, restoration: Restoration, same: Mapping[str, EndpointKept], taken_at: float
     ) -> Iterator[None]:
-        index, cluster = self._state.indexes[kept.name], self._clusters[kept.name]
+        index = self._state.indexes[kept.name]
+        cluster = self._clusters[kept.name]
         away_s = max(0.0, self._wall_clock() - taken_at)
         if kept.speeds is not None and cluster.speeds is not None:
             try:
@@ -164,7 +165,8 @@ def dump_served(tables: LastServed, now: float, *, max_bytes: int) -> Generator[
     responses = [(response, served) for _, response, served in reversed(entries) if response]
     kept = []
     for table in (sessions, responses):
-        pieces, left = [], max_bytes // 2
+        pieces = []
+        left = max_bytes // 2
         for start in range(0, len(table), _STEP):
             rows = [_row(*one, now) for one in table[start : start + _STEP] if tables.stands(one[1], now)]
             piece = msgspec.msgpack.encode(rows)

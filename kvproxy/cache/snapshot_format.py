@@ -142,7 +142,8 @@ def decode(data: bytes) -> Snapshot:
 
 
 def _divided(kept: Kept, hashes: memoryview) -> list[memoryview]:
-    parts, start = [], 0
+    parts = []
+    start = 0
     for cluster in kept.clusters:
         end = start + 8 * cluster.index.blocks
         parts.append(hashes[start:end])

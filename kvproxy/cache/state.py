@@ -50,7 +50,8 @@ class CacheState:
     @classmethod
     def empty(cls, *, metrics: Metrics, clock: Clock) -> CacheState:
         """The state of a first start."""
-        predictions, breaks = PredictionStats(metrics, clock=clock), PrefixBreaks(metrics, clock=clock)
+        predictions = PredictionStats(metrics, clock=clock)
+        breaks = PrefixBreaks(metrics, clock=clock)
         return cls(predictions, breaks, CacheLosses(metrics, clock=clock))
 
     def index(self, cluster: str, *, endpoints: int) -> IndexState:
@@ -85,8 +86,10 @@ class CacheState:
         """What is kept at the LMCache of these settings. The service that had it kept at another one ends that there;
         what conversations do is known in both."""
         if self._leases_at not in (None, settings.lmcache_endpoint):
-            before, self.leases = self.leases, LeaseBook()
-            self.leases.gaps, self.leases.waiting = before.gaps, before.waiting
+            before = self.leases
+            self.leases = LeaseBook()
+            self.leases.gaps = before.gaps
+            self.leases.waiting = before.waiting
         self._leases_at = settings.lmcache_endpoint
         return self.leases
 

@@ -22,8 +22,10 @@ SLICE_RUNS = 512
 
 def cache_status(service: KvCache) -> dict[str, object]:
     """Sources, indexes, token memory, queues and breakers."""
-    overlap, settings = service.overlap, service.settings
-    memory, provider = overlap.tokens.memory, overlap.lookups.provider
+    overlap = service.overlap
+    settings = service.settings
+    memory = overlap.tokens.memory
+    provider = overlap.lookups.provider
     return {
         "sources": {
             "approximate": True,
@@ -55,7 +57,8 @@ def troubles(service: KvCache) -> list[dict[str, object]]:
 
     `kind` is `service` (of `what`: lookup, tokenize, pin, ...) or `event_stream` (of `what`: an endpoint's rank).
     """
-    now, streams = service.breakers.now(), service.overlap.streams
+    now = service.breakers.now()
+    streams = service.overlap.streams
     found: list[dict[str, object]] = [
         {
             "kind": "service",

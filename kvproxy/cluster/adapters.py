@@ -20,7 +20,8 @@ from kvproxy.base.types import EndpointId
 log = logging.getLogger(__name__)
 
 #: Adapters known of one engine; their names are its own.
-MAX_ADAPTERS, MAX_NAME = 1024, 200
+MAX_ADAPTERS = 1024
+MAX_NAME = 200
 #: Where an engine does not say how many slots it has: vLLM's default.
 _SLOTS = 1
 
@@ -105,7 +106,9 @@ class Adapters:
 
 #: Seconds that a request waits for an adapter beside the engine's backlog, before anything was learned.
 _PRIOR_S = {AdapterState.RUNNING: 0.0, AdapterState.ROOM: 0.2, AdapterState.WAITING: 0.5, AdapterState.FULL: 1.0}
-_PRIOR_WEIGHT, _WEIGHT, _MOST_S = 3, 0.1, 60.0
+_PRIOR_WEIGHT = 3
+_WEIGHT = 0.1
+_MOST_S = 60.0
 
 
 class LoadTimes:

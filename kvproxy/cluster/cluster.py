@@ -85,7 +85,8 @@ class Cluster:
         self.adapters = KnownAdapters(name, on_change=self._follow)
         #: What becomes known of its engines' data-parallel ranks.
         self.ranks = KnownRanks(name, self._members, on_change=self._follow)
-        self._sleep, self._tasks = sleep, TaskSet()
+        self._sleep = sleep
+        self._tasks = TaskSet()
         self._prober = self._make_prober(probe)
         self._poller = self._make_poller(sources)
         self._applying: asyncio.Task[None] | None = None
@@ -184,7 +185,8 @@ class Cluster:
         they learned, and requests that wait their turn. ValueError as in `apply`, and then the endpoints are as before.
         """
         # Kept over a reload, and not built again around its state: requests of every generation hold picks on it.
-        before, self.settings = self.settings, settings
+        before = self.settings
+        self.settings = settings
         self.verdicts.settings = settings.health
         self.policies = PolicySet(self.name, settings, metrics=self._metrics, rng=self._rng, earlier=self.policies)
         self.priority.ageing = settings.queue.ageing
@@ -258,7 +260,8 @@ class Cluster:
     def decide(self, request: PickRequest, now: float) -> Decision[Endpoint] | Refusal:
         """Where the request would go; changes nothing. A preferred endpoint is taken if it may serve; otherwise the
         policy chooses."""
-        pool, policies = self._screening.find_pool(request.model, now), self.policies
+        pool = self._screening.find_pool(request.model, now)
+        policies = self.policies
         if request.model in self.adapters.names:
             engines = {endpoint.id: endpoint.engine.adapters for endpoint in pool.usable}
             request = msgspec.structs.replace(request, adapter_s=self.adapters.price_endpoints(request.model, engines))
@@ -442,14 +445,17 @@ class Cluster:
 
     def _arrange_queue(self) -> None:
         """As the settings say: the queue there is goes on with the requests in it, or places them all at once."""
-        settings, speeds = self.settings.queue, self.policy.speeds
+        settings = self.settings.queue
+        speeds = self.policy.speeds
         awaits = settings.enabled is True and bool(self.settings.discovery.named)
         if not self.settings.queues or speeds is None:
             self._close_queue()
         elif self.queue is not None:
             self.queue.reconfigure(settings, speeds, awaits=awaits)
         else:
-            name, metrics, clock = self.name, self._metrics, self._clock
+            name = self.name
+            metrics = self._metrics
+            clock = self._clock
             self.queue = RouterQueue(
                 settings, speeds, cluster=name, candidates=self.candidates, awaits=awaits, metrics=metrics, clock=clock
             )
@@ -458,5 +464,6 @@ class Cluster:
 
     def _close_queue(self) -> None:
         if self.queue is not None:
-            queue, self.queue = self.queue, None
+            queue = self.queue
+            self.queue = None
             queue.close()

@@ -30,7 +30,8 @@ POLL_TIMEOUT_S = 10.0
 #: A watched source that cannot even begin is tried again after this long.
 _FOLLOW_AGAIN_S = 5.0
 #: Endpoints that come, change or leave in one turn of the event loop, some 0.2 ms each; of very many a share.
-_AT_ONCE, _SHARE = 20, 0.01
+_AT_ONCE = 20
+_SHARE = 0.01
 #: Objects that are left out and named in the log.
 _NAMED = 3
 #: No source is asked more often, whatever its interval says.
@@ -73,7 +74,9 @@ def sources_of(
     sleep: Sleep = asyncio.sleep,
 ) -> list[Source]:
     """The sources a cluster's configuration names."""
-    file, dns, rng = settings.file, settings.dns, rng or Random()
+    file = settings.file
+    dns = settings.dns
+    rng = rng or Random()
     sources: list[Source] = []
     if file is not None:
         sources.append(Source("file", FileDiscovery(file.path, credentials=file.credentials), file.interval))
@@ -188,7 +191,8 @@ class Poller:
             await self._sleep(source.interval_s)
 
     async def _hear(self, source: Source, answer: Answer | None, trouble: str) -> None:
-        known, changed = self._known(source.name), False
+        known = self._known(source.name)
+        changed = False
         if answer is not None and not answer and known:
             answer = await self._confirm_empty(source)
         if answer is not None:

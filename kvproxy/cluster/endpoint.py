@@ -95,7 +95,9 @@ class Endpoint:
         self.id = engine.endpoint_id(rank)
         self.engine = engine
         self.rank = rank  # None: all of the engine
-        self.origin, self.health, self.breaker = engine.origin, engine.health, engine.breaker
+        self.origin = engine.origin
+        self.health = engine.health
+        self.breaker = engine.breaker
         self.load = EndpointLoad()
         self.ended = EndedWork(self.load)
         self.removed = False  # no longer in the cluster, finishing what it has
@@ -221,7 +223,8 @@ class Endpoint:
             return
         self._shown = True
         clock = self._clock
-        load, breaker = self.load, self.breaker
+        load = self.load
+        breaker = self.breaker
         group = metrics.group(EndpointStateMetrics)
         for gauge in (group.in_flight, group.in_flight_formerly):
             self.metrics.bind_gauge(gauge, lambda: load.own_in_flight)

@@ -65,8 +65,10 @@ class EndpointMetrics:
             return latency
         if len(self._latencies) >= MAX_MODELS and model != OTHER:
             return self.find_latency(OTHER)
-        group, labels = self._metrics.group(EndpointRequestMetrics), (*self._labels, model)
-        streamed, whole = (*labels, "true"), (*labels, "false")
+        group = self._metrics.group(EndpointRequestMetrics)
+        labels = (*self._labels, model)
+        streamed = (*labels, "true")
+        whole = (*labels, "false")
         series = [(group.ttft, streamed), (group.ttft, whole), (group.itl, labels), (group.duration, labels)]
         self._series += series
         latency = self._latencies[model] = Latency(*(family.labels(*values) for family, values in series))

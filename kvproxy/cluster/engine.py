@@ -92,7 +92,8 @@ class Health:
 
     def forget_probes(self) -> None:
         """None is sent any more: their verdict would stand for ever."""
-        self._healthy, self._streak = True, 0
+        self._healthy = True
+        self._streak = 0
 
     def unserved_in_a_row(self, now: float) -> int:
         """Latest attempts that served nothing (blame apart); 0 when the last one is too long ago to mean anything."""

@@ -123,7 +123,10 @@ class Membership:
         self._apply(self._sources, self._removed)
 
     def _apply(self, sources: dict[str, tuple[EndpointSettings, ...]], removed: frozenset[EndpointId]) -> None:
-        named, settings, before, last = _merge(sources), self._owner.settings, self._named, self._settings
+        named = _merge(sources)
+        settings = self._owner.settings
+        before = self._named
+        last = self._settings
         afresh = last is None or any(getattr(settings, one) != getattr(last, one) for one in CONFIGURED_BY)
         changed = {one: c for one, c in named.items() if before.get(one) is not c or one not in self._engines}
         origins = {one: origin_of(config) for one, config in changed.items()}  # before anything changes
@@ -131,15 +134,18 @@ class Membership:
         engines.update((one, self._engine_at(config, origins[one])) for one, config in changed.items())
         for one in named if afresh else changed:
             engines[one].configure(named[one], settings)
-        self._named, self._settings = named, settings
+        self._named = named
+        self._settings = settings
         members = _members(named, engines)
         wanted = {one: m for one, m in members.items() if not (removed and removed & {one, m.engine.id})}
-        self._sources, self._removed = sources, removed & (named.keys() | members.keys())
+        self._sources = sources
+        self._removed = removed & (named.keys() | members.keys())
         self._weights = self._kept_weights(wanted)
         stays = {i: e for i, e in self._present.items() if i in wanted and e.engine is wanted[i].engine}
         for one in [one for one in self._present if one not in stays]:
             self._leave(self._present[one], replaced=one in wanted)
-        present, ids = dict[EndpointId, Endpoint](), dict[Engine, list[EndpointId]]()
+        present = dict[EndpointId, Endpoint]()
+        ids = dict[Engine, list[EndpointId]]()
         self._configs = {endpoint_id: member.config for endpoint_id, member in wanted.items()}
         for endpoint_id, member in wanted.items():
             endpoint = stays.get(endpoint_id) or self._returning(endpoint_id, member.engine) or self._new(member)
@@ -149,7 +155,8 @@ class Membership:
             ids.setdefault(member.engine, []).append(endpoint_id)
         for engine, its in ids.items():
             engine.members = tuple(its)
-        self._present, self._engines = present, {engine.id: engine for engine in ids}
+        self._present = present
+        self._engines = {engine.id: engine for engine in ids}
         self.present = tuple(present.values())
 
     def reweight_endpoint(self, name: EndpointId, weight: float) -> bool:
@@ -172,7 +179,8 @@ class Membership:
             self._finalize(endpoint)
 
     def _weighted(self, endpoint_id: EndpointId) -> EndpointSettings:
-        config, weight = self._configs[endpoint_id], self._weights.get(endpoint_id)
+        config = self._configs[endpoint_id]
+        weight = self._weights.get(endpoint_id)
         return config if weight is None else config.model_copy(update={"weight": weight})
 
     def _new(self, member: _Member) -> Endpoint:
@@ -188,7 +196,8 @@ class Membership:
 
     def _kept_weights(self, wanted: Mapping[EndpointId, _Member]) -> dict[EndpointId, float]:
         """An operator's, each until its source names another one; they go over to ranks that were not known before."""
-        kept, configs = {}, self._configs
+        kept = {}
+        configs = self._configs
         for endpoint_id, member in wanted.items() if self._weights else ():
             for one in [endpoint_id] if endpoint_id in configs else self._formerly(member):
                 if one in self._weights and configs[one].weight == member.config.weight:

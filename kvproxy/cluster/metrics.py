@@ -28,17 +28,24 @@ class RoutingMetrics(MetricGroup):
             "kvproxy_preferences", "What became of a preferred endpoint", ["result"], registry=r
         )  # followed, unknown, unhealthy, draining, asleep, saturated, excluded, breaker_open
         self.router_queue_wait = Histogram(
-            "kvproxy_router_queue_wait_seconds", "Time held in the router queue, by requests that were", ["cluster"],
-            buckets=TTFT_BUCKETS_S, registry=r,
-        )  # fmt: skip
+            "kvproxy_router_queue_wait_seconds",
+            "Time held in the router queue, by requests that were",
+            ["cluster"],
+            buckets=TTFT_BUCKETS_S,
+            registry=r,
+        )
         self.router_queue_exits = Counter(
-            "kvproxy_router_queue_exits", "Requests that left the router queue, or found it full",
-            ["cluster", "reason"], registry=r,
-        )  # fmt: skip  # turn, max_wait, no_endpoint, queue_off, client_left, refused
+            "kvproxy_router_queue_exits",
+            "Requests that left the router queue, or found it full",
+            ["cluster", "reason"],
+            registry=r,
+        )  # turn, max_wait, no_endpoint, queue_off, client_left, refused
         self.router_queue_oldest = Gauge(
-            "kvproxy_router_queue_oldest_wait_seconds", "How long the first of those in the router queue has waited",
-            ["cluster"], registry=r,
-        )  # fmt: skip
+            "kvproxy_router_queue_oldest_wait_seconds",
+            "How long the first of those in the router queue has waited",
+            ["cluster"],
+            registry=r,
+        )
 
 
 class EndpointRequestMetrics(MetricGroup):
@@ -50,17 +57,26 @@ class EndpointRequestMetrics(MetricGroup):
             "kvproxy_attempt_failures", "Failed attempts on endpoints", ["cluster", "endpoint", "reason"], registry=r
         )
         self.ttft = Histogram(
-            "kvproxy_ttft_seconds", "Request received to first body byte from upstream; of an answer that is not "
-            "streamed that is its end", ["cluster", "endpoint", "model", "stream"], buckets=TTFT_BUCKETS_S, registry=r,
-        )  # fmt: skip  # stream: true, false
+            "kvproxy_ttft_seconds",
+            "Request received to first body byte from upstream; of an answer that is not streamed that is its end",
+            ["cluster", "endpoint", "model", "stream"],
+            buckets=TTFT_BUCKETS_S,
+            registry=r,
+        )  # stream: true, false
         self.duration = Histogram(
-            "kvproxy_request_duration_seconds", "Request received to its end",
-            ["cluster", "endpoint", "model"], buckets=E2E_BUCKETS_S, registry=r,
-        )  # fmt: skip
+            "kvproxy_request_duration_seconds",
+            "Request received to its end",
+            ["cluster", "endpoint", "model"],
+            buckets=E2E_BUCKETS_S,
+            registry=r,
+        )
         self.itl = Histogram(
-            "kvproxy_itl_seconds", "Mean time between the tokens of a streamed answer, one observation a request",
-            ["cluster", "endpoint", "model"], buckets=ITL_BUCKETS_S, registry=r,
-        )  # fmt: skip
+            "kvproxy_itl_seconds",
+            "Mean time between the tokens of a streamed answer, one observation a request",
+            ["cluster", "endpoint", "model"],
+            buckets=ITL_BUCKETS_S,
+            registry=r,
+        )
 
 
 class EndpointStateMetrics(MetricGroup):
@@ -80,9 +96,11 @@ class EndpointStateMetrics(MetricGroup):
             "kvproxy_in_flight", "Deprecated name of kvproxy_in_flight_requests", where, registry=r
         )
         self.pending_prompt_tokens = Gauge(
-            "kvproxy_pending_prompt_tokens", "Uncached prompt tokens without a first token", ["cluster", "endpoint"],
+            "kvproxy_pending_prompt_tokens",
+            "Uncached prompt tokens without a first token",
+            ["cluster", "endpoint"],
             registry=r,
-        )  # fmt: skip
+        )
         self.adapters = Gauge(
             "kvproxy_endpoint_adapters", "LoRA adapters that its engine lists", ["cluster", "endpoint"], registry=r
         )
@@ -91,23 +109,31 @@ class EndpointStateMetrics(MetricGroup):
             "kvproxy_ejections", "Endpoints taken out", ["cluster", "endpoint", "reason"], registry=r
         )
         self.cache_losses = Counter(
-            "kvproxy_engine_cache_losses", "Times an endpoint's engine lost what it held, by how that was noticed",
-            ["cluster", "endpoint", "reason"], registry=r,
-        )  # fmt: skip  # restarted, cleared, forgot, asleep
+            "kvproxy_engine_cache_losses",
+            "Times an endpoint's engine lost what it held, by how that was noticed",
+            ["cluster", "endpoint", "reason"],
+            registry=r,
+        )  # restarted, cleared, forgot, asleep
         self.probes = Counter("kvproxy_health_probes", "Active probes", ["cluster", "endpoint", "outcome"], registry=r)
         self.rank_refusals = Counter(
-            "kvproxy_rank_refusals", "Requests whose data-parallel rank an engine did not know",
-            ["cluster", "endpoint", "outcome"], registry=r,
-        )  # fmt: skip  # renumbered, dropped, doubted, late
+            "kvproxy_rank_refusals",
+            "Requests whose data-parallel rank an engine did not know",
+            ["cluster", "endpoint", "outcome"],
+            registry=r,
+        )  # renumbered, dropped, doubted, late
         self.discovery = Counter("kvproxy_discovery_updates", "Discovery results", ["cluster", "outcome"], registry=r)
         self.discovery_failing = Gauge(
-            "kvproxy_discovery_failing", "1: this source of endpoints does not answer, and what it said last stands",
-            ["cluster", "source"], registry=r,
-        )  # fmt: skip
+            "kvproxy_discovery_failing",
+            "1: this source of endpoints does not answer, and what it said last stands",
+            ["cluster", "source"],
+            registry=r,
+        )
         self.discovery_left_out = Gauge(
-            "kvproxy_discovery_left_out", "Objects of this source that cannot be endpoints",
-            ["cluster", "source"], registry=r,
-        )  # fmt: skip
+            "kvproxy_discovery_left_out",
+            "Objects of this source that cannot be endpoints",
+            ["cluster", "source"],
+            registry=r,
+        )
 
 
 class SpeedMetrics(MetricGroup):
@@ -123,18 +149,21 @@ class SpeedMetrics(MetricGroup):
         self.learned_tokens_per_s = CallbackGauge(
             "kvproxy_learned_prefill_tokens_per_second",
             "Prefill speed of a pool before attention, as learned; no series before the first sample",
-            ["cluster"], registry=r,
-        )  # fmt: skip
+            ["cluster"],
+            registry=r,
+        )
         self.learned_slowness = CallbackGauge(
             "kvproxy_learned_slowness",
             "An endpoint's prefill time against its pool's, as learned; no series before the first sample",
-            ["cluster", "endpoint"], registry=r,
-        )  # fmt: skip
+            ["cluster", "endpoint"],
+            registry=r,
+        )
         self.learned_onboarding = CallbackGauge(
             "kvproxy_learned_onboarding_seconds_per_token",
             "What bringing a token up from a tier takes, as learned; no series of tiers that nothing came from",
-            ["cluster", "endpoint", "tier"], registry=r,
-        )  # fmt: skip
+            ["cluster", "endpoint", "tier"],
+            registry=r,
+        )
 
 
 class ShadowMetrics(MetricGroup):
@@ -142,14 +171,18 @@ class ShadowMetrics(MetricGroup):
 
     def __init__(self, r: CollectorRegistry) -> None:
         self.shadow_decisions = Counter(
-            "kvproxy_shadow_decisions", "Decisions of a shadow policy against the live one",
-            ["cluster", "policy", "result"], registry=r,
-        )  # fmt: skip  # same, different, error, skipped (too many a second)
+            "kvproxy_shadow_decisions",
+            "Decisions of a shadow policy against the live one",
+            ["cluster", "policy", "result"],
+            registry=r,
+        )  # same, different, error, skipped (too many a second)
         self.shadow_cost_difference = Histogram(
             "kvproxy_shadow_cost_difference",
             "Where they differ: what the other's endpoint would cost more by the costs of `by`, in that policy's unit",
-            ["cluster", "policy", "by"], buckets=COST_BUCKETS, registry=r,
-        )  # fmt: skip
+            ["cluster", "policy", "by"],
+            buckets=COST_BUCKETS,
+            registry=r,
+        )
 
 
 class EnginePriorityMetrics(MetricGroup):
@@ -161,10 +194,14 @@ class EnginePriorityMetrics(MetricGroup):
 
     def __init__(self, r: CollectorRegistry) -> None:
         self.engine_priority_requests = Counter(
-            "kvproxy_engine_priority_requests", "Requests that carried the number by which engines order what waits",
-            ["cluster", "endpoint", "outcome"], registry=r,
-        )  # fmt: skip  # sent, refused
+            "kvproxy_engine_priority_requests",
+            "Requests that carried the number by which engines order what waits",
+            ["cluster", "endpoint", "outcome"],
+            registry=r,
+        )  # sent, refused
         self.engine_priority_state = Gauge(
-            "kvproxy_engine_priority_state", "1: this is what is known of the engine, where it is told a priority",
-            ["cluster", "endpoint", "state"], registry=r,
-        )  # fmt: skip  # unknown, obeys, ignores, refused, does_not_pay
+            "kvproxy_engine_priority_state",
+            "1: this is what is known of the engine, where it is told a priority",
+            ["cluster", "endpoint", "state"],
+            registry=r,
+        )  # unknown, obeys, ignores, refused, does_not_pay

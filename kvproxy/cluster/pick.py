@@ -171,7 +171,8 @@ class Pick(msgspec.Struct, eq=False):
 
 def reserve(endpoint: Ledgered, request: PickRequest, speeds: SpeedModel | None, now: float) -> Reservation:
     """Count the request in where it goes, by what is known to be cached there."""
-    facts, hidden = request.facts, not request.streams
+    facts = request.facts
+    hidden = not request.streams
     overlap = facts.by_endpoint.get(endpoint.id)
     uncached, cached, lower, onboarding_s = split_prompt(facts.prompt_tokens, overlap, endpoint.id, speeds)
     return endpoint.load.reserve(
@@ -183,7 +184,9 @@ def split_prompt(tokens: int, overlap: Overlap | None, endpoint: EndpointId, spe
     """What of a prompt of so many tokens is there, where this is known of `endpoint`."""
     if overlap is None:
         return PromptSplit(tokens, 0)
-    cached, lower, onboarding_s = overlap.device_tokens, overlap.lower, 0.0
+    cached = overlap.device_tokens
+    lower = overlap.lower
+    onboarding_s = 0.0
     if lower:
         lower = cut_lower(lower, tokens - cached)
         cached += count_lower(lower)
@@ -194,7 +197,8 @@ def split_prompt(tokens: int, overlap: Overlap | None, endpoint: EndpointId, spe
 
 def expected_first_token_at(decision: Decision[Endpoint], speeds: SpeedModel | None, now: float) -> float | None:
     """When a request placed now would answer where it goes; None where that is not known, or will not be seen."""
-    endpoint, request = decision.endpoint, decision.request
+    endpoint = decision.endpoint
+    request = decision.request
     if speeds is None or not request.streams:
         return None
     slowness = speeds.slowness(endpoint.id, now)

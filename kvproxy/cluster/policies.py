@@ -106,7 +106,10 @@ class PolicySet:
 
     def placed(self, decision: Decision[Endpoint], now: float) -> None:
         """The decision takes effect: it is counted, compared with the shadow's, and every policy hears of it."""
-        request, candidates, index, by = decision.request, decision.candidates, decision.index, decision.decided_by
+        request = decision.request
+        candidates = decision.candidates
+        index = decision.index
+        by = decision.decided_by
         (self.find_policy(request.policy) if request.policy else self.own).count_result(decision.reason)
         if decision.preference is not None:
             self._count_preference(decision.preference)
@@ -144,7 +147,8 @@ class PolicySet:
         """As of Policy, of a request that was settled; nothing where its first token could not be seen."""
         if reservation.first_token_at is None:
             return
-        decode_s, sequences = now - reservation.first_token_at, reservation.sequences
+        decode_s = now - reservation.first_token_at
+        sequences = reservation.sequences
         for policy in self._deciding:
             policy.observe_answer(endpoint, output_tokens, decode_s, sequences, now)
         if self.shadow is not None:

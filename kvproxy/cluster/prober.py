@@ -98,7 +98,9 @@ class Prober:
     async def _ask(self, engine: Engine, probe: Probe) -> ProbeOutcome:
         """A well engine's answer can only come too late where the event loop stands still for most of the timeout."""
         asked = asyncio.ensure_future(self._outcome(engine, probe))
-        clock, most_s, stalled = asyncio.get_running_loop().time, 0.5 * self._settings.timeout, False
+        clock = asyncio.get_running_loop().time
+        most_s = 0.5 * self._settings.timeout
+        stalled = False
         try:
             while not asked.done():
                 began = clock()

@@ -112,7 +112,8 @@ class Ranks:
 
     def forget_refusals(self) -> None:
         """It may be another engine now: nothing has been refused."""
-        self._refused, self._first = frozenset(), 0
+        self._refused = frozenset()
+        self._first = 0
         self._doubts.clear()
         self._choose()
 

@@ -123,7 +123,8 @@ class RouterQueue:
     def admits(self, decision: Decision[Endpoint], now: float) -> bool:
         """Whether a request for which this was decided need not wait: one of its endpoints has room, and no request
         waits."""
-        queue, speeds = self._queue, self._speeds
+        queue = self._queue
+        speeds = self._speeds
         if len(queue):
             return False
         if queue.has_room(wait_s(decision.endpoint, speeds, now)):
@@ -159,7 +160,8 @@ class RouterQueue:
     async def wait_for_endpoint(self, decide: Decide, facts: OverlapFacts) -> Verdict:
         """What is decided of a request that found no endpoint, once there is one or its time is over. Raises
         QueueFull."""
-        now, reason = self._clock(), ReleaseReason.CLIENT_LEFT
+        now = self._clock()
+        reason = ReleaseReason.CLIENT_LEFT
         try:
             verdict = await self._without_endpoint.wait(
                 lambda at: None if (found := decide(at)) is Refusal.NO_ENDPOINTS and not self._closed else found,
@@ -189,8 +191,10 @@ class RouterQueue:
     def reconfigure(self, settings: RouterQueueSettings, speeds: SpeedModel, *, awaits: bool) -> None:
         """Other bounds, and maybe other speeds. Requests go on waiting, by the new ones."""
         # Kept over a reload with the task that places them: requests of both generations wait in one line.
-        self.awaits, self._refuses = awaits, settings.enabled is True
-        self._without_endpoint.limit, self._without_endpoint.max_wait_s = settings.limit, settings.max_wait
+        self.awaits = awaits
+        self._refuses = settings.enabled is True
+        self._without_endpoint.limit = settings.limit
+        self._without_endpoint.max_wait_s = settings.max_wait
         self._queue.reconfigure(_bounds(settings))
         self._speeds = speeds
         if self._shown:
@@ -200,7 +204,8 @@ class RouterQueue:
     def show(self) -> None:
         """The gauges read it from now on."""
         self._shown = True
-        bounds, clock = self._metrics.group(BoundMetrics), self._clock
+        bounds = self._metrics.group(BoundMetrics)
+        clock = self._clock
         bounds.queue_limit.labels(self._name).set(self._queue.settings.limit)
         bounds.queue_depth.labels(self._name).set_function(lambda: len(self))
         oldest = self._metrics.group(RoutingMetrics).router_queue_oldest.labels(self._cluster)

@@ -160,7 +160,8 @@ class KnownRanks:
     def record_refusal(self, endpoint: Endpoint, number: int, *, named: bool = True) -> None:
         """An engine served a request without a rank that it had refused with this one; `named`: for the rank's sake, by
         its own word."""
-        engine, rank = endpoint.engine, endpoint.rank
+        engine = endpoint.engine
+        rank = endpoint.rank
         assert rank is not None
         where = f"{self._cluster}/{engine.id}"
         before = engine.ranks.candidates

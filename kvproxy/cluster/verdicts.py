@@ -130,7 +130,8 @@ class Verdicts:
         """Another process of this machine probed the engine of this name just now."""
         members = self._members.find_named(name) if self.settings.active else ()
         for one in members:
-            one.health.heard, one.metrics.last_probe = True, outcome.value
+            one.health.heard = True
+            one.metrics.last_probe = outcome.value
         if members:
             self._conclude(members[0].engine, well=outcome is ProbeOutcome.OK)
             self.follow_outage(self._clock(), log_it=False)

@@ -37,7 +37,8 @@ class Shadow:
         self._cluster = cluster
         self._metrics = metrics.group(ShadowMetrics)
         self._errors_in_a_row = 0
-        self._window_at, self._in_window = 0.0, 0
+        self._window_at = 0.0
+        self._in_window = 0
 
     @property
     def given_up(self) -> bool:
@@ -87,7 +88,8 @@ class Shadow:
         self._safely("forget", partial(self.policy.forget, endpoint))
 
     def _compare(self, live: Decision[Endpoint], now: float) -> None:
-        request, candidates = live.request, live.candidates
+        request = live.request
+        candidates = live.candidates
         choice = self.policy.choose(request, candidates, now)
         if not 0 <= choice.index < len(candidates):
             raise IndexError(f"{self.name} chose candidate {choice.index} of {len(candidates)}")
@@ -109,7 +111,8 @@ class Shadow:
 
     def _has_time(self, now: float) -> bool:
         if now - self._window_at >= 1.0:
-            self._window_at, self._in_window = now, 0
+            self._window_at = now
+            self._in_window = 0
         self._in_window += 1
         return self._in_window <= MAX_DECISIONS_PER_S
 

@@ -61,7 +61,8 @@ class Dynamo(Policy):
         super().__init__(rng=rng, settings=settings)
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
-        facts, settings = request.facts, self.settings
+        facts = request.facts
+        settings = self.settings
         prompt = facts.prompt_tokens
         least_pending = min(candidate.load.pending_tokens for candidate in candidates) if settings.credit_decay else 0
         in_whole_blocks = max(1, math.ceil(prompt / settings.block_size)) * settings.block_size
@@ -85,7 +86,8 @@ class Dynamo(Policy):
         return Choice(least(costs, self._rng), "lowest_cost", costs)
 
     def _sample(self, costs: Sequence[float]) -> int:
-        lowest, spread = min(costs), max(costs) - min(costs)
+        lowest = min(costs)
+        spread = max(costs) - min(costs)
         if spread == 0.0:
             return self._rng.randrange(len(costs))
         weights = [math.exp(-(cost - lowest) / spread / self.settings.temperature) for cost in costs]
@@ -120,7 +122,9 @@ class LlmD(Policy):
         super().__init__(rng=rng, settings=settings)
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
-        facts, settings, costs = request.facts, self.settings, []
+        facts = request.facts
+        settings = self.settings
+        costs = []
         prefix = _prefix_scores([facts.matched_tokens(candidate.id) for candidate in candidates])
         queue = _queue_scores([candidate.load.pending_requests for candidate in candidates])
         for candidate, prefix_score, queue_score in zip(candidates, prefix, queue, strict=True):
@@ -143,7 +147,8 @@ class LlmDSticky(Policy):
         super().__init__(rng=rng, settings=settings)
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
-        facts, settings = request.facts, self.settings
+        facts = request.facts
+        settings = self.settings
         matched = [facts.matched_tokens(candidate.id) for candidate in candidates]
         pending = [candidate.load.pending_tokens for candidate in candidates]
         costs = [float(tokens + facts.prompt_tokens - held) for tokens, held in zip(pending, matched, strict=True)]
@@ -165,7 +170,8 @@ def _prefix_scores(matched: Sequence[int]) -> list[float]:
     held = [tokens for tokens in matched if tokens]
     if not held:
         return [0.0] * len(matched)
-    low, high = min(held), max(held)
+    low = min(held)
+    high = max(held)
     if low == high:
         return [1.0 if tokens else 0.0 for tokens in matched]
     return [(tokens - low) / (high - low) if tokens else 0.0 for tokens in matched]
@@ -173,7 +179,8 @@ def _prefix_scores(matched: Sequence[int]) -> list[float]:
 
 def _queue_scores(waiting: Sequence[int]) -> list[float]:
     """From the longest queue (0) to the shortest (1); all alike: 1."""
-    low, high = min(waiting), max(waiting)
+    low = min(waiting)
+    high = max(waiting)
     return [1.0 if low == high else (high - requests) / (high - low) for requests in waiting]
 
 

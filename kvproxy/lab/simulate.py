@@ -46,7 +46,8 @@ def main(args: argparse.Namespace) -> int:
     if args.config is None:
         return run_loop(lambda: run(plan_from_options(args), out=sys.stdout))
     source = ConfigSource(path=args.config, lenient=args.lenient)
-    plan, output = plan_from_config(source.load()[0], args), args.output
+    plan = plan_from_config(source.load()[0], args)
+    output = args.output
     moved = [one for one in plan.engines if not one.port]
     if output is None and (moved or plan.lmcache_port == 0):
         where = moved[0].replaces if moved else plan.lmcache_replaces

@@ -15,7 +15,8 @@ from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.operate.config.schema import Config
 
 #: Of an engine's memory, and what it computes in a second, where no option names them.
-KV_TOKENS, PREFILL_TOKENS_PER_S = 65_536, 10_000
+KV_TOKENS = 65_536
+PREFILL_TOKENS_PER_S = 10_000
 
 
 @dataclass(frozen=True, slots=True)

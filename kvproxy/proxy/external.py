@@ -80,7 +80,8 @@ def address_of(endpoint: Endpoint) -> str:
 def list_endpoints(cluster: Cluster, asked: PickRequest, chosen: Endpoint, now: float, *, most: int) -> list[Endpoint]:
     """The chosen endpoint, and up to `most` to go to if it cannot be reached, in order: each is where the same decision
     leads without those before it. One at the same address, or of another rank number, is none."""
-    found, excluded = [chosen], asked.excluded | {chosen.id}
+    found = [chosen]
+    excluded = asked.excluded | {chosen.id}
     while len(found) <= most:
         verdict = cluster.decide(msgspec.structs.replace(asked, excluded=excluded, preferred=None), now)
         if isinstance(verdict, Refusal):
@@ -94,7 +95,9 @@ def list_endpoints(cluster: Cluster, asked: PickRequest, chosen: Endpoint, now: 
 
 def read_headers(headers: Headers, sessions: SessionHeaders) -> tuple[Caller, bool, str]:
     """Who asks, whether the body is compressed, and the id that the request has."""
-    said, encoded, request_id = {}, False, b""
+    said = {}
+    encoded = False
+    request_id = b""
     for name, value in headers:
         if name in sessions.names:
             said[name] = value

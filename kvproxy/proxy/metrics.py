@@ -16,33 +16,43 @@ class RequestMetrics(MetricGroup):
     def __init__(self, r: CollectorRegistry) -> None:
         self.ends = Counter("kvproxy_request_ends", "How forwarded requests ended", ["end"], registry=r)
         self.results = Counter(
-            "kvproxy_request_results", "Requests over by what became of them; failed: 5xx, or broken off",
-            ["cluster", "result"], registry=r,
-        )  # fmt: skip  # ok, failed, client_error, client_left
+            "kvproxy_request_results",
+            "Requests over by what became of them; failed: 5xx, or broken off",
+            ["cluster", "result"],
+            registry=r,
+        )  # ok, failed, client_error, client_left
         self.clients = Counter(
-            "kvproxy_client_requests", "Inference requests by kind of client, and whether they name a session",
-            ["client", "session"], registry=r,
-        )  # fmt: skip  # one of request.session.CLIENTS, or unknown; named, child (a sub-agent's or a fork), none
+            "kvproxy_client_requests",
+            "Inference requests by kind of client, and whether they name a session",
+            ["client", "session"],
+            registry=r,
+        )  # one of request.session.CLIENTS, or unknown; named, child (a sub-agent's or a fork), none
         self.local_replies = Counter(
             "kvproxy_local_replies", "Answers made by the proxy", ["status", "reason"], registry=r
         )
         self.retries = Counter("kvproxy_retries", "Attempts after the first", ["reason"], registry=r)
         self.retries_refused = Counter("kvproxy_retries_refused", "Retries not made", ["reason"], registry=r)
         self.pick_reservations = Counter(
-            "kvproxy_pick_reservations", "Places reserved for requests others carry (`POST /pick`), and their ends",
-            ["result"], registry=r,
-        )  # fmt: skip  # made, expired, and the outcomes of AttemptOutcome
+            "kvproxy_pick_reservations",
+            "Places reserved for requests others carry (`POST /pick`), and their ends",
+            ["result"],
+            registry=r,
+        )  # made, expired, and the outcomes of AttemptOutcome
         self.cached_counts = Counter(
-            "kvproxy_cached_counts_written", "Counts of cached tokens put into answers whose usage had none, by whose "
-            "they are", ["source"], registry=r,
-        )  # fmt: skip  # engine, predicted
+            "kvproxy_cached_counts_written",
+            "Counts of cached tokens put into answers whose usage had none, by whose they are",
+            ["source"],
+            registry=r,
+        )  # engine, predicted
         self.prompt_tokens = Counter(
             "kvproxy_prompt_tokens", "Prompt tokens by the engines' count", ["cluster"], registry=r
         )
         self.media_tokens = Counter(
-            "kvproxy_media_tokens", "Prompt tokens of pictures, audio and video, where engines report them apart",
-            ["cluster"], registry=r,
-        )  # fmt: skip
+            "kvproxy_media_tokens",
+            "Prompt tokens of pictures, audio and video, where engines report them apart",
+            ["cluster"],
+            registry=r,
+        )
         self.cached_tokens = Counter(
             "kvproxy_cached_tokens", "Prompt tokens the engines served from cache", ["cluster"], registry=r
         )
@@ -59,9 +69,11 @@ class CacheUseMetrics(MetricGroup):
 
     def __init__(self, r: CollectorRegistry) -> None:
         self.hit_ratio = CallbackGauge(
-            "kvproxy_cache_hit_ratio", "Share served from cache, over the last 1000 requests by the engines' count",
-            ["cluster", "by"], registry=r,
-        )  # fmt: skip
+            "kvproxy_cache_hit_ratio",
+            "Share served from cache, over the last 1000 requests by the engines' count",
+            ["cluster", "by"],
+            registry=r,
+        )
         self.miss_ratio = CallbackGauge(
             "kvproxy_cache_miss_ratio", "What is missing to 1", ["cluster", "by"], registry=r
         )
@@ -69,9 +81,11 @@ class CacheUseMetrics(MetricGroup):
             "kvproxy_cache_window_requests", "Requests these ratios are taken over", ["cluster"], registry=r
         )
         self.tier_hits = Counter(
-            "kvproxy_tier_hits", "Requests placed where a tier was believed to hold some of the prompt",
-            ["cluster", "tier"], registry=r,
-        )  # fmt: skip
+            "kvproxy_tier_hits",
+            "Requests placed where a tier was believed to hold some of the prompt",
+            ["cluster", "tier"],
+            registry=r,
+        )
         self.tier_hit_tokens = Counter(
             "kvproxy_tier_hit_tokens", "Prompt tokens it was believed to hold", ["cluster", "tier"], registry=r
         )
@@ -79,9 +93,12 @@ class CacheUseMetrics(MetricGroup):
             "kvproxy_saved_prompt_tokens", "Prompt tokens not computed, being cached", ["model", "tenant"], registry=r
         )
         self.saved_seconds = Counter(
-            "kvproxy_saved_prefill_seconds", "Engine seconds of prefill these would have taken, by learned speeds "
-            "(of clusters whose policy or shadow policy learns them)", ["model", "tenant"], registry=r,
-        )  # fmt: skip
+            "kvproxy_saved_prefill_seconds",
+            "Engine seconds of prefill these would have taken, by learned speeds "
+            "(of clusters whose policy or shadow policy learns them)",
+            ["model", "tenant"],
+            registry=r,
+        )
         self.hit_windows = HitWindows()
         self.hit_ratio.set_source(self.hit_windows.hit_ratios)
         self.miss_ratio.set_source(self.hit_windows.miss_ratios)

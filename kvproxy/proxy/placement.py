@@ -51,11 +51,13 @@ class Placement(msgspec.Struct, eq=False, kw_only=True):
 
         Only the first attempt waits in the router queue. Raises QueueFull. `now` is the present time.
         """
-        queue, exchange = self.cluster.queue, self.exchange
+        queue = self.cluster.queue
+        exchange = self.exchange
         verdict = self.decide(now)
         if verdict is Refusal.NO_ENDPOINTS and queue is not None and queue.awaits:
             verdict = await queue.wait_for_endpoint(self._decide_again, exchange.facts or NO_FACTS)
-            queue, now = self.cluster.queue, self.clock()
+            queue = self.cluster.queue
+            now = self.clock()
         if queue is None or isinstance(verdict, Refusal) or exchange.outcome.attempts or queue.admits(verdict, now):
             pick = self.take(verdict, now)
         else:
@@ -67,7 +69,8 @@ class Placement(msgspec.Struct, eq=False, kw_only=True):
 
     def decide(self, now: float) -> Decision[Endpoint] | Refusal:
         """Return where the request would go; nothing changes."""
-        asked, copier = self.make_question(), self.exchange.copier
+        asked = self.make_question()
+        copier = self.exchange.copier
         if copier is not None and not self.exchange.outcome.attempts:
             asked = copier.offer(asked, now)
         return self.cluster.decide(asked, now)
@@ -93,12 +96,15 @@ class Placement(msgspec.Struct, eq=False, kw_only=True):
 
     def note_attempt(self, pick: Pick) -> None:
         """Record where this attempt goes, and why."""
-        outcome, decision = self.exchange.outcome, pick.decision
+        outcome = self.exchange.outcome
+        decision = pick.decision
         outcome.attempts += 1
         outcome.endpoint = pick.endpoint.id
-        outcome.policy, outcome.pick_reason = decision.policy, decision.reason
+        outcome.policy = decision.policy
+        outcome.pick_reason = decision.reason
         if len(decision.candidates) <= MAX_REMEMBERED:
-            outcome.candidates, outcome.costs = decision.candidates, decision.costs
+            outcome.candidates = decision.candidates
+            outcome.costs = decision.costs
 
     def _decide_again(self, now: float) -> Decision[Endpoint] | Refusal:
         """Decide by fresh facts: during a wait, others with the same prompt may have been placed."""

@@ -119,7 +119,8 @@ class Reservations:
             self._results.labels("expired").inc()
 
     def _settle(self, held: PickReservation, ended: Ended) -> None:
-        now, pick = self._clock(), held.pick
+        now = self._clock()
+        pick = held.pick
         well = ended.outcome is AttemptOutcome.SUCCESS
         pick.settle(ended.outcome, now)
         if well and ended.cached_tokens is not None:

@@ -46,7 +46,9 @@ class Family:
     __slots__ = ("documentation", "kind", "name", "series")
 
     def __init__(self, name: str, kind: str = "untyped", documentation: str = "") -> None:
-        self.name, self.kind, self.documentation = name, kind, documentation
+        self.name = name
+        self.kind = kind
+        self.documentation = documentation
         self.series: dict[str, float] = {}
 
 

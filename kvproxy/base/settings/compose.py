@@ -72,7 +72,8 @@ def _replace(annotation: Any) -> Any:
     """The same annotation object where no model in it gets fields."""
     if isinstance(annotation, type) and issubclass(annotation, Model):
         return composed(annotation)
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
     replaced = tuple(_replace(one) for one in arguments)
     if origin is None or all(one is other for one, other in zip(arguments, replaced, strict=True)):
         return annotation

@@ -129,7 +129,9 @@ def _loose_booleans(model: type[Model], tree: Any) -> dict[Path, Any]:
 
 def describe_problem(model: type[Any], detail: ErrorDetails, where: Where) -> Problem:
     """One validation error in our words. Shows the value only where it cannot be a secret."""
-    path, kind, given = detail["loc"], detail["type"], detail["input"]
+    path = detail["loc"]
+    kind = detail["type"]
+    given = detail["input"]
     if kind == "extra_forbidden":
         return _unknown_key(model, path, where)
     if given is None and kind != "missing":
@@ -229,7 +231,9 @@ def _cut(tree: Any, path: Path, *, emptied: bool, kept: dict[Path, list[int]]) -
             following = here[part]
         except (KeyError, IndexError, TypeError):
             break
-        parent, at, here = here, (*at, part), following
+        parent = here
+        at = (*at, part)
+        here = following
     if isinstance(parent, dict):
         if emptied and here != {}:
             parent[at[-1]] = {}

@@ -39,8 +39,17 @@ class Model(BaseModel):
 _NUMBER = re.compile(r"\d+(\.\d*)?([eE][+-]?\d+)?")
 _MAX_SECRET_BYTES = 64 * 1024
 _DURATION_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_UNIT_WORDS = {"sec": "s", "second": "s", "min": "m", "minute": "m", "hr": "h", "hour": "h", "day": "d",
-               "msec": "ms", "millisecond": "ms"}  # fmt: skip
+_UNIT_WORDS = {
+    "sec": "s",
+    "second": "s",
+    "min": "m",
+    "minute": "m",
+    "hr": "h",
+    "hour": "h",
+    "day": "d",
+    "msec": "ms",
+    "millisecond": "ms",
+}
 _UNIT_TEXT = "|".join([*(f"{word}s?" for word in sorted(_UNIT_WORDS, key=len, reverse=True)), *_DURATION_UNITS])
 _DURATION_PART = re.compile(rf"(\d+(?:\.\d+)?)\s*({_UNIT_TEXT})(?![a-zµ])\s*")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)

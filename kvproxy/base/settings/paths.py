@@ -78,7 +78,8 @@ class Place:
             end = here._longest_key(path)
             if not end:
                 break
-            here, path = here.below[path[:end]], path[end:].removeprefix(".")
+            here = here.below[path[:end]]
+            path = path[end:].removeprefix(".")
         return here
 
     def _longest_key(self, path: str) -> int:

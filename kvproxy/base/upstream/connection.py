@@ -221,7 +221,8 @@ class Connection(asyncio.Protocol):
         if parser.complete:
             self._finish(response)
         elif parser.body:
-            pass_on, waiter = response.on_piece, response.waiter
+            pass_on = response.on_piece
+            waiter = response.waiter
             if pass_on is not None and waiter is not None and not waiter.done() and not self._reading_paused:
                 self._timer.last = self._loop.time()
                 body = parser.body
@@ -239,7 +240,8 @@ class Connection(asyncio.Protocol):
             if response.early or parser.status >= 500:
                 response.wake()
             elif response.on_head is not None:
-                on_head, response.on_head = response.on_head, None
+                on_head = response.on_head
+                response.on_head = None
                 on_head(response)
 
     def eof_received(self) -> bool:
@@ -260,7 +262,8 @@ class Connection(asyncio.Protocol):
         self._timer.close()
         self.resume_writing()
         self._fail(UpstreamDisconnected(f"connection lost: {exc}" if exc else "connection lost"))
-        owner, self.owner = self.owner, None
+        owner = self.owner
+        self.owner = None
         if owner is not None:
             owner.lost(self)
 
@@ -268,7 +271,8 @@ class Connection(asyncio.Protocol):
         self._writable = self._loop.create_future()
 
     def resume_writing(self) -> None:
-        writable, self._writable = self._writable, None
+        writable = self._writable
+        self._writable = None
         if writable is not None and not writable.done():
             writable.set_result(None)
 
@@ -315,7 +319,8 @@ class Connection(asyncio.Protocol):
             self.owner.release(self)
 
     def _fail(self, error: BaseException) -> None:
-        response, self._response = self._response, None
+        response = self._response
+        self._response = None
         if response is not None:
             self._timer.stop()
             self._shut()

@@ -140,7 +140,8 @@ def encode_head(
     lines = [*map(b": ".join, headers), b""]
     own = b"\r\n".join(lines)
     _check_fields(own, names, len(headers))
-    host, framing = origin.host_header, b""
+    host = origin.host_header
+    framing = b""
     if b"host" in names:
         host = b""
         if names.count(b"host") > 1:

@@ -105,7 +105,9 @@ class ActionExecutor:
         return self._jobs.submit(job)
 
     async def _run(self, action: Action, strategy: Strategy, on_over: OnOver | None) -> bool:
-        started, result, amount = self._clock(), "abandoned", None
+        started = self._clock()
+        result = "abandoned"
+        amount = None
         try:
             result, amount = await self._carry_out(action, strategy)
         finally:

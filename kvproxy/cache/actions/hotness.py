@@ -129,14 +129,16 @@ class Hotness:
 
     def count_recent_uses(self, prefix: KnownPrefix, now: float) -> int:
         """Uses within the window."""
-        uses, since = prefix.uses, now - self.window_s
+        uses = prefix.uses
+        since = now - self.window_s
         while uses and uses[0] < since:
             uses.popleft()
         return len(uses)
 
     def recall_use(self, prefix: KnownPrefix, now: float) -> Use:
         """How it was used within the window, which is how long ago an earlier use is taken to be."""
-        count, uses = self.count_recent_uses(prefix, now), prefix.uses
+        count = self.count_recent_uses(prefix, now)
+        uses = prefix.uses
         idle_s = now - uses[-1] if count else self.window_s
         gap_s = (uses[-1] - uses[0]) / (count - 1) if count > 1 else self.window_s
         return Use(count, len(prefix.tokens), idle_s, gap_s)
@@ -180,7 +182,8 @@ class Hotness:
 
 def common_tokens(a: TokenIds, b: TokenIds) -> int:
     """Length of the common beginning, by halving over memory compares."""
-    low, high = 0, min(len(a), len(b))
+    low = 0
+    high = min(len(a), len(b))
     if memoryview(a)[:high] == memoryview(b)[:high]:
         return high
     while low < high:

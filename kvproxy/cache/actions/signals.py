@@ -42,7 +42,8 @@ def engine_load(metrics: EngineMetrics) -> float | None:
     """The busier of: running sequences against what an engine runs at once, and the share of requests that wait."""
     if metrics.running is None and metrics.waiting is None:
         return None
-    running, waiting = metrics.running or 0, metrics.waiting or 0
+    running = metrics.running or 0
+    waiting = metrics.waiting or 0
     queued = waiting / (waiting + running) if waiting else 0.0
     return min(1.0, max(running / ENGINE_SEQUENCES, queued))
 
@@ -96,7 +97,8 @@ class Signals:
         read_at, metrics = self._engines.get(endpoint, (0.0, None))
         if metrics is not None and self._clock() - read_at > self.max_age_s:
             metrics = None
-        settings, host = self._settings, self._host
+        settings = self._settings
+        host = self._host
         if settings.load_source is SignalSource.HOST:
             load = None if host is None else host.cpu
         else:

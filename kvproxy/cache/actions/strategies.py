@@ -75,8 +75,9 @@ class ColdPrefixes:
         self._weights = Weights(**settings.score_weights.model_dump())
         self._kept = {int(name, 16) for name in settings.keep_prefixes}
 
-    def choose(self, instance: str, *, taken: set[int], now: float, least_tokens: int = 0,
-               skip: Container[int] = ()) -> list[KnownPrefix]:  # fmt: skip
+    def choose(
+        self, instance: str, *, taken: set[int], now: float, least_tokens: int = 0, skip: Container[int] = ()
+    ) -> list[KnownPrefix]:
         """A batch of prefixes at the instance, the highest score first, and what is promised to a client last. Cache
         entries are shared by prompts that begin alike, so nothing is touched whose head something hot, pinned, kept or
         just served has as well."""
@@ -97,7 +98,8 @@ class ColdPrefixes:
 
     def score(self, prefix: KnownPrefix, now: float) -> float:
         """From 0, to be kept, to 1, to go first."""
-        use, span_s = self._hotness.recall_use(prefix, now), self._hotness.window_s
+        use = self._hotness.recall_use(prefix, now)
+        span_s = self._hotness.window_s
         return score_use(use, self._weights, span=span_s, size=TYPICAL_TOKENS)
 
     def priority(self, prefix: KnownPrefix, now: float) -> Priority:
@@ -245,7 +247,8 @@ class Compress:
 
     def plan_decompressions(self, keys: Sequence[int], instance: str) -> list[Action]:
         """What must be undone at the instance before a prompt with these message prefixes is served from there."""
-        compressed, near = self.compressed, [*keys[:EDGE_PREFIXES], *keys[EDGE_PREFIXES:][-MAX_LOOKED_UP:]]
+        compressed = self.compressed
+        near = [*keys[:EDGE_PREFIXES], *keys[EDGE_PREFIXES:][-MAX_LOOKED_UP:]]
         found = [compressed[instance, key] for key in near if (instance, key) in compressed]
         return [Action(ActionKind.DECOMPRESS, instance, prefix, "wanted again") for prefix in found]
 
@@ -301,7 +304,8 @@ class Evict:
 
     def _is_short(self, instance: str, memory: float) -> bool:
         """From the threshold on, until it is so much below that evicting need not begin again at once."""
-        short, limit = self._record.short, self._settings.memory_threshold
+        short = self._record.short
+        limit = self._settings.memory_threshold
         if memory >= limit:
             short.add(instance)
         elif memory < limit - self._settings.memory_hysteresis:

@@ -130,7 +130,8 @@ class StrategyRunner:
 
     def describe_prefixes(self, limit: int) -> list[dict[str, object]]:
         """For people: those with a priority of their own, then the last used ones. Hashes, never prompts."""
-        now, found = self._clock(), {key: self.hotness.find_prefix(key) for key in self.priorities}
+        now = self._clock()
+        found = {key: self.hotness.find_prefix(key) for key in self.priorities}
         found |= {one.key: one for one in self.hotness.walk_latest(limit)}
         return [
             {

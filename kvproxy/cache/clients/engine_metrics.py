@@ -17,7 +17,8 @@ _VLLM_PREFIX = b"vllm:"
 _CACHE_CONFIG = b"cache_config_info"
 #: `awake` is 0 while the engine sleeps, at whichever level; the other states are 1 where it gave its memory up (at
 #: level 0 it only pauses).
-_SLEEP, _AWAKE = b"engine_sleep_state", b'sleep_state="awake"'
+_SLEEP = b"engine_sleep_state"
+_AWAKE = b'sleep_state="awake"'
 _GONE = _SLEEP + b" gone"
 
 #: Field of EngineMetrics -> names in order of preference; a version may show several of them, only the first counts.
@@ -90,7 +91,8 @@ _MAX_DIGITS = 15
 
 _STARTED = re.compile(rb"^process_start_time_seconds ([0-9.eE+]+)", re.MULTILINE)
 #: A line of configuration has some thirty labels; there is one a data-parallel rank.
-_MAX_CONFIG_BYTES, _MAX_CONFIGS = 8192, 256
+_MAX_CONFIG_BYTES = 8192
+_MAX_CONFIGS = 256
 _LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
 #: The data-parallel rank that a sample is of: vLLM's label, SGLang's. It counts over all servers of a deployment.
 _RANK = re.compile(rb'[{,](?:engine|dp_rank)="([0-9]{1,5})"')
@@ -243,10 +245,13 @@ def _told_by(rank: int | None, whole: _Samples, by_rank: dict[int, _Samples]) ->
 
 def _metrics(samples: _Samples, kind: EngineKind, started_at: float | None) -> EngineMetrics:
     values = samples.values
-    prompt, cached = _total(values, "prompt_tokens"), _total(values, "prompt_tokens_cached")
-    queries, hits = _total(values, "prefix_queries_tokens"), _total(values, "prefix_hits_tokens")
+    prompt = _total(values, "prompt_tokens")
+    cached = _total(values, "prompt_tokens_cached")
+    queries = _total(values, "prefix_queries_tokens")
+    hits = _total(values, "prefix_hits_tokens")
     if kind is EngineKind.SGLANG:  # it counts them as requests end, and a kind of hit from its first one on
-        queries, hits = prompt, cached or 0
+        queries = prompt
+        hits = cached or 0
     return EngineMetrics(
         kv_usage=_fold(values, "kv_usage", max),
         waiting=_total(values, "waiting"),
@@ -272,7 +277,8 @@ def _metrics(samples: _Samples, kind: EngineKind, started_at: float | None) -> E
 def _cached_from(values: dict[bytes, list[float]]) -> dict[str, int]:
     """By the sources' own counter; of an engine without one, its own memory and what a connector brought."""
     found = {place: int(math.fsum(values[name])) for place, name in _CAME_FROM.items() if name in values}
-    own, brought = _total(values, "prefix_hits_tokens"), _total(values, "external_hits_tokens")
+    own = _total(values, "prefix_hits_tokens")
+    brought = _total(values, "external_hits_tokens")
     if found or own is None:
         return found
     return {"device": own, **({} if brought is None else {UNSPECIFIED: brought})}
@@ -306,13 +312,15 @@ def _total(samples: dict[bytes, list[float]], field: str) -> int | None:
 
 def _told_cache(samples: dict[bytes, list[float]], info: CacheConfig | None) -> CacheConfig | None:
     """By SGLang's gauges, one of each a rank, and by `info` what older versions have no gauge for."""
-    capacity, pages = _total(samples, "room_tokens"), _total(samples, "pages")
+    capacity = _total(samples, "room_tokens")
+    pages = _total(samples, "pages")
     page_tokens = int(_fold(samples, "page_tokens", max) or 0)
     capacity = capacity or (pages or 0) * page_tokens
     if not capacity:
         return info
     if info is not None:
-        page_tokens, pages = page_tokens or info.block_tokens or 0, pages or info.num_gpu_blocks
+        page_tokens = page_tokens or info.block_tokens or 0
+        pages = pages or info.num_gpu_blocks
     ranks = len(samples.get(b"max_total_num_tokens") or samples[b"num_pages"])
     return CacheConfig(page_tokens or None, pages, capacity, None, ranks)
 
@@ -348,7 +356,8 @@ def _number(config: dict[bytes, bytes], label: bytes) -> int:
 _LORA_LINE = re.compile(rb"^vllm:lora_requests_info\{([^}\n]{0,65536})\} ([0-9.eE+]{1,32})", re.MULTILINE)
 #: Data-parallel ranks write in turn, each its own combination: lines this much older than the newest count as well.
 _LORA_TOGETHER_S = 2.0
-MAX_LORA_LINES, MAX_LORA_NAMES = 10_000, 1024
+MAX_LORA_LINES = 10_000
+MAX_LORA_NAMES = 1024
 
 
 def parse_lora_use(text: bytes) -> LoraUse | None:

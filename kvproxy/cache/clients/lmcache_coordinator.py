@@ -34,7 +34,8 @@ Tier = Literal["l1", "l2", "all"]
 
 #: Directory answers repeat each known chunk's token ids; objects and lists in them: three and two for each chunk and
 #: rank, and one more for each further placement.
-_MAX_DIRECTORY_BYTES, _MAX_DIRECTORY_VALUES = 8 << 20, 65_536
+_MAX_DIRECTORY_BYTES = 8 << 20
+_MAX_DIRECTORY_VALUES = 65_536
 #: Longer answers are read beside the event loop.
 _LONG_BYTES = 1 << 16
 _MAX_LISTING_BYTES = 1 << 20

@@ -121,7 +121,8 @@ def chunk_tokens_of(chunks: int, prompt_tokens: int) -> int:
     """Tokens a chunk, of a prompt with so many whole ones."""
     if chunks <= 0:
         return DEFAULT_CHUNK_TOKENS
-    most, least = prompt_tokens // chunks, prompt_tokens // (chunks + 1) + 1
+    most = prompt_tokens // chunks
+    least = prompt_tokens // (chunks + 1) + 1
     if least <= DEFAULT_CHUNK_TOKENS <= most:
         return DEFAULT_CHUNK_TOKENS
     power = 1 << (most.bit_length() - 1) if most > 0 else 0

@@ -94,9 +94,11 @@ def _effort(request: MessagesBody) -> str | None:
 
 
 def _messages(request: MessagesBody) -> list[Chat]:
-    system, messages = _system(request.system), request.messages
+    system = _system(request.system)
+    messages = request.messages
     if not system and messages and messages[0].role == "system":
-        system, messages = _system(messages[0].content), messages[1:]
+        system = _system(messages[0].content)
+        messages = messages[1:]
     made: list[Chat] = [{"role": "system", "content": system}] if system else []
     for message in messages:
         if message.role not in ("user", "assistant"):

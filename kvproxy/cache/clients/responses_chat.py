@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-_NO_RAW, _NULL = Raw(), Raw(b"null")
+_NO_RAW = Raw()
+_NULL = Raw(b"null")
 _HEADER = "x-anthropic-billing-header"
 #: Fields that a chat has under the same name.
 _KEPT = ("model", "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs")

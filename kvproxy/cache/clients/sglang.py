@@ -72,10 +72,13 @@ class SglangInfo(msgspec.Struct):
         if told is None:
             if config is None:
                 return ()
-            endpoint, ranks, topic = config.endpoint, self.dp_size, config.topic
+            endpoint = config.endpoint
+            ranks = self.dp_size
+            topic = config.topic
         else:
             endpoint = f"tcp://*:{told.endpoint_port_base}" if told.publisher == _ZMQ else None
-            ranks, topic = told.dp_size, told.topic
+            ranks = told.dp_size
+            topic = told.topic
         replay = None if config is None else config.replay_endpoint
         if told is not None and told.replay_endpoint_port_base is not None:
             replay = f"tcp://*:{told.replay_endpoint_port_base}"

@@ -28,7 +28,8 @@ from kvproxy.cache.kv_events.source import MAX_SOURCES, KvEventSource, WireSourc
 #: A million tokens as JSON.
 MAX_TOKENS_BYTES = 8 << 20
 #: A scrape of one engine is 50 kB and 400 lines, and so much again for each data-parallel rank.
-MAX_METRICS_BYTES, MAX_METRICS_LINES = 4 << 20, 50_000
+MAX_METRICS_BYTES = 4 << 20
+MAX_METRICS_LINES = 50_000
 #: Longer texts are read beside the event loop.
 _LONG_BYTES = 1 << 17
 MAX_SOURCES_BYTES = 1 << 16
@@ -219,7 +220,8 @@ class VllmClient:
     async def kv_event_sources(self, *, timeout_s: float | None = None) -> tuple[KvEventSource, ...]:
         """Streams of KV events, one a data-parallel rank; NotSupported where the engine cannot tell."""
         shape = cast("type[WireSources]", WireSources)
-        path, timeout_s = "/kv_event_sources", timeout_s or self._timeout_s
+        path = "/kv_event_sources"
+        timeout_s = timeout_s or self._timeout_s
         try:
             answer = await self._api.get(path, shape, timeout_s=timeout_s, max_bytes=MAX_SOURCES_BYTES)
         except NotSupported:

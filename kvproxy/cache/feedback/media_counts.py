@@ -64,7 +64,8 @@ class MediaCounts:
         guesses = [self.look_up(model, medium) for medium in media]
         scale = min(max(tokens, len(media)), _MOST) / max(1, sum(guesses))
         for medium, guess in zip(media, guesses, strict=True):
-            size, seen = _size(model, medium), guess * scale
+            size = _size(model, medium)
+            seen = guess * scale
             known = self._by_size.get(size)
             self._by_size[size] = seen if known is None else known + _WEIGHT * (seen - known)
 

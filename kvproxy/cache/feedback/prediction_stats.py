@@ -90,9 +90,12 @@ LARGE_TOKENS = 512
 #: Wrong is: less than this share of the prediction was reused.
 _WRONG_SHARE = 0.25
 #: Wrong ones among the latest large predictions that raise the alarm, and that are few enough to end it.
-WINDOW, _RAISED_AT, _ENDED_AT = 8, 3, 1
+WINDOW = 8
+_RAISED_AT = 3
+_ENDED_AT = 1
 #: A line of the log at most this often, and how long an alarm lasts without another wrong prediction.
-SAY_AGAIN_S, LASTS_S = 60.0, 900.0
+SAY_AGAIN_S = 60.0
+LASTS_S = 900.0
 
 _BY = {
     FactSource.APPROXIMATE: "what was routed there",
@@ -161,7 +164,9 @@ class PredictionAlarm:
     __slots__ = ("_alarm", "_cluster", "_endpoint", "_said_at", "_source", "_unsaid", "_wrong", "_wrong_at")
 
     def __init__(self, cluster: str, endpoint: EndpointId, source: FactSource) -> None:
-        self._cluster, self._endpoint, self._source = cluster, endpoint, source
+        self._cluster = cluster
+        self._endpoint = endpoint
+        self._source = source
         self._wrong = 0  # a bit for each of the latest large predictions
         self._alarm: Alarm | None = None
         self._wrong_at = 0.0
@@ -188,7 +193,8 @@ class PredictionAlarm:
     def raised(self, now: float) -> Alarm | None:
         """The alarm, if there is one."""
         if self._alarm is not None and now - self._wrong_at > LASTS_S:
-            self._alarm, self._wrong = None, 0
+            self._alarm = None
+            self._wrong = 0
         return self._alarm
 
     def _say(self, alarm: Alarm, now: float) -> None:
@@ -197,7 +203,8 @@ class PredictionAlarm:
             return
         more = f", {self._unsaid} more since it was said last" if self._unsaid else ""
         log.warning("[kvcache] %s: %s%s; %s", alarm.where, alarm.what, more, alarm.fix)
-        self._said_at, self._unsaid = now, 0
+        self._said_at = now
+        self._unsaid = 0
 
     def _about(self) -> tuple[str, EndpointId, str]:
         return self._cluster, self._endpoint, _BY[self._source]

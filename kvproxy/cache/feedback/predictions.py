@@ -56,8 +56,11 @@ class PredictionFeedback:
 
     def finished(self, facts: RequestFacts, result: Result) -> None:
         """The request is over, however it went. Once a request."""
-        indexes, endpoint, prefilled = facts.indexes, result.endpoint, result.prefilled
-        entry, facts.entry = facts.entry, None
+        indexes = facts.indexes
+        endpoint = result.endpoint
+        prefilled = result.prefilled
+        entry = facts.entry
+        facts.entry = None
         lost = False
         if prefilled and endpoint is not None:
             lost = self._compare(facts, entry, endpoint, result)
@@ -107,7 +110,9 @@ class PredictionFeedback:
     ) -> bool:
         """What was predicted against what the engine says: the sources are corrected and the score is kept. True when
         the engine lost all that it held."""
-        overlap, cached, tokens = facts.overlaps.by_endpoint.get(endpoint), result.cached_tokens, result.prompt_tokens
+        overlap = facts.overlaps.by_endpoint.get(endpoint)
+        cached = result.cached_tokens
+        tokens = result.prompt_tokens
         predicted, held = (0, 0) if overlap is None else _expected_tokens(facts, overlap, tokens)
         self.hit_ratios.count_response(
             (facts.cluster.name, endpoint),
@@ -117,7 +122,8 @@ class PredictionFeedback:
         )
         if cached is None:
             return False
-        cached_blocks, lost = self._count_blocks(facts, cached, tokens), False
+        cached_blocks = self._count_blocks(facts, cached, tokens)
+        lost = False
         if entry is not None and entry.endpoint == endpoint:
             lost = facts.indexes.observe_capacity(entry, overlap, cached_tokens=cached, cached_blocks=cached_blocks)
             if lost:

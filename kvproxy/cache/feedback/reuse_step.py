@@ -18,13 +18,16 @@ from kvproxy.cache.overlap.merge import tolerated_tokens
 LEAST_STEP_TOKENS = 128
 #: Reuses that a step must explain and no shorter one does, each of another prefix or another length, and of two lengths
 #: at least: multiples of a block of 16 tokens are multiples of 128 so often by chance once in 8 ** 7 times.
-_PROOFS, _LENGTHS = 8, 2
+_PROOFS = 8
+_LENGTHS = 2
 #: Reuse this far behind what is held is a proof. Lengths are known better than at a prediction: by the engine's own
 #: count of the prompt.
-_SHORT_TOKENS, _SHORT_SHARE = 32, 32
+_SHORT_TOKENS = 32
+_SHORT_SHARE = 32
 #: Of the latest reuses so many that are no multiple of the step make it a shorter one; a single one may be another's
 #: (an engine behind the same address, blocks loaded from elsewhere).
-_WINDOW, _WRONG_AT = 16, 2
+_WINDOW = 16
+_WRONG_AT = 2
 MAX_ENDPOINTS = 4096
 #: Blocks of text by which prompts are told from each other: 4 kB, and with that a system prompt that many share.
 _BEGINNING = 16
@@ -114,7 +117,8 @@ class LearnedStep:
 
     def resume(self, tokens: int, told: int) -> None:
         """Go on from there."""
-        self.tokens, self._told = tokens, told
+        self.tokens = tokens
+        self._told = told
 
     def tell(self, block_tokens: int) -> None:
         """What the engine says. Said again it changes nothing; another size is another engine, or another setting."""
@@ -141,13 +145,16 @@ class LearnedStep:
 
     def _observe_shortfall(self, expected: int, cached_tokens: int, prefix: int) -> None:
         short = expected - tolerated_tokens(expected) - cached_tokens
-        step, needed = gcd(self._candidate, cached_tokens), max(self._needed, short, self.tokens)
+        step = gcd(self._candidate, cached_tokens)
+        needed = max(self._needed, short, self.tokens)
         if step <= needed:  # of what was seen before, or of this
             self._drop_candidate()
-            step, needed = cached_tokens, max(short, self.tokens)
+            step = cached_tokens
+            needed = max(short, self.tokens)
         if step <= needed or step < LEAST_STEP_TOKENS:
             return  # blocks were lost: no step explains it
-        self._candidate, self._needed = step, needed
+        self._candidate = step
+        self._needed = needed
         self._proofs.add((cached_tokens, prefix))
         if len(self._proofs) >= _PROOFS and len({length for length, _ in self._proofs}) >= _LENGTHS:
             self._set(step)

@@ -13,7 +13,8 @@ from kvproxy.cache.clients.engine_metrics import EngineMetrics
 #: English prose with JSON around it; replaced by what a model's first responses say.
 DEFAULT_BYTES_PER_TOKEN = 4.0
 #: What a single response may say: one token a byte, or long runs of whitespace and base64.
-_LEAST, _MOST = 0.5, 64.0
+_LEAST = 0.5
+_MOST = 64.0
 #: Shorter prompts are mostly template.
 _MIN_TOKENS = 16
 _WEIGHT = 0.05
@@ -147,7 +148,8 @@ class HitRatioStats:
 
     def read_counters(self, key: Key, metrics: EngineMetrics) -> bool:
         """The engine's counters now. True: they began at zero again, as those of a process that restarted."""
-        queries, hits = metrics.prefix_queries_tokens, metrics.prefix_hits_tokens
+        queries = metrics.prefix_queries_tokens
+        hits = metrics.prefix_hits_tokens
         if queries is None or hits is None:
             return False
         counts = self._endpoints.setdefault(key, _EndpointCounts())
@@ -162,8 +164,10 @@ class HitRatioStats:
         counts = self._endpoints.get(key)
         if counts is None or len(counts.readings) < 2:
             return CacheUse(None, None, None, None)
-        first, last = counts.readings[0], counts.readings[-1]
-        looked_up, sent = last.queries - first.queries, last.prompt - first.prompt
+        first = counts.readings[0]
+        last = counts.readings[-1]
+        looked_up = last.queries - first.queries
+        sent = last.prompt - first.prompt
         return CacheUse(
             engine=_share(last.hits - first.hits, looked_up),
             responses=_share(last.cached - first.cached, sent),

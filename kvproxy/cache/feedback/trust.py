@@ -83,9 +83,13 @@ class Trust:
 
 
 #: Shorter reuse says little, and some of each is a block that was stored while the request was on its way.
-LEAST_TOKENS, _SPARED_TOKENS, _SPARED_SHARE = 256, 64, 0.25
+LEAST_TOKENS = 256
+_SPARED_TOKENS = 64
+_SPARED_SHARE = 0.25
 #: Of the latest answers so many that were reused further end the belief, and so few restore it.
-WINDOW, _RAISED_AT, _ENDED_AT = 8, 4, 1
+WINDOW = 8
+_RAISED_AT = 4
+_ENDED_AT = 1
 
 
 @dataclass(slots=True)
@@ -123,7 +127,8 @@ class MissedReuses:
             record = self._records[endpoint] = MissedReuse(endpoint)
         record.short = (record.short << 1 | is_short) & ((1 << WINDOW) - 1)
         if is_short:
-            record.announced_tokens, record.reused_tokens = announced_tokens, reused_tokens
+            record.announced_tokens = announced_tokens
+            record.reused_tokens = reused_tokens
         if record.count >= _RAISED_AT:
             self.doubted.add(endpoint)
         elif record.count <= _ENDED_AT:

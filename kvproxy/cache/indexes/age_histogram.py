@@ -40,10 +40,12 @@ class AgeHistogram:
     def touch_runs(self, runs: Sequence[N], stamps: dict[N, int], touch: int, span: int) -> None:
         """All blocks of these runs are touched now, as number `touch`; `stamps` has each run's latest touch. A
         generation of `span` blocks is full."""
-        first, blocks = self._first, self._blocks
+        first = self._first
+        blocks = self._blocks
         if blocks[-1] >= span:
             self._begin(touch, span)
-            first, blocks = self._first, self._blocks
+            first = self._first
+            blocks = self._blocks
         newest = first[-1]
         for run in runs:
             before = stamps.get(run, -1)
@@ -78,14 +80,16 @@ class AgeHistogram:
 
     def _join(self, span: int) -> None:
         """Neighbours that are one generation's blocks together become one."""
-        first, blocks = [self._first[0]], [self._blocks[0]]
+        first = [self._first[0]]
+        blocks = [self._blocks[0]]
         for touch, count in zip(self._first[1:], self._blocks[1:], strict=True):
             if blocks[-1] + count <= span:
                 blocks[-1] += count
             else:
                 first.append(touch)
                 blocks.append(count)
-        self._first, self._blocks = first, blocks
+        self._first = first
+        self._blocks = blocks
 
 
 class ReuseHistogram:
@@ -125,12 +129,15 @@ class ReuseHistogram:
         """The capacity from `low` to `high` that contradicts the fewest of them, of several the one nearest to `near`;
         and how many fewer than `near` does."""
         wrong = sum(self._hit[low:])
-        best, least, there = near, math.inf, 0.0
+        best = near
+        least = math.inf
+        there = 0.0
         for at in range(low, high + 1):
             if at == near:
                 there = wrong
             if (wrong, abs(at - near)) < (least, abs(best - near)):
-                best, least = at, wrong
+                best = at
+                least = wrong
             wrong += self._evicted[at] - self._hit[at]
         return best, (there - least) / self._weight
 

@@ -20,7 +20,8 @@ MAX_CAPACITY_BLOCKS = 4 * 1024 * 1024
 STEP_RUNS = 256
 
 #: A run besides its hashes (node, array, table entry), and an endpoint's mark on a run (stamp and record).
-_RUN_BYTES, _STAMP_BYTES = 350, 120
+_RUN_BYTES = 350
+_STAMP_BYTES = 120
 
 _HELD_BY: Callable[[Run], int] = attrgetter("held_by")
 _IN_FLIGHT_AT: Callable[[Run], int] = attrgetter("in_flight_at")
@@ -61,7 +62,8 @@ class ApproximateIndex:
         if cursor.edits != self._tree.edits:
             self._tree.renew(cursor)
         found: dict[EndpointId, int] = {}
-        alive, depth = self._slots.active, 0
+        alive = self._slots.active
+        depth = 0
         for run in cursor.path:
             gone = alive & ~bits_of(run)
             if gone:
@@ -190,13 +192,15 @@ class ApproximateIndex:
 
     def confirm(self, entry: SpeculativeEntry) -> None:
         """The engine answered: it does hold the prompt now. Idempotent."""
-        lru, entry.lru = entry.lru, None
+        lru = entry.lru
+        entry.lru = None
         if lru is not None and self._present.get(entry.endpoint) is lru:
             self._insert(lru, entry.cursor, asked_for=True, flight=entry.number if entry.in_flight else 0)
 
     def rollback(self, entry: SpeculativeEntry) -> None:
         """The request failed: forget what it inserted and no other request vouches for. Idempotent."""
-        lru, entry.lru = entry.lru, None
+        lru = entry.lru
+        entry.lru = None
         if lru is None or self._present.get(entry.endpoint) is not lru:
             return
         self._tree.renew(entry.cursor)
@@ -334,7 +338,8 @@ class ApproximateIndex:
 
     def _split(self, run: Run, at: int) -> Run:
         head = self._tree.split(run, at)
-        head.held_by, head.in_flight_at = run.held_by, run.in_flight_at
+        head.held_by = run.held_by
+        head.in_flight_at = run.in_flight_at
         self.heat.split_run(head, run, at)
         for slot in slots_of(run.held_by):
             self._lrus[slot].split_run(head, run)

@@ -10,7 +10,8 @@ V = TypeVar("V")
 
 #: Bits that are looked up one by one; the owners of more are remembered by mask, of so many masks. Of a large fleet
 #: nearly all hold a common prefix, and mostly all but the few that hold more of a chat.
-_FEW, _KNOWN_MASKS = 6, 1024
+_FEW = 6
+_KNOWN_MASKS = 1024
 
 
 def slots_of(mask: int) -> Iterator[int]:

@@ -101,9 +101,11 @@ class BlockTable:
         self._max_rows = max_rows
         self._max_ghosts = max_ghosts
         self._runs = Runs()
-        self.match, self.leading_keys = self._runs.match, self._runs.leading_keys
+        self.match = self._runs.match
+        self.leading_keys = self._runs.leading_keys
         self.leading_on = self._runs.leading_on
-        self.count_tiers, self.walk_tiers = self._runs.count_tiers, self._runs.walk_tiers
+        self.count_tiers = self._runs.count_tiers
+        self.walk_tiers = self._runs.walk_tiers
         #: Removed blocks, whose children may still come. A BoundedMapping takes four times as long for each of them.
         self._ghosts: OrderedDict[int, int] = OrderedDict()
         self._aliases: dict[int, int] = {}  # a block's further engine hashes: the one its run has
@@ -145,7 +147,9 @@ class BlockTable:
         Keys are distinct, and `parent` is none of them. Storing what is there changes nothing. Returns how many fitted
         into the bound. What is known by the same names already is stored at once, the rest block by block.
         """
-        done, above, bit = 0, parent, 1 << tier
+        done = 0
+        above = parent
+        bit = 1 << tier
         while done < len(keys):
             place = None if above is None else self._above(above)
             here = self._runs.locate_block(blocks[done], place)
@@ -166,7 +170,8 @@ class BlockTable:
         if place is None:
             return False
         run, at = place
-        tiers, bit = run.tiers_at(at), 1 << tier
+        tiers = run.tiers_at(at)
+        bit = 1 << tier
         names = self._several.get(run.blocks[at]) if self._several else None
         if not (tiers if names is None else names[key]) & bit:
             return False

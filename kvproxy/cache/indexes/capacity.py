@@ -27,11 +27,13 @@ MOST_BLOCKS = 1 << 20
 #: Contradictions that another capacity must spare before it is taken.
 _MARGIN = 2.5
 #: Prefixes still there at the far end before more is tried, and outcomes beyond it that are answer enough.
-_TRY_AFTER, _TRIED = 2, 1.5
+_TRY_AFTER = 2
+_TRIED = 1.5
 #: Bins that are added at once, and as many before the end are the far end.
 _STEP = _FAR = PER_OCTAVE // 4
 #: Losses in a row, and how many of them of prefixes asked for just before, that no capacity explains.
-_LOST, _LOST_YOUNG = 8, 3
+_LOST = 8
+_LOST_YOUNG = 3
 #: Reuse may stay behind what is held by whole blocks of the engine and by the last one, which is always computed.
 _SLACK_BLOCKS = 2
 #: A held prefix shorter than this says nothing.
@@ -135,7 +137,8 @@ class LearnedCapacity:
 
     def _observe_hit(self, age: int) -> None:
         self._losses.clear()
-        at, current = age_bin(age), capacity_bin(self.blocks)
+        at = age_bin(age)
+        current = capacity_bin(self.blocks)
         self._reuses.add_hit(at)
         if at >= current:
             self._reconsider(current)
@@ -151,7 +154,8 @@ class LearnedCapacity:
             self._losses.clear()
             return True
         if age >= self.least:
-            at, current = age_bin(age), capacity_bin(self.blocks)
+            at = age_bin(age)
+            current = capacity_bin(self.blocks)
             self._reuses.add_evicted(at)
             if at >= current - _FAR:
                 self._far -= 1

@@ -63,7 +63,8 @@ class EndpointLru:
     def merge_leaf(self, run: Run, leaf: Run) -> None:
         """`leaf`, perhaps new, becomes the end of `run`; a touch follows."""
         self.flights.pop(leaf, None)  # as those of the run
-        stamp, above = self.stamps.pop(leaf, None), self.stamps[run]
+        stamp = self.stamps.pop(leaf, None)
+        above = self.stamps[run]
         if stamp == above:
             return
         if stamp is not None:

@@ -15,7 +15,8 @@ HOT_REQUESTS_PER_ENDPOINT = 2
 #: ...of which so many are enough, unless endpoints are more: then one for each.
 ENOUGH_REQUESTS = 8
 #: Steps of a run beyond which those worth less than this are given up.
-_STEPS, _NEGLIGIBLE = 32, 0.01
+_STEPS = 32
+_NEGLIGIBLE = 0.01
 
 #: Where a run's heat falls: blocks before, by how much, and as of which request.
 Step = tuple[int, float, int]
@@ -61,14 +62,16 @@ class Heat:
     def count_request(self, path: Sequence[Run]) -> None:
         """One request asked for the prompt that these runs are."""
         self._requests += 1
-        now, window = self._requests, self._window
+        now = self._requests
+        window = self._window
         for run in path:
             run.heat = run.heat * exp((run.counted_at - now) / window) + 1.0
             run.counted_at = now
 
     def begin_run(self, run: Run) -> None:
         """The run is new, by the latest request for it."""
-        run.heat, run.counted_at = 1.0, self._requests
+        run.heat = 1.0
+        run.counted_at = self._requests
 
     def decayed_requests(self, run: Run) -> float:
         """Decayed requests for the last block of the run."""
@@ -77,7 +80,9 @@ class Heat:
     def hot_blocks(self, cursor: PrefixCursor[Run]) -> int:
         """Leading blocks that are hot, the cursor's request included."""
         asking = 0 if cursor.counted else 1
-        enough, now, window = self.threshold - asking, self._requests + asking, self._window
+        enough = self.threshold - asking
+        now = self._requests + asking
+        window = self._window
         hot = 0
         for run in cursor.path:
             if run.heat < enough or run.heat * exp((run.counted_at - now) / window) < enough:  # heat only decays
@@ -101,7 +106,9 @@ class Heat:
 
     def split_run(self, head: Run, tail: Run, at: int) -> None:
         """`head`, the first `at` blocks, was split off `tail`."""
-        head.heat, head.counted_at, head.steps = tail.heat, tail.counted_at, tail.steps
+        head.heat = tail.heat
+        head.counted_at = tail.counted_at
+        head.steps = tail.steps
         if tail.steps is not None:
             self.cut_run(head, at)
             tail.steps = [(end - at, more, since) for end, more, since in tail.steps if end > at] or None
@@ -115,7 +122,9 @@ class Heat:
 
     def absorb_leaf(self, run: Run, leaf: Run) -> None:
         """The blocks of `leaf` are about to be added to the end of the run."""
-        now, window, length = self._requests, self._window, len(run.hashes)
+        now = self._requests
+        window = self._window
+        length = len(run.hashes)
         steps = run.steps or []
         if len(steps) > _STEPS:
             steps = [step for step in steps if step[1] * exp((step[2] - now) / window) > _NEGLIGIBLE]
@@ -126,4 +135,6 @@ class Heat:
             steps.append((length, fall, now))
         if leaf.steps:
             steps += [(length + end, more, since) for end, more, since in leaf.steps]
-        run.heat, run.counted_at, run.steps = leaf.heat, leaf.counted_at, steps or None
+        run.heat = leaf.heat
+        run.counted_at = leaf.counted_at
+        run.steps = steps or None

@@ -76,7 +76,9 @@ class LayerGroup:
     def last_end(self, keys: array[int], end: int, step: int, size: int) -> int:
         """The last end at or before `end`, a multiple of `step` blocks, at which this group has what it needs; 0: none.
         Its own blocks are as long as `size` of these. (Everything in one loop: calls would take most of the time.)"""
-        kept, need, looks = self._kept, self.kind.blocks * size, MAX_LOOKS
+        kept = self._kept
+        need = self.kind.blocks * size
+        looks = MAX_LOOKS
         if need <= size:
             for at in range(end, max(0, end - looks * step), -step):
                 key = keys[at - 1]
@@ -121,7 +123,8 @@ class LayerGroups:
             return group, None
         if group is None and len(self._groups) >= MAX_GROUPS:
             return None, None
-        former, made = group, LayerGroup(kind)
+        former = group
+        made = LayerGroup(kind)
         self._groups[number] = made
         return made, former
 
@@ -136,7 +139,8 @@ class LayerGroups:
     def reusable_blocks(self, keys: array[int], block_tokens: int) -> int:
         """Of a prompt whose leading blocks have these keys, those at whose end every group has what it needs."""
         step = self.step_tokens(block_tokens) // block_tokens
-        end, before = len(keys) // step * step, -1
+        end = len(keys) // step * step
+        before = -1
         while end != before:  # a group that ends earlier asks the others again
             before = end
             for group in self:

@@ -95,9 +95,13 @@ class PreciseIndex:
     """Bounded by `max_blocks` rows a source (endpoint, data-parallel rank, KV cache group) and `max_sources`."""
 
     def __init__(
-        self, *, max_blocks: int = 4_000_000, max_pending_blocks: int = 16_384, max_ghosts: int = 16_384,
+        self,
+        *,
+        max_blocks: int = 4_000_000,
+        max_pending_blocks: int = 16_384,
+        max_ghosts: int = 16_384,
         max_sources: int = 4096,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.counts = PreciseCounts()
         self._max_blocks = max_blocks
         self._max_pending_blocks = max_pending_blocks
@@ -171,7 +175,8 @@ class PreciseIndex:
         sizes = [1]
         for (name, dp_rank, group), each in self._followed.items():
             if name == endpoint and group != _STORE:
-                size, layers = each.table.block_size, self._layers.get((name, dp_rank))
+                size = each.table.block_size
+                layers = self._layers.get((name, dp_rank))
                 sizes.append(size if layers is None else layers.step_tokens(size))
         return lcm(*sizes)
 
@@ -216,10 +221,8 @@ class PreciseIndex:
 
     def match_store(self, hashes_at: Callable[[int], array[int]]) -> int:
         """Leading tokens that an engine reported in a store which several of them read."""
-        bits, hashes_at = (
-            sum([1 << bit for bit, kind in enumerate(self._kinds) if kind is Tier.SHARED]),
-            cache(hashes_at),
-        )
+        bits = sum([1 << bit for bit, kind in enumerate(self._kinds) if kind is Tier.SHARED])
+        hashes_at = cache(hashes_at)
         tables = [followed.table for followed in self._followed.values()] if bits else []
         return max([one.block_size * one.leading_on(hashes_at(one.block_size), bits) for one in tables], default=0)
 
@@ -283,7 +286,8 @@ class PreciseIndex:
         if layers is not None and (group := layers.find(source[2])) is not None:
             self._removed_layers(group, event)
             return
-        followed, tier = self._followed.get(source), self._tier(event.medium)
+        followed = self._followed.get(source)
+        tier = self._tier(event.medium)
         if followed is None or tier is None:
             self.counts.removed_unknown += event.blocks
             return
@@ -302,7 +306,8 @@ class PreciseIndex:
     def _place(self, followed: _Followed, reported: ReportedBlocks) -> bool:
         """Store the blocks, or buffer them; False when they are malformed or were buffered."""
         table, pending = followed
-        size, above = table.block_size, None
+        size = table.block_size
+        above = None
         seed: int | None
         if reported.parent is None:
             seed = self._root(size, lora=reported.lora)
@@ -403,7 +408,8 @@ def _match_layers(table: BlockTable, layers: LayerGroups, hashes: array[int], gu
 
 def _shorter(a: PreciseMatch, b: PreciseMatch) -> PreciseMatch:
     """What two groups of one rank have in common."""
-    tokens, device = min(a.tokens, b.tokens), min(a.device_tokens, b.device_tokens)
+    tokens = min(a.tokens, b.tokens)
+    device = min(a.device_tokens, b.device_tokens)
     far = max((tier for tier, _ in (*a.lower, *b.lower)), key=list(Tier).index, default=Tier.HOST)
     return PreciseMatch(device, ((far, tokens - device),) if tokens > device else (), a.dp_rank)
 

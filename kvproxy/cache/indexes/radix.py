@@ -69,15 +69,18 @@ class RadixTree(Generic[N]):
         The nodes above a live one never change but by a split. So a path that covered all hashes is the same as long
         as its last node is there, ends with the same block, and nothing was split.
         """
-        hashes, by_first = cursor.hashes, self._by_first
+        hashes = cursor.hashes
+        by_first = self._by_first
         if cursor.splits == self.splits and cursor.path and cursor.depth == len(hashes):
             last = cursor.path[-1]
             if last.hashes[-1] == hashes[-1] and by_first.get(last.hashes[0]) is last:
                 cursor.edits = self.edits
                 return
         path: list[N] = []
-        partial, inside = None, 0
-        depth, n = 0, len(hashes)
+        partial = None
+        inside = 0
+        depth = 0
+        n = len(hashes)
         while depth < n:
             node = by_first.get(hashes[depth])
             if node is None:
@@ -85,12 +88,17 @@ class RadixTree(Generic[N]):
             run = node.hashes
             end = depth + len(run)
             if end > n or run[-1] != hashes[end - 1]:
-                partial, inside = node, common_blocks(run, 0, hashes, depth)
+                partial = node
+                inside = common_blocks(run, 0, hashes, depth)
                 break
             path.append(node)
             depth = end
-        cursor.path, cursor.depth, cursor.partial, cursor.inside = path, depth, partial, inside
-        cursor.edits, cursor.splits = self.edits, self.splits
+        cursor.path = path
+        cursor.depth = depth
+        cursor.partial = partial
+        cursor.inside = inside
+        cursor.edits = self.edits
+        cursor.splits = self.splits
 
     def has(self, node: N) -> bool:
         """Whether the node is still part of the tree."""
@@ -114,15 +122,19 @@ class RadixTree(Generic[N]):
     def extend(self, cursor: PrefixCursor[N], head: N | None) -> None:
         """Complete a cursor, just renewed, to the end of its hashes by a new leaf. `head` is what its partial node was
         split into; None if there was none."""
-        path, hashes, depth = cursor.path, cursor.hashes, cursor.depth
+        path = cursor.path
+        hashes = cursor.hashes
+        depth = cursor.depth
         if head is not None:
             path.append(head)
             depth += cursor.inside
-            cursor.partial, cursor.inside = None, 0
+            cursor.partial = None
+            cursor.inside = 0
         if depth < len(hashes):
             path.append(self.grow(path[-1] if path else None, hashes[depth:]))
         cursor.depth = len(hashes)
-        cursor.edits, cursor.splits = self.edits, self.splits
+        cursor.edits = self.edits
+        cursor.splits = self.splits
 
     def grow(self, parent: N | None, hashes: array[int]) -> N:
         """A new leaf under `parent` (None: at the root)."""
@@ -187,7 +199,8 @@ class RadixTree(Generic[N]):
             parent.child = node
 
     def _unlink(self, node: N) -> None:
-        before, after = node.previous, node.next
+        before = node.previous
+        after = node.next
         if before is not None:
             before.next = after
         elif node.parent is not None:
@@ -200,7 +213,8 @@ class RadixTree(Generic[N]):
 def common_blocks(one: array[int], start: int, other: array[int], other_start: int) -> int:
     """Leading blocks of `one[start:]` equal to `other[other_start:]`, of which the first is known to be; by bisection,
     since chained hashes never meet again once apart."""
-    low, high = 1, min(len(one) - start, len(other) - other_start)
+    low = 1
+    high = min(len(one) - start, len(other) - other_start)
     while low < high:
         middle = (low + high + 1) // 2
         if one[start + middle - 1] == other[other_start + middle - 1]:

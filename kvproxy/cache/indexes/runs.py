@@ -34,7 +34,8 @@ TRIM = 64
 _SHARDS = (257, 263, 269, 271, 277, 281, 283, 293, 307, 311, 313, 317, 331, 337, 347, 349)
 
 #: Blocks looked at in search of one, and what a look at a run costs besides, in blocks.
-_SEARCHED_BLOCKS, _RUN_COST = 200_000, 20
+_SEARCHED_BLOCKS = 200_000
+_RUN_COST = 20
 
 _MISSING = {mask: bytes(not tiers & mask for tiers in range(256)) for mask in (DEVICE, LOWER)}
 
@@ -81,7 +82,8 @@ class Run(msgspec.Struct, gc=False, eq=False):
     def set_tiers(self, at: int, end: int, tiers: int) -> None:
         """Blocks at..end are on these tiers and no other."""
         if at == self.start and end == len(self.keys):
-            self.tiers, self.mixed = tiers, None
+            self.tiers = tiers
+            self.mixed = None
             return
         if self.mixed is None:
             if tiers == self.tiers:
@@ -115,7 +117,8 @@ class Run(msgspec.Struct, gc=False, eq=False):
         if self.mixed is not None:
             del self.mixed[end:]
         if not end % TRIM:
-            self.keys, self.blocks = self.keys[:], self.blocks[:]
+            self.keys = self.keys[:]
+            self.blocks = self.blocks[:]
 
     def count_leading(self, skip: int, count: int, mask: int) -> int:
         """How many of the first `count` blocks, the first `skip` given, come before one on none of these tiers."""
@@ -126,11 +129,13 @@ class Run(msgspec.Struct, gc=False, eq=False):
 
     def _unify(self, tiers: int) -> None:
         """Say it once if all blocks are on these tiers by now."""
-        mixed, start = self.mixed, self.start
+        mixed = self.mixed
+        start = self.start
         if mixed is None or mixed[start] != tiers or mixed[-1] != tiers:
             return
         if mixed.count(tiers, start) == len(mixed) - start:
-            self.tiers, self.mixed = tiers, None
+            self.tiers = tiers
+            self.mixed = None
 
 
 #: A block: its run and its place there.
@@ -178,11 +183,14 @@ class Runs:
         """New blocks below `above`, on one tier; returns where the last one is. None, and nothing changed, when one of
         the keys is taken.
         """
-        run, done, total = self._room_below(above), 0, len(keys)
+        run = self._room_below(above)
+        done = 0
+        total = len(keys)
         added: list[Place] = []
         while done < total:
             if run is None:
-                start, end = 0, min(total, done + SPAN)
+                start = 0
+                end = min(total, done + SPAN)
                 piece = keys[done:end]
                 run = Run(piece, blocks[done:end], tier_bit)
             else:
@@ -194,7 +202,9 @@ class Runs:
             if not self._enter(piece, run):
                 self._undo(added)
                 return None
-            last, run, done = run, None, end
+            last = run
+            run = None
+            done = end
         for each, start in added:
             if not start:
                 self.firsts[each.blocks[0]] = each
@@ -301,7 +311,8 @@ class Runs:
 
     def _enter(self, keys: array[int], run: Run) -> bool:
         """Point these keys to the run; False, and nothing changed, when one is taken or comes twice."""
-        by_key, shards = self._by_key, self._shards
+        by_key = self._by_key
+        shards = self._shards
         for key in keys:
             shard = by_key[key % shards]
             if key in shard:
@@ -345,12 +356,15 @@ class Runs:
 
 def _match(firsts: Mapping[int, Run], hashes: array[int], guess: int = 0) -> tuple[int, int, int]:
     """`Runs.match` of runs by our hashes of their first blocks."""
-    depth, n, device = 0, len(hashes), -1
+    depth = 0
+    n = len(hashes)
+    device = -1
     while depth < n:
         run = firsts.get(hashes[depth])
         if run is None:
             break
-        blocks, start = run.blocks, run.start
+        blocks = run.blocks
+        start = run.start
         count = len(blocks) - start
         end = depth + count
         if end > n or blocks[-1] != hashes[end - 1]:

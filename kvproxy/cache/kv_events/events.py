@@ -119,13 +119,15 @@ def slice_events(events: Iterable[KvEvent | Effort], max_blocks: int) -> Iterato
             spent += event.blocks
             if spent >= max_blocks:
                 yield batch, spent
-                batch, spent = [], 0
+                batch = []
+                spent = 0
             continue
         for piece in _pieces(event, max_blocks):
             cost = max(1, piece.blocks)
             if batch and spent + cost > max_blocks:
                 yield batch, spent
-                batch, spent = [], 0
+                batch = []
+                spent = 0
             batch.append(piece)
             spent += cost
     if batch or spent:
@@ -163,7 +165,9 @@ END_OF_REPLAY = b"\xff" * 8
 MAX_PAYLOAD_BYTES = 8 << 20
 
 #: Events of a batch, and tokens and blocks of an event; beyond it the batch, or the event, counts as malformed.
-MAX_EVENTS, MAX_EVENT_TOKENS, MAX_EVENT_BLOCKS = 100_000, 1 << 18, 1 << 16
+MAX_EVENTS = 100_000
+MAX_EVENT_TOKENS = 1 << 18
+MAX_EVENT_BLOCKS = 1 << 16
 #: A pair takes four times as long as a token.
 _MAX_EVENT_PAIRS = 1 << 16
 
@@ -172,7 +176,8 @@ _BYTES_A_BLOCK = 512
 
 _MAX_EXTRA_DEPTH = 4
 #: An extra key that is longer (a client's long salt) or has more values goes by its digest.
-_MAX_EXTRA_BYTES, _MAX_EXTRA_VALUES = 512, 32
+_MAX_EXTRA_BYTES = 512
+_MAX_EXTRA_VALUES = 32
 #: Extra keys are decoded so many bytes at a time.
 _EXTRA_STEP_BYTES = 16_384
 _NIL = b"\xc0"
@@ -257,8 +262,10 @@ _LARGEST_TOKEN = 2**32 - 1
 #: A folded id has this bit, as no token of a vocabulary has.
 _FOLDED = 1 << 31
 #: Where the first element of a msgpack array is, by what the array begins with, and what an array of two begins with.
-_FIRST_AT, _TWO = {0xDC: 3, 0xDD: 5}, 0x92
-_MAP_TAG, _ARRAY_TAG = msgspec.msgpack.Decoder(_MapTag), msgspec.msgpack.Decoder(_ArrayTag)
+_FIRST_AT = {0xDC: 3, 0xDD: 5}
+_TWO = 0x92
+_MAP_TAG = msgspec.msgpack.Decoder(_MapTag)
+_ARRAY_TAG = msgspec.msgpack.Decoder(_ArrayTag)
 _KNOWN_TYPES = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
 

@@ -28,10 +28,12 @@ _REPLAY_PASSES = 5
 
 #: A ROUTER drops what its queue of 1,000 cannot take, the end of a long replay too: one that brought so many batches is
 #: no failure, and is asked for again up to so often (vLLM keeps 10,000 batches).
-_FRUITFUL_BATCHES, _FRUITFUL_PASSES = 500, 50
+_FRUITFUL_BATCHES = 500
+_FRUITFUL_PASSES = 50
 
 #: What handling one message costs besides its blocks, in blocks, and how many of its bytes cost another one.
-_MESSAGE_COST_BLOCKS, _BYTES_A_BLOCK = 8, 512
+_MESSAGE_COST_BLOCKS = 8
+_BYTES_A_BLOCK = 512
 
 
 class Continuity(Enum):
@@ -286,7 +288,8 @@ class StreamFollower:
             self._apply(piece)
             self._meter.count_events(piece)
             if any(isinstance(event, AllBlocksCleared) for event in piece):
-                self._missing, self.wants_retry = None, False
+                self._missing = None
+                self.wants_retry = False
             await self._breathe(cost)
         if skipped.counts["malformed"]:
             self._missing = StreamReason.MALFORMED

@@ -21,7 +21,8 @@ MAX_REPLAYED_BATCHES = 200_000
 _MAX_FRAMES = 16
 _MAX_MESSAGE_BYTES = MAX_PAYLOAD_BYTES + (1 << 16)
 
-_RECONNECT_S, _RECONNECT_MAX_S = 0.1, 5.0
+_RECONNECT_S = 0.1
+_RECONNECT_MAX_S = 5.0
 _CONNECT_TIMEOUT_S = 5.0
 
 
@@ -50,7 +51,8 @@ class Subscription:
 
     def take_connections(self) -> list[bool]:
         """What happened to the connection since the last call: True for up, False for down."""
-        changes, self._changes = self._changes, []
+        changes = self._changes
+        self._changes = []
         return changes
 
     def take_message(self) -> list[bytes] | None:

@@ -19,13 +19,15 @@ from kvproxy.cache.kv_events.zmtp import ReceiveMemory
 
 log = logging.getLogger(__name__)
 
-_BACKOFF_S, _BACKOFF_MAX_S = 1.0, 30.0
+_BACKOFF_S = 1.0
+_BACKOFF_MAX_S = 30.0
 
 #: Batches applied before the connection is looked at again.
 _DRAINED_AT_ONCE = 2000
 
 #: A stream is behind that brought so many bytes, or so long, without a moment in which all of it was applied.
-BEHIND_BYTES, BEHIND_S = 64 << 20, 5.0
+BEHIND_BYTES = 64 << 20
+BEHIND_S = 5.0
 
 
 class KvEventConsumer(Protocol):
@@ -75,7 +77,9 @@ class KvEventSubscriber(BackgroundTask):
         self._replay_timeout_s = replay_timeout_s
         self._retry_s = retry_s
         self._replay_memory = replay_memory
-        self._unbroken_bytes, self._unbroken_since = 0, 0.0  # since all that had come was applied
+        # since all that had come was applied
+        self._unbroken_bytes = 0
+        self._unbroken_since = 0.0
         self._clock = clock
         self._sleep = sleep
         self._meter = StreamMeter(metrics, endpoint, source.dp_rank, wall_clock=wall_clock)
@@ -145,9 +149,11 @@ class KvEventSubscriber(BackgroundTask):
                 if reconnected or (retry_at is not None and self._clock() >= retry_at):
                     await self._follower.synchronise()
                 if not self._follower.wants_retry:
-                    retry_at, pause_s = None, self._retry_s
+                    retry_at = None
+                    pause_s = self._retry_s
                 elif retry_at is None or self._clock() >= retry_at:
-                    retry_at, pause_s = self._clock() + pause_s, min(2 * pause_s, _BACKOFF_MAX_S)
+                    retry_at = self._clock() + pause_s
+                    pause_s = min(2 * pause_s, _BACKOFF_MAX_S)
         finally:
             subscription.close()
 

@@ -11,18 +11,23 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import cast
 
-_MORE, _LONG, _COMMAND = 1, 2, 4
+_MORE = 1
+_LONG = 2
+_COMMAND = 4
 
 _GREETING_BYTES = 64
 #: Signature, version 3.0, mechanism, as-server, filler.
 _GREETING = b"\xff" + 8 * b"\0" + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + 31 * b"\0"
 
 #: A peer that sent nothing for this long is asked for a sign of life; without one for the second, it is lost.
-PING_AFTER_S, LOST_AFTER_S = 5.0, 15.0
-_PING, _PONG = b"\x04PING", b"\x04PONG"
+PING_AFTER_S = 5.0
+LOST_AFTER_S = 15.0
+_PING = b"\x04PING"
+_PONG = b"\x04PONG"
 
 #: Commands obeyed before others run; answers to them that a peer may leave unread.
-_COMMANDS_AT_ONCE, _MAX_UNSENT_BYTES = 64, 1 << 16
+_COMMANDS_AT_ONCE = 64
+_MAX_UNSENT_BYTES = 1 << 16
 
 
 class ZmtpError(Exception):
@@ -83,7 +88,10 @@ class MessageBuffer:
         with memoryview(data) as view:
             frames = [bytes(view[start:end]) for start, end in self._frames]
         del data[: self._scanned]
-        self._frames, self._scanned, self._needed, self._complete = [], 0, 1, False
+        self._frames = []
+        self._scanned = 0
+        self._needed = 1
+        self._complete = False
         return is_command, frames
 
     def _scan(self) -> None:
@@ -155,7 +163,8 @@ class ZmtpConnection(asyncio.Protocol):
             self._fail(error)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.lost, self.ready = True, False
+        self.lost = True
+        self.ready = False
         self.error = self.error or error
         if self._timer is not None:
             self._timer.cancel()

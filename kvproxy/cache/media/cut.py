@@ -46,7 +46,8 @@ class Medium(msgspec.Struct, frozen=True):
 BYTES_PER_TOKEN = 4
 #: Enough of a stand-in to tell it from all others.
 HEAD_OF_STAND_IN = 56
-_LEAST_TOKENS, _MOST_TOKENS = 16, 16_384
+_LEAST_TOKENS = 16
+_MOST_TOKENS = 16_384
 _UNKNOWN_TOKENS = 1024
 _PIXELS_PER_TOKEN = 784  # 28 x 28
 #: No text has this byte in practice; one that has loses nothing but a match.
@@ -80,7 +81,8 @@ _KINDS = {
 _NESTED = ("content", "output")
 _TYPE = "type"
 _WANTED = frozenset((*_OUTER, *_NESTED, _TYPE))
-_MAX_ITEMS, _MAX_DEPTH = 4096, 3
+_MAX_ITEMS = 4096
+_MAX_DEPTH = 3
 _MAX_TYPE_BYTES = 32
 _NULL = b"null"
 
@@ -119,9 +121,13 @@ def find_stand_ins(parts: Sequence[bytes], start: int) -> Iterator[Medium]:
             for found in _stand_ins(part):
                 kind, key, width, height = found.groups()
                 yield Medium(
-                    MediumKind(kind.decode()), key.decode(), int(width), int(height),
-                    start + found.start(), found.end() - found.start(),
-                )  # fmt: skip
+                    MediumKind(kind.decode()),
+                    key.decode(),
+                    int(width),
+                    int(height),
+                    start + found.start(),
+                    found.end() - found.start(),
+                )
         start += len(part) + 1
 
 
@@ -162,7 +168,8 @@ def _kind_of_part(part: bytes, types: Sequence[Span]) -> MediumKind | None:
 
 def _replace(part: bytes, value: Span, kind: MediumKind, signatures: UrlSignatures | None) -> Edit:
     """The edit that puts a stand-in where this string is."""
-    start, end = value.start + 1, value.end - 1
+    start = value.start + 1
+    end = value.end - 1
     is_url = part.startswith((b"http://", b"https://"), start)
     if part.startswith(_MARK, start) or (is_url and signatures is None):
         return Edit(start, start)
@@ -171,7 +178,8 @@ def _replace(part: bytes, value: Span, kind: MediumKind, signatures: UrlSignatur
         content = part.find(b",", start, min(end, start + 256)) + 1 or start
     if is_url and signatures is not None:
         url = part[start:end].decode("utf-8", "replace").replace("\\/", "/")
-        key, picture = xxh3_128_hexdigest(signatures.unsigned(url).encode("utf-8", "replace")), None
+        key = xxh3_128_hexdigest(signatures.unsigned(url).encode("utf-8", "replace"))
+        picture = None
     else:
         key = xxh3_128_hexdigest(memoryview(part)[content:end])
         picture = read_picture(_decoded_head(part, content, end)) if kind is not MediumKind.VIDEO else None

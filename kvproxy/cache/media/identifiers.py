@@ -13,7 +13,9 @@ from collections.abc import Callable
 from blake3 import blake3
 
 _LENGTH_BYTES = 8
-_SEQUENCE, _MAPPING, _LEAF = b"\x01", b"\x02", b"\x03"
+_SEQUENCE = b"\x01"
+_MAPPING = b"\x02"
+_LEAF = b"\x03"
 _WHITE = (255, 255, 255)  # behind pictures with an alpha channel
 
 #: Takes the name of the model as the engine calls it (`root` in `/v1/models`) and returns the identifier.

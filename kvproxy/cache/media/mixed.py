@@ -20,7 +20,8 @@ class MixedPrompt:
 
     def tokens_before(self, position: int) -> int:
         """Return the tokens in the first `position` bytes. A medium counts as soon as its key is among them."""
-        text, counted = position, 0
+        text = position
+        counted = 0
         for medium, tokens in zip(self._media, self._tokens, strict=True):
             if position < medium.start + HEAD_OF_STAND_IN:
                 text -= max(0, position - medium.start)
@@ -39,7 +40,8 @@ class MixedPrompt:
 
     def bytes_before(self, tokens: int) -> int:
         """Return the bytes that the first `tokens` tokens stand for; a medium counts once all of it is among them."""
-        position, left = 0, tokens
+        position = 0
+        left = tokens
         for medium, counted in zip(self._media, self._tokens, strict=True):
             text = int((medium.start - position) / self._bytes_per_token)
             if left < text + counted:

@@ -11,7 +11,8 @@ import msgspec
 HEAD_BYTES = 64 * 1024
 #: Larger sides are not those of a picture that an engine takes.
 _MAX_SIDE = 65_535
-_PNG, _GIF = b"\x89PNG\r\n\x1a\n", (b"GIF87a", b"GIF89a")
+_PNG = b"\x89PNG\r\n\x1a\n"
+_GIF = (b"GIF87a", b"GIF89a")
 _PNG_RGB = 2  # color type
 #: JPEG markers that begin a frame; DHT (C4), JPG (C8) and DAC (CC) do not.
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}

@@ -11,12 +11,16 @@ from kvproxy.cache.media.cut import Medium, MediumKind
 
 Count = Callable[[int, int], int]
 
-_QWEN_LEAST, _QWEN_MOST = 56 * 56, 12_845_056  # pixels, by the processors of Qwen2-VL and 2.5-VL
-_QWEN3_LEAST, _QWEN3_MOST = 65_536, 16_777_216
+# pixels, by the processors of Qwen2-VL and 2.5-VL
+_QWEN_LEAST = 56 * 56
+_QWEN_MOST = 12_845_056
+_QWEN3_LEAST = 65_536
+_QWEN3_MOST = 16_777_216
 _PIXTRAL_SIDE = 1024
 _TILE = 448
 _MAX_TILES = 12
-_LLAMA_TILE, _LLAMA_MAX_TILES = 336, 16
+_LLAMA_TILE = 336
+_LLAMA_MAX_TILES = 16
 #: Of a model whose family is not known: one token for 32 x 32 pixels.
 _PIXELS = 1024
 #: Of pictures whose size is not known, and of what is no picture, until it is learned.

@@ -10,7 +10,8 @@ from cachetools import TTLCache
 from kvproxy.base.types import Clock, EndpointId, LowerTokens, Tier, count_lower
 
 #: How long, and for how many prompts, what the engine contradicted is not believed again.
-DISTRUST_S, DISTRUSTED = 60.0, 10_000
+DISTRUST_S = 60.0
+DISTRUSTED = 10_000
 #: Where a shared store is.
 EVERY_ENDPOINT = EndpointId("")
 _FAR = (Tier.DISK, Tier.SHARED)
@@ -49,7 +50,8 @@ class DeniedPlacements:
         if not hashes:
             return
         self._hints[endpoint, hashes[0]] = cached_tokens
-        tiers, denied = {tier for tier, _ in lower}, hashes[min(cached_blocks, len(hashes) - 1)]
+        tiers = {tier for tier, _ in lower}
+        denied = hashes[min(cached_blocks, len(hashes) - 1)]
         places = ((Tier.SHARED, EVERY_ENDPOINT), (Tier.DISK, endpoint))
         for place in [place for tier, place in places if tier in tiers]:
             if len(self._places) >= 2 * DISTRUSTED:
@@ -78,7 +80,8 @@ class DeniedPlacements:
 
 def believed_tokens(endpoint: EndpointId, held: LowerTokens, denials: Denials) -> int:
     """Of what a prompt is said to have there, by tier, those nearer than the disk or before the denied ones."""
-    tokens, near = count_lower(held), 0
+    tokens = count_lower(held)
+    near = 0
     for tier, here in held:
         if tier in _FAR:
             place = EVERY_ENDPOINT if tier is Tier.SHARED else endpoint

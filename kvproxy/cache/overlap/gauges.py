@@ -31,7 +31,8 @@ def show_indexes(
     by_cluster: Mapping[str, LocalIndexes], clusters: Mapping[str, Cluster], trust: TrustOf, metrics: Metrics
 ) -> None:
     """The gauges read these from now on."""
-    shown, indexes = _Shown(by_cluster, clusters, trust), by_cluster.values()
+    shown = _Shown(by_cluster, clusters, trust)
+    indexes = by_cluster.values()
     held = metrics.group(HoldingMetrics)
     blocks = held.index_blocks
     blocks.labels("approximate").set_function(lambda: sum(one.approximate.entries for one in indexes))
@@ -53,7 +54,8 @@ def show_indexes(
 
 
 #: Pieces counted before other tasks get their turn, and how long a count stands.
-_SLICE_PIECES, _COUNT_EVERY_S = 2048, 30.0
+_SLICE_PIECES = 2048
+_COUNT_EVERY_S = 30.0
 
 
 class TierCounts:
@@ -124,7 +126,9 @@ class _Shown:
     """Asked by each scrape."""
 
     def __init__(self, indexes: Mapping[str, LocalIndexes], clusters: Mapping[str, Cluster], trust: TrustOf) -> None:
-        self._indexes, self._clusters, self._trust = indexes, clusters, trust
+        self._indexes = indexes
+        self._clusters = clusters
+        self._trust = trust
 
     def precise_blocks(self) -> int:
         """Rows of the precise indexes."""

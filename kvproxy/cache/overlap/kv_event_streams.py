@@ -72,7 +72,8 @@ class _Consumer:
                     self._followed.paired.add(endpoint)
             elif isinstance(event, AllBlocksCleared) and self._is_live(endpoint, dp_rank):
                 self._followed.on_cleared(endpoint)
-        precise, rank = self._followed.precise, (endpoint, dp_rank)
+        precise = self._followed.precise
+        rank = (endpoint, dp_rank)
         precise.apply_events(endpoint, dp_rank, events)
         if precise.lacks_prefixes(endpoint, dp_rank) is not (rank in self._without_prefixes):
             self._without_prefixes ^= {rank}
@@ -237,5 +238,6 @@ def follow_events(
     settings: KvCacheSettings, clusters: Mapping[str, Cluster], metrics: Metrics, clock: Clock
 ) -> EventStreams:
     """The streams these settings ask for, to be entered."""
-    timeout_s, stated = settings.request_timeout, settings.kv_event_sources
+    timeout_s = settings.request_timeout
+    stated = settings.kv_event_sources
     return EventStreams(clusters=clusters, timeout_s=timeout_s, metrics=metrics, clock=clock, stated=stated)

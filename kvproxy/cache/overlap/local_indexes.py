@@ -124,9 +124,15 @@ class LocalIndexes:
         clock: Clock = time.monotonic,
     ) -> None:
         self.state = state
-        self.approximate, self.capacities, self.hot = state.approximate, state.capacities, state.hot
-        self.trust, self.lookup_trust, self.missed = state.trust, state.lookup_trust, state.missed
-        self.started_at, self.sessions, self.steps = state.started_at, state.sessions, state.steps
+        self.approximate = state.approximate
+        self.capacities = state.capacities
+        self.hot = state.hot
+        self.trust = state.trust
+        self.lookup_trust = state.lookup_trust
+        self.missed = state.missed
+        self.started_at = state.started_at
+        self.sessions = state.sessions
+        self.steps = state.steps
         self.last_served = state.last_served
         self.follows_events = follows_events
         self.store_readers: Callable[[], Iterable[EndpointId]] = tuple  # of what engines report in a shared store
@@ -135,7 +141,8 @@ class LocalIndexes:
         self._keyed = follows_events or lookups or leases  # these know prompts by their messages' keys
         followed = FollowedEvents() if followed is None else followed
         self.followed = followed
-        self.precise, self.loras = followed.precise, followed.loras
+        self.precise = followed.precise
+        self.loras = followed.loras
         self.exact: Collection[EndpointId] = followed.exact
         self.capacities.learning = learn_capacity
         self._seed = lru_cache(_REMEMBERED_SEEDS)(_seed)
@@ -149,7 +156,9 @@ class LocalIndexes:
         media, in whose place stand-ins are hashed and counted. Of a short one there are keys only where something goes
         by them. Blocks and keys are not to be changed.
         """
-        seed, prompt, kind = self._seed(model, request.cache_salt), request.prompt, request.kind
+        seed = self._seed(model, request.cache_salt)
+        prompt = request.prompt
+        kind = request.kind
         drops_header = self.state.drops_header
         short = not self._keyed and prompt.size_bytes <= SHORT_BYTES
         if kind in RULED and not short:
@@ -197,7 +206,8 @@ class LocalIndexes:
         media, and `tokens` end in front of the first.
         """
         in_flight: Mapping[EndpointId, int] = NOTHING
-        announced, exact = None, self.exact
+        announced = None
+        exact = self.exact
         if tokens is not None and self.follows_events:
             blocks = self._blocks_of(tokens, hashed, model, cache_salt)
             announced = self.precise.match_prompt(blocks)
@@ -213,7 +223,8 @@ class LocalIndexes:
                 in_flight = self.approximate.lookup_in_flight(cursor)
             if mixed is not None:
                 exact = _without_confirmed(exact, announced, len(tokens))
-        routed, tokens_per_block = self.approximate.lookup(cursor), TEXT_BLOCK_BYTES / bytes_per_token
+        routed = self.approximate.lookup(cursor)
+        tokens_per_block = TEXT_BLOCK_BYTES / bytes_per_token
         if mixed is not None:
             routed, in_flight = (_in_tokens(found, mixed, prompt_tokens) for found in (routed, in_flight))
             tokens_per_block = 1.0

@@ -34,7 +34,8 @@ OPERATION = "lookup"
 _WARNED = 256
 #: How long, and for how many beginnings of prompts, it is remembered where transfers brought them; memory that is full
 #: may have lost them then.
-_TRANSFERRED_S, _TRANSFERRED = 60.0, 10_000
+_TRANSFERRED_S = 60.0
+_TRANSFERRED = 10_000
 
 
 class LookupClient:
@@ -105,7 +106,8 @@ class LookupClient:
         by_instance: dict[str, list[Endpoint]] = {}
         for endpoint in endpoints:
             by_instance.setdefault(endpoint.instance_id, []).append(endpoint)
-        found, denials = [], denied.find_denials(hashes) if denied else ()
+        found = []
+        denials = denied.find_denials(hashes) if denied else ()
         for holder in holders:
             if holder.instance_id == EVERY_INSTANCE:
                 mounting = [endpoint for endpoint in endpoints if endpoint.reads_shared_kv]
@@ -116,7 +118,8 @@ class LookupClient:
             if holder.tokens <= 0:
                 continue
             for endpoint in mounting:
-                tokens, lower = holder.tokens, holder.lower
+                tokens = holder.tokens
+                lower = holder.lower
                 if not holder.contiguous:
                     routed = local.get(endpoint.id)
                     if routed is not None and routed.tokens:
@@ -133,13 +136,16 @@ class LookupClient:
 
     def note_transfer(self, instance: str, prefix: Prefix, tokens: int) -> None:
         """So many of its leading tokens are in the memory of `instance` now."""
-        where, now = _beginning(prefix), self._clock()
+        where = _beginning(prefix)
+        now = self._clock()
         known = {name: one for name, one in self._transferred.get(where, {}).items() if now - one[2] < _TRANSFERRED_S}
         self._transferred[where] = {**known, instance: (tokens, _digest(prefix.tokens[:tokens]), now)}
 
     def find_transferred(self, prefix: Prefix) -> list[Holder]:
         """Where its beginning was transferred lately."""
-        tokens, known, now = prefix.tokens, self._transferred.get(_beginning(prefix), {}), self._clock()
+        tokens = prefix.tokens
+        known = self._transferred.get(_beginning(prefix), {})
+        now = self._clock()
         return [
             Holder(instance, count, True, ((Tier.HOST, count),))
             for instance, (count, digest, at) in known.items()

@@ -76,7 +76,8 @@ class LookupTask:
 
     def is_wanted(self, facts: RequestFacts) -> bool:
         """Whether asking is worth a wait: a service that answers, and tokens enough for a chunk, known or to be had."""
-        lookups, settings = self._lookups, self._settings
+        lookups = self._lookups
+        settings = self._settings
         if lookups.provider is None or not facts.request.prompt.parts:
             return False
         if not lookups.possible:
@@ -165,7 +166,8 @@ class LookupTask:
         if task.cancelled():
             return
         answer = task.result()
-        tokens, stands_for = facts.tokens, facts.tokens_bytes
+        tokens = facts.tokens
+        stands_for = facts.tokens_bytes
         if answer.asked is not None:
             tokens, stands_for, _ = answer.asked
         if not tokens:

@@ -53,7 +53,9 @@ def merge_overlaps(
     """
     if announced is None:
         # Endpoints that hold as much as each other share one object: of a large fleet most do, and a policy sees it.
-        found, by_depth = {}, dict[int, Overlap]()  # a loop: comprehensions are functions to Python 3.11
+        # a loop: comprehensions are functions to Python 3.11
+        found = {}
+        by_depth = dict[int, Overlap]()
         for endpoint, blocks in routed.items():
             overlap = by_depth.get(blocks)
             if overlap is None:
@@ -90,7 +92,8 @@ def _with_events(
     found = {}
     shared: dict[tuple[int, int, int, int, LowerTokens], Overlap] = {}  # one object for all that are alike
     for endpoint, match in announced.items():
-        device, lower = match.device_tokens, match.lower
+        device = match.device_tokens
+        lower = match.lower
         claimed = believed = device + count_lower(lower) if lower else device
         backed = routed.get(endpoint, 0)
         if claimed > backed:
@@ -103,7 +106,8 @@ def _with_events(
             alike = (device, believed, claimed, backed, lower)
             overlap = shared.get(alike)
             if overlap is None:
-                lower, backed = cut_lower(lower, believed - device), min(backed, claimed)
+                lower = cut_lower(lower, believed - device)
+                backed = min(backed, claimed)
                 overlap = shared[alike] = Overlap(device, lower, FactSource.PRECISE, 0.0, claimed, backed)
             found[endpoint] = overlap
     for endpoint, backed in routed.items():
@@ -165,8 +169,10 @@ def preferred_endpoint(
 ) -> EndpointId | None:
     """The endpoint that serves the model and holds most, at least `min_tokens` (never less than one); among equals the
     first."""
-    best, most = None, max(min_tokens, 1) - 1
-    held, prompt_tokens = facts.by_endpoint, facts.prompt_tokens
+    best = None
+    most = max(min_tokens, 1) - 1
+    held = facts.by_endpoint
+    prompt_tokens = facts.prompt_tokens
     for endpoint in endpoints:
         overlap = held.get(endpoint.id)
         if overlap is not None:
@@ -174,5 +180,6 @@ def preferred_endpoint(
             if tokens > prompt_tokens:
                 tokens = prompt_tokens
             if tokens > most and endpoint.serves(model):
-                best, most = endpoint.id, tokens
+                best = endpoint.id
+                most = tokens
     return best

@@ -54,7 +54,8 @@ class OverlapSources:
         self._clusters = clusters
         self._engines = engines
         self._clock = clock
-        self._bytes_per_token, self._counted = state.bytes_per_token, state.counted
+        self._bytes_per_token = state.bytes_per_token
+        self._counted = state.counted
         self._media_counts = state.media_counts
         self._own_streams = None
         if settings.kv_events and streams is None:
@@ -91,7 +92,8 @@ class OverlapSources:
         )
         self.tier_counts = TierCounts(self.indexes, clusters, clock=clock)
         # Read once: settings are slow to read.
-        self._min_tokens, self._looks_up = settings.min_matched_tokens, bool(settings.lmcache_endpoint)
+        self._min_tokens = settings.min_matched_tokens
+        self._looks_up = bool(settings.lmcache_endpoint)
         self._uses_tokens = self._looks_up or settings.kv_events
         self._facts_seconds = metrics.group(KvCacheMetrics).facts_seconds.labels()
         self._running = AsyncExitStack()
@@ -130,7 +132,10 @@ class OverlapSources:
         else:  # its text is the rest of a prompt that begins as the history does
             history = indexes.last_served.find_history(names, began)
             prompt, media = cut_prompt(request.prompt, indexes.sessions.signatures)
-            hashes, keys, prompt_bytes, text = NO_BLOCKS, (), prompt.size_bytes, None
+            hashes = NO_BLOCKS
+            keys = ()
+            prompt_bytes = prompt.size_bytes
+            text = None
             if history is not None:
                 hashes = history.root
         cursor = indexes.approximate.locate(hashes)
@@ -168,7 +173,8 @@ class OverlapSources:
         if facts.tokens is None or self.lookups.provider is None:
             return
         holders = self.lookups.find_transferred(Prefix(facts.tokens, facts.model, facts.request.cache_salt or ""))
-        local, known = facts.overlaps.by_endpoint, self.instance_ids()
+        local = facts.overlaps.by_endpoint
+        known = self.instance_ids()
         brought = self.lookups.count_overlaps(
             holders,
             endpoints=facts.endpoints,
@@ -192,7 +198,8 @@ class OverlapSources:
 
     def trust(self, cluster: str, endpoint: EndpointId) -> dict[str, float]:
         """By source: the share of an unbacked claim about the endpoint that is believed; only what was ever tried."""
-        indexes, provider = self.indexes[cluster], self.lookups.provider
+        indexes = self.indexes[cluster]
+        provider = self.lookups.provider
         sources = {FactSource.PRECISE: indexes.trust}
         if provider is not None:
             sources[provider.source] = indexes.lookup_trust
@@ -212,7 +219,9 @@ class OverlapSources:
         if facts.media:
             facts.mixed = self._mixed(facts, bytes_per_token)
             prompt_tokens += facts.mixed.media_tokens
-        indexes, cursor, history = facts.indexes, facts.cursor, None
+        indexes = facts.indexes
+        cursor = facts.cursor
+        history = None
         if facts.request.continues is not None:
             history = indexes.last_served.find_history(facts.names, self._clock())
             prompt_tokens += 0 if history is None else history.tokens

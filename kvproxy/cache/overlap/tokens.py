@@ -80,7 +80,8 @@ class TokenSource:
 
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""
-        memory, results = self.memory, ("exact", "prefix", "missed")
+        memory = self.memory
+        results = ("exact", "prefix", "missed")
         metrics.group(BoundMetrics).show_queue(
             "kvcache_tokenize", lambda: len(self._tasks), limit=self._settings.tokenize.max_concurrent
         )
@@ -98,7 +99,9 @@ class TokenSource:
         if self._enabled:
             known = self.memory.recall(facts.keys)
             if known is not None:
-                facts.tokens, facts.tokens_exact, facts.hashed_tokens = known.tokens, known.exact, known.hashed
+                facts.tokens = known.tokens
+                facts.tokens_exact = known.exact
+                facts.hashed_tokens = known.hashed
                 rest = sum(map(len, request.prompt.parts[known.parts_known :]))
                 unread = 0 if known.exact else request.prompt.unread_bytes
                 facts.tokens_bytes = facts.prompt_bytes - rest - unread
@@ -143,7 +146,9 @@ class TokenSource:
             return
         self._outcomes.labels(WrongTokens.reason).inc()
         self.memory.forget(facts.keys)
-        facts.tokens, facts.tokens_exact, facts.hashed_tokens = None, False, None
+        facts.tokens = None
+        facts.tokens_exact = False
+        facts.hashed_tokens = None
 
     async def close(self) -> None:
         """Cancel what still runs."""
@@ -156,7 +161,8 @@ class TokenSource:
             self._outcomes.labels("no_engine").inc()
             return None
         client, endpoint = chosen
-        request, started = facts.request, self._clock()
+        request = facts.request
+        started = self._clock()
         try:
             parts, body = await self._what_to_ask(facts)
             whole = parts == len(request.prompt.parts)
@@ -197,7 +203,8 @@ class TokenSource:
 
     async def _what_to_ask(self, facts: RequestFacts) -> tuple[int, bytes]:
         """How many messages of the prompt, and the body that has just these. Raises ValueError where there are none."""
-        request, body = facts.request, facts.body
+        request = facts.request
+        body = facts.body
         messages = request.prompt.parts
         if request.kind is RequestKind.COMPLETION:
             return len(messages), body

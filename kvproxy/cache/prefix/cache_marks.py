@@ -20,7 +20,8 @@ MAX_BYTES = 512 * 1024
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 #: How long a mark without a `ttl` asks for, and one with "1h"; there are no others.
-DEFAULT_TTL_S, LONG_TTL_S = 300.0, 3600.0
+DEFAULT_TTL_S = 300.0
+LONG_TTL_S = 3600.0
 #: Clients move a mark along with their last messages.
 _MARKED_PARTS = 4
 
@@ -32,7 +33,8 @@ _MOST_OF_A_MARK = 96
 _plain_mark = re.compile(rb'"cache_control"\s?:\s?\{[^{}]{0,64}\}(?=\s?\})').match
 #: How a mark begins, as all clients write it: a longer text to look for is found sooner.
 _BEGINNINGS = (b'"cache_control":{"type":"ephemeral"', b'"cache_control": {"type": "ephemeral"')
-_NAME, _UNDERSCORE = MARK[:-1], ord("_")
+_NAME = MARK[:-1]
+_UNDERSCORE = ord("_")
 _COMPACT = b'{"role":"'  # how most messages begin
 #: How a message ends that has a mark there.
 END_OF_MARKED = b"}}]}"
@@ -66,7 +68,8 @@ class Looks:
     __slots__ = ("_left", "_left_bytes")
 
     def __init__(self) -> None:
-        self._left, self._left_bytes = MAX_OBJECTS, MAX_BYTES
+        self._left = MAX_OBJECTS
+        self._left_bytes = MAX_BYTES
 
     def may_look_into(self, message: bytes) -> bool:
         """Whether it is short enough for what is left; then it counts."""
@@ -124,7 +127,8 @@ def without_plain_marks(data: bytes, most: int) -> bytes | None:
     pieces: list[bytes] = []
     done = 0
     while (start := data.find(MARK, done)) >= 0:
-        mark, end = _plain_mark(data, start), len(data[done:start].rstrip()) + done
+        mark = _plain_mark(data, start)
+        end = len(data[done:start].rstrip()) + done
         if mark is None or data[end - 1] != _COMMA or len(pieces) == most:
             return None
         pieces.append(data[done : end - 1])
@@ -149,13 +153,15 @@ def without_marks(data: bytes, decode: Decode) -> bytes:
 
 def _cut(data: bytes, values: Iterable[bytes]) -> bytes:
     """Without these members, each with the comma and the space beside it."""
-    pieces, done = [], 0
+    pieces = []
+    done = 0
     for value in values:
         start = data.index(MARK, done)
         space = _space(data, start + len(MARK))
         if space is None or not data.startswith(value, space.end()):
             return data
-        before, end = data[done:start].rstrip(), space.end() + len(value)
+        before = data[done:start].rstrip()
+        end = space.end() + len(value)
         if before.endswith(b","):
             pieces.append(before[:-1])
         else:

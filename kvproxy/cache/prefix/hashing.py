@@ -86,7 +86,8 @@ def text_blocks(prompt: Prompt, seed: int) -> array[int]:
 
 def text_chain(data: bytes, seed: int, *, start: int = 0) -> array[int]:
     """Chained hashes of the full 256-byte slices of `data` from byte `start` on."""
-    blocks, digest = (len(data) - start) // TEXT_BLOCK_BYTES, xxh64_intdigest
+    blocks = (len(data) - start) // TEXT_BLOCK_BYTES
+    digest = xxh64_intdigest
     first = blocks % _ROW
     hashes = [seed := digest(piece, seed) for piece in _text_slices(first)(data, start)]
     for block in range(first, blocks, _ROW):

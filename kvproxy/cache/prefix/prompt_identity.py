@@ -85,7 +85,8 @@ RULED = (_CHAT, RequestKind.MESSAGES)
 def prompt_identity(kind: RequestKind, prompt: Prompt, *, drops_header: bool = True) -> Prompt:
     """The prompt in the bytes that name it, with as many parts. Equal ones render alike on engines that drop the
     billing header, or that do not."""
-    shape, parts = prompt.shape, prompt.parts
+    shape = prompt.shape
+    parts = prompt.parts
     if kind is not _CHAT:
         shape = shape_identity(kind, shape, drops_header=drops_header)
     if kind in RULED and not are_texts(parts):
@@ -117,7 +118,8 @@ class PartRules:
 
     def apply(self, messages: Sequence[bytes], first: int = 0) -> list[bytes]:
         """The bytes that name these messages of the prompt, the first of which stands at that place."""
-        new, as_text = list(messages), self._as_text
+        new = list(messages)
+        as_text = self._as_text
         self._has_marks = count_marks(new) > (0 if self._chat else self._cut_last_marks(new, first))
         named = [
             part if part.startswith(HEADS_OF_TEXT) else as_text(part, index) for index, part in enumerate(new, first)

@@ -29,7 +29,8 @@ _ENTRY_BYTES = 250  # an entry's objects besides the hashes themselves
 _MEDIUM_BYTES = 250
 #: Marked messages of one prompt before each of which the chat is kept as it began: the API takes four marks.
 _MARKS = 4
-_MAX_SHAPES, _SHAPE_BYTES = 4096, 300
+_MAX_SHAPES = 4096
+_SHAPE_BYTES = 300
 _CHAT = RequestKind.CHAT  # found sooner so
 _STRING = b'system:"'
 _HEADER = _STRING + b"x-anthropic-billing-header"
@@ -53,7 +54,8 @@ class PromptText(msgspec.Struct):
     @classmethod
     def of_prompt(cls, prompt: Prompt) -> PromptText:
         """Of one that is named by its own bytes."""
-        shape, parts = prompt.shape, prompt.parts
+        shape = prompt.shape
+        parts = prompt.parts
         return cls(shape, parts.__getitem__, len(parts), sum(map(len, parts), len(shape) + 1 + len(parts)), parts)
 
     @property
@@ -116,7 +118,8 @@ class SessionHashes:
             return hashes, sent, text.size - 1 - len(raw) + prompt.unread_bytes, text
         known, count = self._find_named(sent, kind, drops_header)
         keys, size, media = (array("Q"), text.size, ()) if known is None else (known[2][:], *known[3:])
-        rules, signatures = PartRules(kind, drops_header=drops_header), self.signatures
+        rules = PartRules(kind, drops_header=drops_header)
+        signatures = self.signatures
         new: list[bytes] = []
         if count < len(raw):
             key = keys[-1] if keys else begun
@@ -135,7 +138,10 @@ class SessionHashes:
             return new[index - count] if index >= count else rules.apply((cut_part(raw[index], signatures),), index)[0]
 
         prompt_bytes = size - 1 - len(raw) + prompt.unread_bytes  # what ends the parts is none of it
-        text.part_at, text.size, text.whole, text.media = part_at, size, None if count else new, media
+        text.part_at = part_at
+        text.size = size
+        text.whole = None if count else new
+        text.media = media
         return self.blocks_of(text, seed, keys), keys, prompt_bytes, text
 
     def _find_shape(self, kind: RequestKind, shape: bytes, text: PromptText, seed: int, *, drops_header: bool) -> int:
@@ -157,7 +163,8 @@ class SessionHashes:
         bytes is named by them."""
         if not raw[-1].startswith(HEADS_OF_TEXT):
             return None
-        known, count = self._known, len(raw)
+        known = self._known
+        count = len(raw)
         for key in reversed(sent):
             if (hashes := known.get(key)) is not None:
                 break
@@ -177,7 +184,8 @@ class SessionHashes:
 
     def _find_named(self, sent: Sequence[int], kind: RequestKind, drops_header: bool) -> tuple[_Named | None, int]:
         """The longest beginning that came before, and its messages."""
-        named, count = self._named, len(sent)
+        named = self._named
+        count = len(sent)
         for key in reversed(sent):
             known = named.pop(key, None)
             if known is not None:
@@ -199,7 +207,8 @@ class SessionHashes:
 
     def blocks_of(self, text: PromptText, seed: int, keys: Sequence[int]) -> array[int]:
         """As `hashing.text_blocks` of a text with messages, whose keys these are. Not to be changed."""
-        known, whole = self._known, keys[-1]
+        known = self._known
+        whole = keys[-1]
         hashes = known.pop(whole, None)
         if hashes is not None:
             known[whole] = hashes
@@ -241,7 +250,8 @@ def _size_of_named(messages: _Named) -> int:
 def _continued(earlier: array[int], text: PromptText) -> array[int]:
     """The blocks of a prompt that begins with the text of these; only messages they do not cover are looked at."""
     covered = TEXT_BLOCK_BYTES * len(earlier)
-    first, offset = text.parts, text.size
+    first = text.parts
+    offset = text.size
     parts: list[bytes] = []
     while offset > covered and first:
         first -= 1
@@ -249,7 +259,8 @@ def _continued(earlier: array[int], text: PromptText) -> array[int]:
         offset -= len(parts[-1]) + 1
     parts.reverse()
     if offset > covered:  # not even the shape was
-        offset, tail = 0, canonical_bytes(Prompt(text.shape, tuple(parts)))
+        offset = 0
+        tail = canonical_bytes(Prompt(text.shape, tuple(parts)))
     else:
         tail = canonical_tail(parts)
     return earlier + text_chain(tail, earlier[-1], start=covered - offset)

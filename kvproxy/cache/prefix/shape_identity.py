@@ -22,7 +22,8 @@ _MAX_BLOCKS = 64
 _MAX_SYSTEM_BYTES = 256 * 1024
 
 HEADER = b"x-anthropic-billing-header"
-_SYSTEM_BLOCKS, _INSTRUCTIONS = b"system:[", b'instructions:"'
+_SYSTEM_BLOCKS = b"system:["
+_INSTRUCTIONS = b'instructions:"'
 #: Text up to the end of its first line, in JSON. Other escapes than these might spell a line's end differently.
 REST_OF_LINE = rb'(?:[^"\\]{1,1024}+|\\["\\/bfrt]){0,64}+'
 END_OF_LINE = rb'\\n(?!")'  # and a text follows
@@ -40,9 +41,11 @@ _decode_items = msgspec.json.Decoder(list[Raw]).decode
 def shape_identity(kind: RequestKind, shape: bytes, *, drops_header: bool = True) -> bytes:
     """The same for a prompt's shape."""
     if kind is RequestKind.MESSAGES and shape:
-        named, at = [], 0
+        named = []
+        at = 0
         while (end := shape.find(b"\0", at)) >= 0:  # sooner than a split
-            field, at = shape[at:end], end + 1
+            field = shape[at:end]
+            at = end + 1
             if field.startswith(b"system:"):
                 field = _system(field, drops_header=drops_header)
             named.append(without_tool_marks(field) if field.startswith(b"tools:") else field)

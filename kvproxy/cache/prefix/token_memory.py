@@ -46,7 +46,8 @@ class HashedTokens:
 
     def leading_blocks(self, block_size: int, seed: int, tokens: int) -> array[int]:
         """The same of the first `tokens` only."""
-        blocks, count = self.blocks(block_size, seed), tokens // block_size
+        blocks = self.blocks(block_size, seed)
+        count = tokens // block_size
         return blocks if count >= len(blocks) else blocks[:count]
 
     def _continue(self, earlier: HashedTokens, given_up: int) -> None:
@@ -150,7 +151,8 @@ class TokenMemory:
             return entry.hashed
         known = self._get(keys[-1])
         if known is not None:
-            entry.grown_from, entry.grown_into = known.grown_from, known.grown_into
+            entry.grown_from = known.grown_from
+            entry.grown_into = known.grown_into
         else:
             self._supersede(entry, keys[:-1])
         self._drop(keys[-1])

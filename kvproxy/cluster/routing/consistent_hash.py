@@ -63,7 +63,8 @@ def key_of(request: PickRequest) -> bytes:
 
 def totals(candidates: Sequence[Candidate]) -> tuple[int, float]:
     """Requests in flight and weight of all candidates."""
-    in_flight, weight = 0, 0.0
+    in_flight = 0
+    weight = 0.0
     for candidate in candidates:
         in_flight += candidate.load.in_flight
         weight += candidate.weight
@@ -109,7 +110,8 @@ class HashRing:
 
     def walk(self, key: bytes) -> Iterator[EndpointId]:
         """Every member once, in the order in which this key prefers them."""
-        points, owners = self._points, self._owners
+        points = self._points
+        owners = self._owners
         start = bisect_left(points, xxhash.xxh3_64_intdigest(key))
         seen: set[EndpointId] = set()
         for offset in range(start - len(points), start):  # negative indexes wrap around

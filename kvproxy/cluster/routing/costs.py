@@ -37,7 +37,8 @@ def least_loaded(candidates: Sequence[Candidate], rng: Random) -> int:
 
 def own_s(facts: OverlapFacts, endpoint: EndpointId, speeds: SpeedModel) -> float:
     """Pooled prefill seconds of a request on one endpoint once it begins, lower tiers brought up included."""
-    overlap, prompt = facts.by_endpoint.get(endpoint), facts.prompt_tokens
+    overlap = facts.by_endpoint.get(endpoint)
+    prompt = facts.prompt_tokens
     return (
         prefill_s(prompt, 0, 0.0, speeds.seconds) if overlap is None else own_s_with(overlap, prompt, endpoint, speeds)
     )

@@ -46,7 +46,8 @@ def told_head(pending: Iterable[tuple[float, Features]], now: float) -> tuple[Ah
             told.append(Ahead(now - at, work))
         else:
             told[-1] = Ahead(told[-1].age_s, sum_of(told[-1].work, work))
-        requests, tokens = requests + work[0], tokens + work[1]
+        requests = requests + work[0]
+        tokens = tokens + work[1]
         if tokens >= HEAD_TOKENS or requests >= HEAD_REQUESTS:
             break
     return tuple(told)
@@ -87,7 +88,8 @@ class Others(msgspec.Struct, frozen=True):
             filled -= near.pop()[0]
         rooms = sorted((i, filled / len(near) - cost) for cost, i in near)
         begin, end = (unknown_s * rank / self.routers for rank in (self.rank, self.rank + 1))
-        own, at = [], 0.0
+        own = []
+        at = 0.0
         for i, room_s in rooms:
             if at < end and at + room_s > begin:
                 own.append(i)
@@ -153,7 +155,8 @@ class Elsewhere:
 
     def take_prefilled(self, until: float) -> Features:
         """The work that others' first tokens showed up to then, as far as it was not taken yet."""
-        taken, later = NO_WORK, deque[tuple[float, Features]](maxlen=MAX_SHOWN)
+        taken = NO_WORK
+        later = deque[tuple[float, Features]](maxlen=MAX_SHOWN)
         for at, work in self._prefilled:
             if at <= until:
                 taken = sum_of(taken, work)
@@ -176,7 +179,8 @@ class Elsewhere:
     def _sum(self) -> None:
         in_flight = resident = 0
         requests = tokens = attention = lower = 0.0
-        busy_at, shown_at = 0.0, 0.0
+        busy_at = 0.0
+        shown_at = 0.0
         line: list[tuple[float, Features]] = []
         for told in self._told.values():
             row = told.row
@@ -186,7 +190,10 @@ class Elsewhere:
             if row.pending[0]:
                 busy_at = told.busy_at if not requests else min(busy_at, told.busy_at)
                 a, b, c, d = row.pending
-                requests, tokens, attention, lower = requests + a, tokens + b, attention + c, lower + d
+                requests = requests + a
+                tokens = tokens + b
+                attention = attention + c
+                lower = lower + d
                 line += told.line
         line.sort(key=itemgetter(0))
         self._line = line
@@ -194,7 +201,9 @@ class Elsewhere:
         load.in_flight += in_flight - self.in_flight
         load.resident_tokens += resident - self.resident_tokens
         load.pending_tokens += round(tokens) - round(self.pending[1])
-        self.in_flight, self.resident_tokens = in_flight, resident
+        self.in_flight = in_flight
+        self.resident_tokens = resident
         self.pending = (requests, tokens, attention, lower)
-        self.busy_at, self.shown_at = busy_at, shown_at
+        self.busy_at = busy_at
+        self.shown_at = shown_at
         load.reprice()

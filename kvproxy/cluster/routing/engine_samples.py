@@ -46,7 +46,9 @@ class EndedWork:
     def __init__(self, load: EndpointLoad) -> None:
         self._load = load
         self._before: Reading | None = None  # what growth is counted from
-        self._work, self._hidden, self._readings = NO_WORK, 0, 0
+        self._work = NO_WORK
+        self._hidden = 0
+        self._readings = 0
 
     def add_request(self, reservation: Reservation) -> None:
         """This request was served to its end. One without a known prompt (a list of models, say) is no prefill."""
@@ -56,11 +58,13 @@ class EndedWork:
 
     def read_counters(self, reading: Reading, now: float) -> None:
         """The engine's counters, read just now. What they say is a sample unless first tokens taught all of it."""
-        before, requests = self._before, self._work[0]
+        before = self._before
+        requests = self._work[0]
         if before is None or reading.prefills < before.prefills:  # another process than before
             self._begin(reading)
             return
-        prefills, seconds = reading.prefills - before.prefills, reading.seconds - before.seconds
+        prefills = reading.prefills - before.prefills
+        seconds = reading.seconds - before.seconds
         computed = _growth(before.computed_tokens, reading.computed_tokens)
         agrees = computed is not None or abs(prefills - requests) <= TOLERANCE * prefills
         if not requests or not prefills or not agrees:
@@ -68,7 +72,8 @@ class EndedWork:
             if self._readings >= MAX_READINGS or not (requests or prefills):
                 self._begin(reading)
             return
-        work, weight = mean_of(self._work, prefills, computed), min(self._hidden, MAX_WEIGHT)
+        work = mean_of(self._work, prefills, computed)
+        weight = min(self._hidden, MAX_WEIGHT)
         self._begin(reading)
         learn = self._load.on_sample
         if learn is not None and seconds > 0.0:
@@ -79,7 +84,9 @@ class EndedWork:
 
     def _begin(self, reading: Reading) -> None:
         self._before = reading
-        self._work, self._hidden, self._readings = NO_WORK, 0, 0
+        self._work = NO_WORK
+        self._hidden = 0
+        self._readings = 0
 
 
 def mean_of(work: Features, prefills: int, computed_tokens: int | None) -> Features:
@@ -127,9 +134,11 @@ class StepModel:
         self._ny = _DECAY * self._ny + sequences * step_s
         self._tokens = _DECAY * self._tokens + output_tokens
         self.answer_tokens = self._tokens / self._weight
-        n, y = self._n / self._weight, self._y / self._weight
+        n = self._n / self._weight
+        y = self._y / self._weight
         trust = _RIDGE * n * n
-        covariance, variance = self._ny / self._weight - n * y, self._nn / self._weight - n * n
+        covariance = self._ny / self._weight - n * y
+        variance = self._nn / self._weight - n * n
         slope = (covariance + trust * _PRIOR_SHARE * y / n) / (variance + trust)
         self.sequence_s = max(0.0, min(slope, y / n))
         self.base_s = y - self.sequence_s * n
@@ -145,5 +154,6 @@ class StepModel:
     def late_s(self, sequences: int, slowness: float, target_s: float) -> float:
         """By how much all answers together end later, against `target_s` a token, if one joins so many sequences."""
         step_s = slowness * (self.base_s + self.sequence_s * sequences)
-        late_s, then_late_s = max(0.0, step_s - target_s), max(0.0, step_s + slowness * self.sequence_s - target_s)
+        late_s = max(0.0, step_s - target_s)
+        then_late_s = max(0.0, step_s + slowness * self.sequence_s - target_s)
         return self.answer_tokens * ((sequences + 1) * then_late_s - sequences * late_s)

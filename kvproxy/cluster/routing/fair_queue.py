@@ -117,7 +117,8 @@ class FairQueue(Generic[ItemT]):
     def reconfigure(self, settings: QueueSettings) -> None:
         """Other bounds and another order from now on. Requests that wait stay, also beyond a smaller limit."""
         # Kept over a reload: each ticket is held by a request that waits, and what tenants were granted counts on.
-        ageing, self.settings = self.settings.ageing, settings
+        ageing = self.settings.ageing
+        self.settings = settings
         if settings.ageing != ageing:
             self._lines.clear()
             for ticket in self._arrivals:

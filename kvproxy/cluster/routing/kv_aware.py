@@ -51,7 +51,8 @@ LATENESS = 0.1  # where there is a target for the time between tokens: of each s
 BOUND_BELOW = 0.5  # a request that takes under this share of the time it would take elsewhere is bound to its endpoint
 #: In a pool of so many candidates a choice goes by the speeds of a placement at most TICK_S ago: what was worked out of
 #: an endpoint whose load did not change stands until then.
-LARGE, TICK_S = 32, 0.02
+LARGE = 32
+TICK_S = 0.02
 
 
 class _CostedChoice(Choice, frozen=True, kw_only=True):
@@ -99,9 +100,13 @@ class KvAware(Policy):
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         facts = request.facts
         speeds = self._speeds_of(candidates, now)
-        pool, seconds, slowness = speeds.pool, speeds.seconds, speeds.slowness
+        pool = speeds.pool
+        seconds = speeds.seconds
+        slowness = speeds.slowness
         owns, held = self._own_s(facts, pool, seconds)
-        waits, costs, least_in_flight = [], [], math.inf
+        waits = []
+        costs = []
+        least_in_flight = math.inf
         # Loops, not comprehensions: these are functions of their own to Python 3.11, with cells for names.
         for load, slow in zip(pool.loads, slowness, strict=True):
             waits.append(load.wait_s(seconds, slow, now))
@@ -140,7 +145,8 @@ class KvAware(Policy):
         if self.others is not None:
             work_s = self.utilisation.estimate_rates(now)[0] * len(owns)
             index = self.others.choose_apart(index, costs, work_s)
-        here, elsewhere = 0, 0
+        here = 0
+        elsewhere = 0
         if held:
             here = held[index]
             elsewhere = max([*held[:index], *held[index + 1 :]], default=0)
@@ -153,21 +159,27 @@ class KvAware(Policy):
         """Pooled seconds of the request's own prefill by candidate, hot tokens discounted, and the tokens each holds;
         empty where none holds any."""
         request_s, token_s, attention_s, _ = seconds
-        prompt, count = facts.prompt_tokens, len(pool.ids)
-        hot, saving = min(facts.hot_tokens, prompt), self._saving
+        prompt = facts.prompt_tokens
+        count = len(pool.ids)
+        hot = min(facts.hot_tokens, prompt)
+        saving = self._saving
         own = request_s + prompt * (token_s + attention_s * (0.5 * prompt))
         if hot > 0:
             own *= 1.0 - saving * hot / prompt
         owns = [own] * count  # most endpoints hold nothing, and are alike in that
         if not facts.by_endpoint:
             return owns, []
-        held, index_of, matched, known = [0] * count, pool.index_of, 0, None
+        held = [0] * count
+        index_of = pool.index_of
+        matched = 0
+        known = None
         for endpoint, overlap in facts.by_endpoint.items():
             index = index_of.get(endpoint)
             if index is None:
                 continue
             if overlap is not known:  # those that hold as much as each other share one object
-                known, matched = overlap, overlap.device_tokens
+                known = overlap
+                matched = overlap.device_tokens
                 if overlap.lower:
                     matched += count_lower(overlap.lower)
                 if matched > prompt:
@@ -183,7 +195,9 @@ class KvAware(Policy):
 
     def _speeds_of(self, candidates: Sequence[Candidate], now: float) -> PoolSpeeds:
         """Those at present; of a large pool those of the latest placement, if that is not long ago."""
-        pool, model, latest = self._pool, self.speeds, self._latest
+        pool = self._pool
+        model = self.speeds
+        latest = self._latest
         if pool is None or pool.candidates is not candidates:
             pool = Pool(candidates)
             if isinstance(candidates, tuple):  # the same one is the same endpoints, with the same weights
@@ -200,11 +214,14 @@ class KvAware(Policy):
         What later choices may go by is remembered here and not in `choose`, so that a mere question changes none."""
         count = len(candidates)
         if isinstance(choice, _CostedChoice):
-            own, bound, speeds = choice.own_s, choice.bound, choice.speeds
+            own = choice.own_s
+            bound = choice.bound
+            speeds = choice.speeds
             self._latest = speeds if count >= LARGE else None
             self.arrivals.update(speeds.pool.ids, choice.arrivals)
         else:
-            facts, endpoint = request.facts, candidates[index].id
+            facts = request.facts
+            endpoint = candidates[index].id
             others = [facts.matched_tokens(other) for other in facts.by_endpoint if other != endpoint]
             seconds = self.speeds.seconds
             own = own_s(facts, endpoint, self.speeds)

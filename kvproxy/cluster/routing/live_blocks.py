@@ -26,7 +26,8 @@ class LiveBlocks:
     def count_leading(self, hashes: Sequence[int]) -> int:
         """Leading blocks of a prompt that are live: found by bisection, since what is live is closed under prefixes."""
         requests = self._requests
-        low, high = 0, len(hashes)
+        low = 0
+        high = len(hashes)
         while low < high:
             middle = (low + high) // 2
             if hashes[middle] in requests:

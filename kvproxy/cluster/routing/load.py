@@ -161,9 +161,11 @@ class EndpointLoad:
 
     def row(self, now: float) -> LoadRow:
         """What others are told of it."""
-        others, pending = self.elsewhere, self._work if self._pending else NO_WORK
+        others = self.elsewhere
+        pending = self._work if self._pending else NO_WORK
         resident = self.resident_tokens if others is None else self.resident_tokens - others.resident_tokens
-        busy_s, shown_s = now - self._busy_at, now - self._shown_at
+        busy_s = now - self._busy_at
+        shown_s = now - self._shown_at
         head = told_head(self._line(), now)
         return LoadRow(self.own_in_flight, resident, pending, busy_s, shown_s, self._prefilled, head=head)
 
@@ -195,7 +197,8 @@ class EndpointLoad:
         self.pending_tokens += uncached_tokens
         self.resident_tokens += uncached_tokens + cached_tokens
         self.hidden_requests += hidden
-        pending, head = self._pending, self._head
+        pending = self._pending
+        head = self._head
         if not pending and self.elsewhere is not None:
             self._close_sample(now)  # which was left open: others' first tokens are heard of late
         if pending:
@@ -227,7 +230,9 @@ class EndpointLoad:
         self._work = sum_of(difference(self._work, before), work)
         self._head = self._priced_at = None
         if len(self._pending) == 1:
-            self._work, self._begun, self._busy_at = work, now, now
+            self._work = work
+            self._begun = now
+            self._busy_at = now
             self._sample.begin(now)
         if self.watch is not None:
             self.watch.load_changed()
@@ -242,7 +247,8 @@ class EndpointLoad:
         work = self._settle(reservation)
         if work is None:
             return
-        reservation.first_token_at, reservation.sequences = now, self.in_flight
+        reservation.first_token_at = now
+        reservation.sequences = self.in_flight
         if self._sample.is_over(now):
             self._close_sample(now)
         self._sample.join(work, reservation.lower, now)
@@ -281,7 +287,8 @@ class EndpointLoad:
             self._oldest_s = self._hidden_s(seconds)
             a, b, c, d = seconds  # not seconds_of: this runs for every endpoint of every pick
             if elsewhere is None or not elsewhere.pending[0]:
-                work, head = self._work, self._head or self.head()
+                work = self._work
+                head = self._head or self.head()
             else:
                 work = sum_of(self._work, elsewhere.pending) if self._pending else elsewhere.pending
                 head = elsewhere.head_of_all(self._line())
@@ -295,7 +302,8 @@ class EndpointLoad:
             return self.backlog(seconds, slowness, now).wait_s(seconds, slowness)
         if elsewhere is not None:
             begun = self._begun_of_all(elsewhere, begun if self._pending else None)
-        progress, elapsed = MAX_PROGRESS * slowness * self._head_s, now - begun
+        progress = MAX_PROGRESS * slowness * self._head_s
+        elapsed = now - begun
         if elapsed < progress:
             progress = elapsed if elapsed > 0.0 else 0.0
         elif elapsed > OVERDUE * slowness * self._head_s + OVERDUE_S:
@@ -324,13 +332,18 @@ class EndpointLoad:
 
     def _left(self, seconds: Features | None, slowness: float, now: float) -> tuple[Features, float, int]:
         """The same, when the engine began with the oldest of them, and how many before it are hidden and over."""
-        pending, work, begun, over = self._pending, self._work, self._begun, 0
+        pending = self._pending
+        work = self._work
+        begun = self._begun
+        over = 0
         if self.hidden_requests and seconds is not None:
             for reservation, own in pending.items():
                 due_at = begun + slowness * seconds_of(own, seconds)
                 if not reservation.hidden or now < due_at:
                     break
-                begun, work, over = due_at, difference(work, own), over + 1
+                begun = due_at
+                work = difference(work, own)
+                over = over + 1
         return (NO_WORK if over == len(pending) else work), begun, over
 
     def _line(self) -> Iterator[tuple[float, Features]]:

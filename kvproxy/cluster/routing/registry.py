@@ -48,7 +48,8 @@ POLICIES: Mapping[PolicyName, type[Policy]] = {
 
 def make_policy(name: PolicyName, settings: ClusterSettings, *, rng: random.Random) -> Policy:
     """A fresh policy of this name, with the parameters it has in this cluster."""
-    kind, parameters = POLICIES[name], configured(settings, name)
+    kind = POLICIES[name]
+    parameters = configured(settings, name)
     return kind(rng=rng) if parameters is None else kind(rng=rng, settings=parameters)
 
 
@@ -62,7 +63,8 @@ def runtime_overrides(policy: Policy, configured: Model | None) -> dict[str, obj
     """Parameters that an operator changed while it ran: those that differ from what the configuration gives it."""
     if policy.settings is None or configured is None:
         return {}
-    first, present = configured.model_dump(), policy.settings.model_dump()
+    first = configured.model_dump()
+    present = policy.settings.model_dump()
     return {name: value for name, value in present.items() if value != first[name]}
 
 
@@ -72,7 +74,8 @@ def merge_config(policy: Policy, before: Model | None, after: Model | None) -> N
     if before is None or after is None:
         return
     if policy.settings is not None and isinstance(policy.settings, type(after)):
-        old, new = before.model_dump(), after.model_dump()
+        old = before.model_dump()
+        new = after.model_dump()
         changed = {name: value for name, value in new.items() if value != old[name]}
         policy.settings = policy.settings.model_copy(update=changed)
 

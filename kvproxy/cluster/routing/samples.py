@@ -59,7 +59,10 @@ class OpenSample:
 
     def close(self) -> Sample | None:
         """What there is until its end, from which the next one begins; None if that took no time."""
-        ended_at, busy_s = self.ended_at, self.ended_at - self._began_at
+        ended_at = self.ended_at
+        busy_s = self.ended_at - self._began_at
         sample = (self._done, busy_s, self._lower) if busy_s > 0.0 else None
-        self._began_at, self._done, self._lower = ended_at, NO_WORK, ()
+        self._began_at = ended_at
+        self._done = NO_WORK
+        self._lower = ()
         return sample

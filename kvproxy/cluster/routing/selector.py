@@ -13,7 +13,8 @@ from kvproxy.cluster.routing.speeds import SpeedModel
 CandidateT = TypeVar("CandidateT", bound=Candidate)
 
 #: Reasons of decisions that are not a policy's, with what they mean.
-PREFERRED, PANIC = "preferred", "panic"
+PREFERRED = "preferred"
+PANIC = "panic"
 REASONS: Mapping[str, str] = {
     PREFERRED: "an earlier filter preferred it",
     PANIC: "no endpoint is well, so all of them are used",

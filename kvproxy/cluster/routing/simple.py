@@ -66,11 +66,13 @@ class RoundRobin(Policy):
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         """O(endpoints)."""
         earned = self._earned
-        best, richest = 0, float("-inf")
+        best = 0
+        richest = float("-inf")
         for index, candidate in enumerate(candidates):
             wealth = earned.get(candidate.id, 0.0) + candidate.weight
             if wealth > richest:
-                best, richest = index, wealth
+                best = index
+                richest = wealth
         return self._choices[best]
 
     def placed(
@@ -120,7 +122,8 @@ class PowerOfTwo(Policy):
             return self._choices[0]
         second = int(self._rng.random() * (count - 1))
         second += second >= first
-        a, b = candidates[first], candidates[second]
+        a = candidates[first]
+        b = candidates[second]
         first_is_less = (a.load.in_flight + 1) * b.weight <= (b.load.in_flight + 1) * a.weight
         return self._choices[first if first_is_less else second]
 
@@ -164,7 +167,9 @@ class LeastTtft(Policy):
         self.speeds = SpeedModel() if speeds is None else speeds
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
-        facts, speeds, costs = request.facts, self.speeds, []
+        facts = request.facts
+        speeds = self.speeds
+        costs = []
         for candidate in candidates:
             slowness = speeds.slowness(candidate.id, now)
             wait = candidate.load.wait_s(speeds.seconds, slowness, now)
@@ -199,7 +204,9 @@ class PrefixAffinity(Policy):
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         loads = [candidate.load.in_flight for candidate in candidates]
-        settings, busiest, idlest = self.settings, max(loads), min(loads)
+        settings = self.settings
+        busiest = max(loads)
+        idlest = min(loads)
         if busiest - idlest > settings.balance_abs_threshold and busiest > idlest * settings.balance_rel_threshold:
             return Choice(least_loaded(candidates, self._rng), "imbalanced")
         facts = request.facts

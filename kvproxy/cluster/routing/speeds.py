@@ -107,7 +107,10 @@ class SpeedModel:
 
     def slowness_of_all(self, endpoints: Sequence[EndpointId], now: float) -> list[float]:
         """`slowness` of each."""
-        factors, recentred, half_life_s, found = self._factors, self._recentred, self._half_life_s, []
+        factors = self._factors
+        recentred = self._recentred
+        half_life_s = self._half_life_s
+        found = []
         for endpoint in endpoints:
             factor = factors.get(endpoint)
             if factor is None:
@@ -174,7 +177,8 @@ class SpeedModel:
             str(name): FactorState(one.log - self._recentred, one.samples, now - one.at)
             for name, one in self._factors.items()
         }
-        moment, onboarding = tuple(self._moment), self.onboarding.sums
+        moment = tuple(self._moment)
+        onboarding = self.onboarding.sums
         return SpeedState(
             self._scale,
             tuple(self._theta),
@@ -189,10 +193,12 @@ class SpeedModel:
     def resume(self, state: SpeedState, now: float, *, keep: Container[str], away_s: float) -> None:
         """Go on from what was learned `away_s` seconds ago, of these endpoints only. ValueError for what cannot be."""
         checked(state, scale=self._scale)
-        self._theta, self._moment = list(state.theta), list(state.moment)
+        self._theta = list(state.theta)
+        self._moment = list(state.moment)
         self._gram = [list(state.gram[3 * i : 3 * i + 3]) for i in _DIMENSIONS]
         self.onboarding.resume(state.onboarding, keep=keep)
-        self._samples, self._scraped = state.samples, state.scraped
+        self._samples = state.samples
+        self._scraped = state.scraped
         for name, one in state.factors.items():
             if name in keep and len(self._factors) < self._max_endpoints:
                 log = max(-_LOG_BOUND, min(_LOG_BOUND, one.log))
@@ -211,10 +217,14 @@ class SpeedModel:
     def _fit(self, work: Features, pooled_s: float, predicted_s: float) -> None:
         """One decayed step of weighted least squares; relative errors count, a large sample no more than a small."""
         target_s = min(self._clip * predicted_s, max(predicted_s / self._clip, pooled_s))
-        weight, decay = 1.0 / (predicted_s * target_s), self._decay
+        weight = 1.0 / (predicted_s * target_s)
+        decay = self._decay
         x, y, z = self._scale
-        x, y, z = work[0] * x, work[1] * y, work[2] * z
-        moment, gram = self._moment, self._gram
+        x = work[0] * x
+        y = work[1] * y
+        z = work[2] * z
+        moment = self._moment
+        gram = self._gram
         for i, share in ((0, weight * x), (1, weight * y), (2, weight * z)):
             moment[i] = decay * moment[i] + share * target_s
             p, q, r = gram[i]
@@ -230,8 +240,15 @@ class SpeedModel:
         x, y, z = self._moment
         common = (x + y + z) / (a + b + c + 2.0 * (p + q + r))
         ridge = self._ridge / (common * common)
-        pull, low, high = ridge * common, common / _SCALE_BOUND, _SCALE_BOUND * common
-        x, y, z, a, b, c = x + pull, y + pull, z + pull, a + ridge, b + ridge, c + ridge
+        pull = ridge * common
+        low = common / _SCALE_BOUND
+        high = _SCALE_BOUND * common
+        x = x + pull
+        y = y + pull
+        z = z + pull
+        a = a + ridge
+        b = b + ridge
+        c = c + ridge
         t, u, v = self._theta
         for _ in range(_SWEEPS):
             t = (x - p * u - q * v) / a

@@ -76,13 +76,15 @@ class Utilisation:
     def estimate_rates(self, now: float) -> tuple[float, float]:
         """rho, the share of the pool's time that is prefill, at most the ceiling; and requests a second for each
         endpoint. Both over the window under way and the rest of the one before it."""
-        started_at, window_s = self._started_at, self._window_s
+        started_at = self._started_at
+        window_s = self._window_s
         if started_at is None or now - started_at >= window_s:
             started_at, work, work_before, arrived, arrived_before = self._at(now)
         else:
-            work, work_before, arrived, arrived_before = (
-                self._work, self._work_before, self._arrived, self._arrived_before,
-            )  # fmt: skip
+            work = self._work
+            work_before = self._work_before
+            arrived = self._arrived
+            arrived_before = self._arrived_before
         rest = 1.0 - (now - started_at) / window_s
         if not arrived_before:  # as if none were to come, work would be piled on every endpoint at once at a start
             arrived_before = arrived * window_s / (now - started_at + _BEGINNING_S)
@@ -132,9 +134,11 @@ class ArrivalStats:
         `update` if a placement follows."""
         if endpoints is self._listed and now - self._oldest_at < REFRESH_S:
             return self._entries
-        known, memory_s = self._by_endpoint, self._memory_s
+        known = self._by_endpoint
+        memory_s = self._memory_s
         found = []
-        at, keep = now, 1.0
+        at = now
+        keep = 1.0
         for endpoint, wait_s in zip(endpoints, waits_s, strict=True):
             past = known.get(endpoint)
             if past is None:
@@ -153,7 +157,8 @@ class ArrivalStats:
         if estimated is self._entries:
             return
         self._by_endpoint.update(zip(endpoints, estimated, strict=True))
-        self._listed, self._entries = endpoints, estimated
+        self._listed = endpoints
+        self._entries = estimated
         self._oldest_at = min(map(_AT, estimated))
 
     def record_arrival(self, endpoint: EndpointId, *, requests: int = 1) -> None:

@@ -75,7 +75,8 @@ class TenantTurns:
             return
         left = 0.5 ** ((now - self._at) / HALF_LIFE_S)
         granted = {tenant: s * left for tenant, s in self._granted.items() if s * left > _FORGOTTEN_S}
-        self._granted, self._at = granted, now
+        self._granted = granted
+        self._at = now
         self._mean_s = sum(granted.values()) / len(granted) if granted else 0.0
 
 

@@ -29,7 +29,8 @@ MAX_PROGRESS = 0.95
 
 #: A step that takes longer than so many times its estimate and this many seconds is not the one believed in: the
 #: engine does something else, and nothing of what is pending counts as done.
-OVERDUE, OVERDUE_S = 2.0, 0.05
+OVERDUE = 2.0
+OVERDUE_S = 0.05
 
 
 class PromptSplit(NamedTuple):
@@ -67,7 +68,10 @@ def head_of(works: Iterable[Features]) -> Features:
     """What the engine is at once at work on, of pending work with the oldest first."""
     requests = tokens = attention = lower = 0.0
     for a, b, c, d in works:
-        requests, tokens, attention, lower = requests + a, tokens + b, attention + c, lower + d
+        requests = requests + a
+        tokens = tokens + b
+        attention = attention + c
+        lower = lower + d
         if tokens >= HEAD_TOKENS or requests >= HEAD_REQUESTS:
             break
     return (requests, tokens, attention, lower)

@@ -18,8 +18,10 @@ from kvproxy.cluster.sources.watched import ItemT, TooOld, Watched, check_count
 _STEADY_S = 5.0
 #: Watches end after this long, and after a while everything is listed again: a server that sends no more than signs of
 #: life is noticed.
-_LONGEST_WATCH_S, _LIST_AGAIN_S = 120.0, 300.0
-_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
+_LONGEST_WATCH_S = 120.0
+_LIST_AGAIN_S = 300.0
+_PAUSE_S = 0.5
+_MAX_PAUSE_S = 30.0
 
 
 class Mirror(Generic[ItemT]):
@@ -50,7 +52,9 @@ class Mirror(Generic[ItemT]):
             listing = await self._collection.list_all()
         except TooOld as error:
             raise DiscoveryError("the list changed too often while it was read") from error
-        self._items, self._version, self.listed = listing.items, listing.version, True
+        self._items = listing.items
+        self._version = listing.version
+        self.listed = True
         self._listed_at = self._clock()
 
     async def follow(self, on_change: Callable[[], Awaitable[None]]) -> None:
@@ -86,6 +90,7 @@ class Mirror(Generic[ItemT]):
                 items = {**self._items, **changes.items}
                 kept = {key: item for key, item in items.items() if item is not None}
                 check_count(len(kept), "items in a watched collection")
-                self._items, self._version = kept, changes.version or self._version
+                self._items = kept
+                self._version = changes.version or self._version
                 self.trouble = ""
                 await on_change()

@@ -13,10 +13,15 @@ class ScalingMetrics(MetricGroup):
 
     def __init__(self, r: CollectorRegistry) -> None:
         self.saturation = CallbackGauge(
-            "kvproxy_saturation", "Prefill seconds that wait, an endpoint, over `autoscaling.wanted_wait`; "
-            "no series where nothing learns speeds", ["cluster"], registry=r,
-        )  # fmt: skip
+            "kvproxy_saturation",
+            "Prefill seconds that wait, an endpoint, over `autoscaling.wanted_wait`; "
+            "no series where nothing learns speeds",
+            ["cluster"],
+            registry=r,
+        )
         self.wanted_endpoints = CallbackGauge(
-            "kvproxy_wanted_endpoints", "Endpoints that would bring this to 1, smoothed; to be rounded up, after the "
-            "sum over all proxies", ["cluster"], registry=r,
-        )  # fmt: skip
+            "kvproxy_wanted_endpoints",
+            "Endpoints that would bring this to 1, smoothed; to be rounded up, after the sum over all proxies",
+            ["cluster"],
+            registry=r,
+        )

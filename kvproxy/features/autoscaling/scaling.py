@@ -24,7 +24,8 @@ from kvproxy.features.autoscaling.metrics import ScalingMetrics
 from kvproxy.features.autoscaling.settings import AutoscalingPlace, AutoscalingSettings
 
 #: What came is remembered for about so long, and a backlog that is gone as well; one that builds up is believed sooner.
-_FALL_S, _RISE_S = 60.0, 10.0
+_FALL_S = 60.0
+_RISE_S = 10.0
 #: What came is forgotten in steps of this length.
 _STEP_S = 0.1
 #: The backlog is looked at once in so many seconds.
@@ -60,7 +61,8 @@ class Autoscaling(ClusterObserver):
 
     def wanted_endpoints(self, now: float) -> float | None:
         """Not rounded."""
-        cluster, speeds = self._cluster, self._cluster.speeds
+        cluster = self._cluster
+        speeds = self._cluster.speeds
         if speeds is None:
             return None
         settings = self._settings
@@ -124,7 +126,8 @@ class Demand:
 
     def sample(self, backlog_s: float, now: float) -> None:
         """So much waits now, over all endpoints and in front of them."""
-        self._backlog_s, self._sampled_at = self._smoothed(backlog_s, now), now
+        self._backlog_s = self._smoothed(backlog_s, now)
+        self._sampled_at = now
 
     def wanted(self, backlog_s: float, now: float, *, wanted_wait_s: float, busy: bool, most: int) -> float:
         """Endpoints, not rounded; `busy`: a request is in flight or waits, so that there is to be one at least."""

@@ -77,13 +77,15 @@ class EtcdPrefix:
         self._urls = urls
         self._prefix = prefix.encode()
         self._ca_file = ca_file
-        self._user, self._password = user, password
+        self._user = user
+        self._password = password
         self._turn = 0  # whose turn it is, by how many failed before
 
     async def list_all(self) -> Listing[bytes]:
         """All of them, page by page, as of one revision."""
         found: dict[str, bytes] = {}
-        start, revision = self._prefix, 0
+        start = self._prefix
+        revision = 0
         async with self._connect() as api:
             while True:
                 body = {
@@ -144,7 +146,8 @@ class EtcdPrefix:
 
     async def _authenticate(self, http: httpx.AsyncClient, url: str) -> str:
         """A token, which is good for a list or a watch that begins within minutes."""
-        api, path = StreamApi(http, url, service="etcd"), "/v3/auth/authenticate"
+        api = StreamApi(http, url, service="etcd")
+        path = "/v3/auth/authenticate"
         body = msgspec.json.encode({"name": self._user, "password": self._password})
         try:
             raw = await api.call("POST", path, body=body, timeout_s=_TIMEOUT_S)

@@ -29,7 +29,8 @@ class ClaimTable:
 
     def grant(self, what: str, ttl_s: float, to: Origin) -> bool:
         """Whether it is theirs for so long from now on."""
-        now, granted = self._clock(), self._granted.get(what)
+        now = self._clock()
+        granted = self._granted.get(what)
         if granted is not None and granted[0] != to and now < granted[1]:
             return False
         self._granted[what] = (to, now + ttl_s)

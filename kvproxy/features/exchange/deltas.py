@@ -188,9 +188,25 @@ class Drained(_Delta, tag=12, frozen=True):
 
 
 Delta = (
-    Routed | Settled | Entered | Started | SessionServed | Counted | Sample | Used | Acted | Spent | Retried
-    | EngineRead | Probed | Drained | Awaited | Returned | Leased | LeaseOver
-)  # fmt: skip
+    Routed
+    | Settled
+    | Entered
+    | Started
+    | SessionServed
+    | Counted
+    | Sample
+    | Used
+    | Acted
+    | Spent
+    | Retried
+    | EngineRead
+    | Probed
+    | Drained
+    | Awaited
+    | Returned
+    | Leased
+    | LeaseOver
+)
 
 
 class EndpointLoads(msgspec.Struct, array_like=True, frozen=True, gc=False):

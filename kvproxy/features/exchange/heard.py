@@ -41,7 +41,8 @@ class Heard:
         self.told = self.digest = 0  # prompts heard of, as of Beat
         self.unknown = self.failed = 0  # deltas about what is not known here, and that could not be applied
         self.unsure = False  # one of them was of a request under way: until the peer says how it stands
-        self._world, self._journal = world, journal
+        self._world = world
+        self._journal = journal
         self.open: dict[tuple[str, int], SpeculativeEntry] = {}  # requests of this peer that are under way
         self._given_up: dict[tuple[str, int], SpeculativeEntry] = {}  # when it fell silent
         self._rows: dict[tuple[str, str], int] = {}  # number of the batch that had its latest load
@@ -73,7 +74,8 @@ class Heard:
         """Ledgers as of batch `seq`, in any order of these."""
         clusters = self._world().clusters
         for one in loads:
-            key, part = (one.cluster, one.endpoint), clusters.get(one.cluster)
+            key = (one.cluster, one.endpoint)
+            part = clusters.get(one.cluster)
             if part is None or part.load(EndpointId(one.endpoint)) is None:
                 self.unknown += 1
             elif self._rows.get(key, -1) < seq:
@@ -96,7 +98,8 @@ class Heard:
     def stand(self, standing: Standing, now: float) -> int:
         """All that counts after a batch, whatever was lost before it: requests that are under way no more count as
         served. Prompts that were never heard of."""
-        world, wanted = self._world(), {(one.cluster, one.number): one for one in standing.open}
+        world = self._world()
+        wanted = {(one.cluster, one.number): one for one in standing.open}
         for key in self.open.keys() - wanted.keys():
             self._end(key, prefilled=True)
         for key in self._given_up.keys() - wanted.keys():
@@ -107,7 +110,9 @@ class Heard:
         for one in new:
             self._try(self._open_again, one, world, now)
         self.load(standing.loads, standing.seq, now)
-        self.told, self.digest, self.unsure = standing.told, standing.digest, False
+        self.told = standing.told
+        self.digest = standing.digest
+        self.unsure = False
         return max(0, lost)
 
     def leave(self, now: float) -> None:
@@ -136,11 +141,13 @@ class Heard:
         load = part.load(endpoint)
         assert load is not None
         load.elsewhere = load.elsewhere or Elsewhere(load)
-        before, row = load.in_flight, None if one is None else one.row
+        before = load.in_flight
+        row = None if one is None else one.row
         earlier = load.elsewhere.tell(self.origin, row, now)
         part.load_told(endpoint, before)
         if row is not None and earlier is not None and row.routed > earlier.routed:
-            routed_s, bound = row.routed_s - earlier.routed_s, row.bound - earlier.bound
+            routed_s = row.routed_s - earlier.routed_s
+            bound = row.bound - earlier.bound
             part.placed_elsewhere(endpoint, routed_s, row.routed - earlier.routed, bound, now)
 
     def _routed(self, delta: deltas.Routed, world: World, now: float) -> None:
@@ -150,17 +157,20 @@ class Heard:
 
     def _open_again(self, delta: deltas.Routed, world: World, now: float) -> None:
         if (indexes := self._indexes(world, delta.cluster, delta.endpoint)) is not None:
-            endpoint, cursor = EndpointId(delta.endpoint), indexes.approximate.locate(numbers("Q", delta.hashes))
+            endpoint = EndpointId(delta.endpoint)
+            cursor = indexes.approximate.locate(numbers("Q", delta.hashes))
             entry = indexes.approximate.route(endpoint, cursor, in_flight=indexes.follows_events)
             self.open[delta.cluster, delta.number] = entry
         if len(self.open) > MAX_OPEN:
             self._end(next(iter(self.open)), prefilled=True)
 
     def _settled(self, delta: deltas.Settled, world: World, now: float) -> None:
-        key, part = (delta.cluster, delta.number), world.clusters.get(delta.cluster)
+        key = (delta.cluster, delta.number)
+        part = world.clusters.get(delta.cluster)
         if (given_up := self._given_up.pop(key, None)) is not None and delta.prefilled:
             self._end_after_all(key, given_up)
-        entry, indexes = self.open.get(key), None if part is None else part.indexes
+        entry = self.open.get(key)
+        indexes = None if part is None else part.indexes
         if entry is not None and indexes is not None:
             if delta.reused >= 0:
                 indexes.capacities.observe_reuse(entry, delta.reused)
@@ -172,7 +182,8 @@ class Heard:
         self.open.pop(key, None)
 
     def _end(self, key: tuple[str, int], *, prefilled: bool) -> None:
-        entry, part = self.open.pop(key), self._world().clusters.get(key[0])
+        entry = self.open.pop(key)
+        part = self._world().clusters.get(key[0])
         if part is not None and part.indexes is not None:
             index = part.indexes.approximate
             (index.confirm if prefilled else index.rollback)(entry)
@@ -214,7 +225,8 @@ class Heard:
             table.forget(delta.session)
             told_leases.end_waiting(delta.session, world)
             return
-        keys, root = numbers("Q", delta.keys), numbers("Q", delta.root)
+        keys = numbers("Q", delta.keys)
+        root = numbers("Q", delta.root)
         served = Served(EndpointId(delta.endpoint), 0, now - delta.age_s, delta.prompt_tokens, delta.tokens, keys, root)
         table.adopt(delta.session, delta.response, served)
 
@@ -223,7 +235,8 @@ class Heard:
             world.state.note_count(delta.model, (delta.key,) * bool(delta.key), delta.prompt_bytes, delta.prompt_tokens)
 
     def _sampled(self, delta: deltas.Sample, world: World, now: float) -> None:
-        part, endpoint = world.clusters.get(delta.cluster), EndpointId(delta.endpoint)
+        part = world.clusters.get(delta.cluster)
+        endpoint = EndpointId(delta.endpoint)
         if part is None or part.load(endpoint) is None:
             self.unknown += 1
             return
@@ -234,9 +247,13 @@ class Heard:
             self.unknown += 1
         elif delta.keys:
             world.actions.hotness.adopt_use(
-                numbers("Q", delta.keys), model=delta.model, cache_salt=delta.cache_salt, instance=delta.instance,
-                now=now, session=delta.session,
-            )  # fmt: skip
+                numbers("Q", delta.keys),
+                model=delta.model,
+                cache_salt=delta.cache_salt,
+                instance=delta.instance,
+                now=now,
+                session=delta.session,
+            )
 
     def _acted(self, delta: deltas.Acted, world: World, now: float) -> None:
         if world.actions is None or delta.kind not in ActionKind.__members__.values():
@@ -244,7 +261,8 @@ class Heard:
             return
         prefix = None
         if delta.key:
-            hotness, tokens = world.actions.hotness, numbers("I", delta.tokens)
+            hotness = world.actions.hotness
+            tokens = numbers("I", delta.tokens)
             prefix = hotness.find_prefix(delta.key) or KnownPrefix(
                 delta.key, delta.model, delta.cache_salt, deque(maxlen=1), delta.key, tokens
             )

@@ -16,7 +16,9 @@ from kvproxy.features.exchange.wire import Batch, Message, Origin, Piece, Standi
 log = logging.getLogger("kvproxy.sync")
 
 #: How long to wait for the first answer, for the next piece of what was asked for, and until it is in its place.
-ANSWER_S, PIECE_S, APPLY_S = 0.5, 2.0, 30.0
+ANSWER_S = 0.5
+PIECE_S = 2.0
+APPLY_S = 30.0
 #: A snapshot of a peer is not taken beyond this.
 MAX_SNAPSHOT_BYTES = 64 * 1024 * 1024
 #: What others say meanwhile is kept up to this; what is dropped is asked for again, as anything that was lost.
@@ -53,7 +55,8 @@ class Joining:
         self._origin = origin
         self._send_to = send_to
         self._receive = receive
-        self._take, self._run = take, run
+        self._take = take
+        self._run = run
         self._until = 0.0
         self._candidates: set[Origin] = set()
         self._asked: set[Origin] = set()
@@ -147,10 +150,13 @@ class Joining:
         self._send_to(self._peer, Want(me))
 
     def _reset(self, now: float) -> None:
-        self._until, self._peer = now + ANSWER_S, None
-        self._candidates, self._asked = set(), set()
+        self._until = now + ANSWER_S
+        self._peer = None
+        self._candidates = set()
+        self._asked = set()
         self._forget_pieces()
 
     def _forget_pieces(self) -> None:
         self._number = self._size = 0
-        self._data, self._deltas = [], []
+        self._data = []
+        self._deltas = []

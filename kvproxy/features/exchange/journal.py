@@ -26,7 +26,10 @@ MAX_SAMPLES = 64
 #: Of the batches that were sent so much is kept.
 MAX_SENT_BYTES = 4 * 1024 * 1024
 
-_ROW_BYTES, _AHEAD_BYTES, _DELTA_BYTES, _BATCH_BYTES = 150, 48, 120, 100
+_ROW_BYTES = 150
+_AHEAD_BYTES = 48
+_DELTA_BYTES = 120
+_BATCH_BYTES = 100
 
 
 class Journal:
@@ -63,7 +66,8 @@ class Journal:
         self._world = world
         self._counted = self._budgets()
         if world.state is not None:
-            world.state.on_counted, world.state.leases.news = self.counted, TellLeases(self.add)
+            world.state.on_counted = self.counted
+            world.state.leases.news = TellLeases(self.add)
         world.watch_engines(self.add)
         if world.actions is not None:
             world.actions.hotness.watch = self.used
@@ -126,7 +130,8 @@ class Journal:
         rows = [ledger.told(now) for ledger in self._touched.values()]
         self._touched.clear()
         while self._waiting or rows:
-            said, batch = rows[:MAX_ROWS], list[Delta]()
+            said = rows[:MAX_ROWS]
+            batch = list[Delta]()
             taken = sum(_ROW_BYTES + _AHEAD_BYTES * len(one.row.head) for one in said)
             while self._waiting and len(batch) < MAX_DELTAS:
                 size = self._waiting.next_bytes
@@ -185,8 +190,10 @@ class Journal:
             ledger.placed(routed_s, bound=bound)
 
     def _count_retries(self) -> None:
-        before, self._counted = self._counted, self._budgets()
-        requests, retries = self._counted[0] - before[0], self._counted[1] - before[1]
+        before = self._counted
+        self._counted = self._budgets()
+        requests = self._counted[0] - before[0]
+        retries = self._counted[1] - before[1]
         if requests or retries:
             self.add(deltas.Retried(requests, retries))
 

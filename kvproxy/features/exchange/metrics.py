@@ -31,26 +31,37 @@ class SyncMetrics(MetricGroup):
         )  # joining, alone, synced, degraded
         self.consistency = CallbackGauge(
             "kvproxy_sync_consistency_ratio",
-            "Of the prompts that others routed in the last minute, the share that is known here", registry=r,
-        )  # fmt: skip
+            "Of the prompts that others routed in the last minute, the share that is known here",
+            registry=r,
+        )
         self.peers = CallbackGauge("kvproxy_sync_peers", "Other processes, as they are heard", ["state"], registry=r)
         # alive, silent
         self.lag = CallbackGauge(
-            "kvproxy_sync_peer_lag_seconds", "From another process to here, over its latest messages",
-            ["peer", "quantile"], registry=r,
-        )  # fmt: skip
+            "kvproxy_sync_peer_lag_seconds",
+            "From another process to here, over its latest messages",
+            ["peer", "quantile"],
+            registry=r,
+        )
         self.gaps = CallbackGauge(
-            "kvproxy_sync_peer_gaps", "Times that something of another process was missing", ["peer"],
-            counts=True, registry=r,
-        )  # fmt: skip
+            "kvproxy_sync_peer_gaps",
+            "Times that something of another process was missing",
+            ["peer"],
+            counts=True,
+            registry=r,
+        )
         self.lost = CallbackGauge(
-            "kvproxy_sync_peer_lost", "Prompts it routed that never became known here", ["peer"],
-            counts=True, registry=r,
-        )  # fmt: skip
+            "kvproxy_sync_peer_lost",
+            "Prompts it routed that never became known here",
+            ["peer"],
+            counts=True,
+            registry=r,
+        )
         self.index_blocks = CallbackGauge(
-            "kvproxy_sync_index_blocks", "Blocks in the approximate indexes of each process, as it says; peer `self`: "
-            "this one", ["peer"], registry=r,
-        )  # fmt: skip
+            "kvproxy_sync_index_blocks",
+            "Blocks in the approximate indexes of each process, as it says; peer `self`: this one",
+            ["peer"],
+            registry=r,
+        )
         self.messages = Counter(
             "kvproxy_sync_messages", "Messages between processes", ["outcome"], registry=r
         )  # sent, received, malformed, failed
@@ -68,9 +79,11 @@ class SyncMetrics(MetricGroup):
             "Kept for the exchange: `deltas` not told yet (at most 16 MiB), messages `unsent` (16 MiB for a store, 8 "
             "for each worker), batches `sent` that may be asked for again (4 MiB), messages that came `early` "
             "(32 MiB), and while `joining` what others say and the snapshot (96 MiB)",
-            ["what"], registry=r,
-        )  # fmt: skip
-        self.store_up = CallbackGauge(
-            "kvproxy_sync_store_up", "1: what replicas meet at can be reached; not there where they meet at nothing",
+            ["what"],
             registry=r,
-        )  # fmt: skip
+        )
+        self.store_up = CallbackGauge(
+            "kvproxy_sync_store_up",
+            "1: what replicas meet at can be reached; not there where they meet at nothing",
+            registry=r,
+        )

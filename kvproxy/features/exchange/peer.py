@@ -12,13 +12,16 @@ from kvproxy.features.exchange.heard import Heard
 from kvproxy.features.exchange.wire import Batch, Beat, Origin, Standing
 
 #: What is missing is asked for again after so long, and after so many times in short.
-ASK_AGAIN_S, ASKS = 0.1, 3
+ASK_AGAIN_S = 0.1
+ASKS = 3
 #: So many heartbeats in a row are believed against what came before; batches so far ahead of one are none of its own.
-_BEATS, _FAR = 2, 1000
+_BEATS = 2
+_FAR = 1000
 #: What completeness is counted over.
 WINDOW_S = 60.0
 
-_LAGS, _OFFSET_S = 512, 30.0
+_LAGS = 512
+_OFFSET_S = 30.0
 #: Sums: a snapshot has them whole.
 _SUMS = deltas.Spent, deltas.Sample
 
@@ -37,8 +40,10 @@ class Peer:
         was_told: Callable[[], bool],
         now: float,
     ) -> None:
-        self.origin, self.heard = origin, heard
-        self.alive, self.heard_at = True, now
+        self.origin = origin
+        self.heard = heard
+        self.alive = True
+        self.heard_at = now
         self.gaps = self.duplicates = self.lost = self.mismatches = 0  # lost: prompts never heard of
         self.blocks = 0  # in its approximate indexes, as it says
         self.joining = False
@@ -47,7 +52,9 @@ class Peer:
         self.lag = Lag()
         self.early_bytes = 0  # of batches that wait for an earlier one, and of a standing that is not whole
         self.dropped = 0  # of these, for which there was no room
-        self._ask, self._has_room, self._was_told = ask, has_room, was_told
+        self._ask = ask
+        self._has_room = has_room
+        self._was_told = was_told
         self._next: int | None = None  # the batch that comes next; None: it is not known what was before
         self._held: dict[int, tuple[Batch, int]] = {}
         self._full = False  # one found no room: what was missed is not asked for batch by batch
@@ -97,7 +104,9 @@ class Peer:
 
     def beat(self, beat: Beat, now: float) -> None:
         """How far it is: the end of what it said may have been lost."""
-        self.blocks, self.joining, self.beat_sent_s = beat.blocks, beat.joining, beat.sent_s
+        self.blocks = beat.blocks
+        self.joining = beat.joining
+        self.beat_sent_s = beat.sent_s
         self.beat_at = now
         self.lag.observe(beat.sent_s, now)
         self._contradict(beat.seq)
@@ -109,7 +118,8 @@ class Peer:
         if self.in_order and beat.seq == self._next - 1:
             if (beat.told, beat.digest) != (self.heard.told, self.heard.digest):
                 self.mismatches += 1
-                self.heard.told, self.heard.digest = beat.told, beat.digest
+                self.heard.told = beat.told
+                self.heard.digest = beat.digest
             if self.heard.unsure:
                 self._unsure = True
                 self._request(now)
@@ -122,7 +132,9 @@ class Peer:
             self._take_held(held)
         self._ahead = self._ahead + 1 if self._next is not None and self._next > seq + 1 else 0
         if self._ahead >= _BEATS:
-            self._next, self._ahead, self._unsure = None, 0, True
+            self._next = None
+            self._ahead = 0
+            self._unsure = True
 
     def _stand(self, standing: Standing, size_bytes: int, now: float) -> None:
         """Its own word of how it stands: what was missing before, and cannot be sent again, is not waited for. Of one
@@ -154,7 +166,9 @@ class Peer:
         lost = self.heard.stand(standing, now)
         self.lost += lost if self._next is not None else 0
         self._next = standing.seq + 1
-        self._asked_at, self._asks, self._full = None, 0, False
+        self._asked_at = None
+        self._asks = 0
+        self._full = False
         for seq in [seq for seq in self._held if seq <= standing.seq]:
             self._take_held(seq)
         self._go_on(now)
@@ -177,7 +191,8 @@ class Peer:
         self._asked_at = None
         self._held.clear()
         self._standing.clear()
-        self.early_bytes, self._full = 0, False
+        self.early_bytes = 0
+        self._full = False
         self.heard.leave(now)
 
     def completeness(self, now: float) -> tuple[int, int]:
@@ -200,7 +215,8 @@ class Peer:
         if self._held:
             self._miss(now)
         elif self._next is not None and not self._unsure:
-            self._asked_at, self._asks = None, 0
+            self._asked_at = None
+            self._asks = 0
 
     def _miss(self, now: float) -> None:
         if self._asked_at is None:
@@ -246,7 +262,9 @@ class Lag:
         """Something came that was sent then, by the sender's clock: so long ago."""
         difference = now - sent_s
         if now - self._since > _OFFSET_S:
-            self._least_before, self._least, self._since = self._least, difference, now
+            self._least_before = self._least
+            self._least = difference
+            self._since = now
         self._least = min(self._least, difference)
         late_s = difference - min(self._least, self._least_before) + 0.5 * self.round_trip_s
         self.seconds.append(late_s)

@@ -19,7 +19,8 @@ from kvproxy.features.exchange.world import World
 #: A peer that was not heard of for so many heartbeats is dead.
 MISSED = 3
 #: Silent ones are forgotten after so long, and more than so many are not listened to.
-FORGET_S, MAX_PEERS = 600.0, 256
+FORGET_S = 600.0
+MAX_PEERS = 256
 #: What came too early, of all peers: beyond it is dropped, and what was missed is asked for in short.
 MAX_EARLY_BYTES = 32 * 1024 * 1024
 
@@ -56,7 +57,9 @@ class Peers:
         self._world = world
         self._send = send
         self._beat_s = beat_s
-        self._serve, self._other, self._blocks = serve, other, blocks
+        self._serve = serve
+        self._other = other
+        self._blocks = blocks
         self._ended: BoundedMapping[Origin, None] = BoundedMapping(1024)  # lives that are over
         self._beats: BoundedMapping[Origin, int] = BoundedMapping(1024)  # heard of lives that are over
         self.sent = SentBatches()
@@ -176,7 +179,8 @@ class Peers:
             self._end(known.origin, now)
         if len(self.known) >= MAX_PEERS:
             return None
-        heard, ask = Heard(origin, self._world, self._journal), partial(self._ask, origin)
+        heard = Heard(origin, self._world, self._journal)
+        ask = partial(self._ask, origin)
         peer = Peer(origin, heard, ask=ask, has_room=self._has_room, was_told=lambda: self.newcomer.told, now=now)
         if begins:
             peer.begin()
@@ -232,7 +236,8 @@ class Peers:
         self._stand(peer.origin, now)
 
     def _own_beat(self, now: float, echoes: list[wire.Echo]) -> wire.Beat:
-        own, joining = self._journal, self.newcomer.running
+        own = self._journal
+        joining = self.newcomer.running
         return wire.Beat(self.origin, own.seq, now, own.told, own.digest, joining, self._blocks(), echoes)
 
     def _answer(self, peer: Peer, first: int, now: float) -> None:
@@ -248,7 +253,8 @@ class Peers:
         journal = self._journal
         oldest = self.sent.oldest or journal.seq + 1
         said = partial(wire.Standing, self.origin, journal.seq, oldest, journal.told, journal.digest)
-        loads, under_way = journal.rows(now), list(journal.open.values())
+        loads = journal.rows(now)
+        under_way = list(journal.open.values())
         parts = in_parts(under_way)
         while len(loads) > wire.MAX_ROWS:
             self.send_to(to, said([], loads[: wire.MAX_ROWS], True))

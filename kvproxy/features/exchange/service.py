@@ -51,7 +51,9 @@ class SyncService:
     ) -> None:
         self._settings = settings = config.sync
         self._siblings = siblings
-        self._metrics, self._clock, self._wall_clock = metrics, clock, wall_clock
+        self._metrics = metrics
+        self._clock = clock
+        self._wall_clock = wall_clock
         port = config.listen.port or (os.getpid() if siblings is None else 0)
         host = settings.replica or f"{socket.gethostname()}:{port}"
         if siblings is not None and not settings.replica:
@@ -133,7 +135,8 @@ class SyncService:
     # where replicas meet
 
     def _find_store(self) -> StoreLink | None:
-        settings, rng = self._settings, random.Random()
+        settings = self._settings
+        rng = random.Random()
         for kind, url in ((RedisLink, settings.redis), (NatsLink, settings.nats)):
             if url is not None:
                 return kind(
@@ -203,7 +206,8 @@ class SyncService:
         self._metrics.group(SyncMetrics).bytes.labels("out").inc(len(payload))
 
     async def _keep_time(self) -> None:
-        pause_s, looks = self._settings.heartbeat / _LOOKS, 0
+        pause_s = self._settings.heartbeat / _LOOKS
+        looks = 0
         while True:
             await asyncio.sleep(pause_s)
             looks += 1

@@ -130,7 +130,8 @@ class Namesake:
 
     def __init__(self, origin: Origin, *, beat_s: float, clock: Clock) -> None:
         self._own = origin
-        self._beat_s, self._clock = beat_s, clock
+        self._beat_s = beat_s
+        self._clock = clock
         self._heard_at = -math.inf
         self._beats: BoundedMapping[Origin, int] = BoundedMapping(64)
 
@@ -144,8 +145,9 @@ class Namesake:
         if beats == _BEATS:
             log.warning(
                 "another process goes by the name %s, so that each ignores what the other does: set sync.replica to a "
-                "name of its own in each (an earlier life of this one that still drains will end)", self._own,
-            )  # fmt: skip
+                "name of its own in each (an earlier life of this one that still drains will end)",
+                self._own,
+            )
 
     @property
     def lives(self) -> bool:

@@ -37,10 +37,15 @@ MAX_BYTES = 32 * 1024 * 1024
 _PIECE_BYTES = 48 * 1024
 #: What outlives all proxies: so much, for so long, written so often by one of them, which may die for so long before
 #: another one writes. Looked for so often at the start.
-MAX_KEPT_BYTES, KEPT_S, KEEP_EVERY_S, _KEEPER_S, RECALL_S = 2 * 1024 * 1024, 600.0, 10.0, 30.0, 0.2
+MAX_KEPT_BYTES = 2 * 1024 * 1024
+KEPT_S = 600.0
+KEEP_EVERY_S = 10.0
+_KEEPER_S = 30.0
+RECALL_S = 0.2
 _KEPT = deltas.SessionServed, deltas.Spent
 #: One step holds the event loop no longer, and pieces go out with this pause: a worker's socket holds a few.
-SLICE_S, _PIECE_S = 0.003, 0.001
+SLICE_S = 0.003
+_PIECE_S = 0.001
 
 log = logging.getLogger("kvproxy.sync")
 
@@ -67,11 +72,13 @@ def take_pieces(
         data += pack_checksum(checksum)
     parts = [bytes(data[at : at + _PIECE_BYTES]) for at in range(0, len(data), _PIECE_BYTES)]
     pieces = [Piece(origin, number, part, [], True) for number, part in enumerate(parts)]
-    known, room = list[Delta](), _PIECE_BYTES
+    known = list[Delta]()
+    room = _PIECE_BYTES
     for delta in _deltas(world, clock()):
         if known and (len(known) == MAX_DELTAS or size_of(delta) > room):
             pieces.append(Piece(origin, len(pieces), b"", known, True))
-            known, room = [], _PIECE_BYTES
+            known = []
+            room = _PIECE_BYTES
             yield
         known.append(delta)
         room -= size_of(delta)
@@ -135,14 +142,19 @@ class Handover:
     """Gives what is known here to a new proxy, and takes what another gives."""
 
     def __init__(self, peers: Peers, tasks: TaskSet, *, journal: Journal, clock: Clock, wall_clock: Clock) -> None:
-        self._peers, self._tasks, self._clock, self._wall_clock = peers, tasks, clock, wall_clock
+        self._peers = peers
+        self._tasks = tasks
+        self._clock = clock
+        self._wall_clock = wall_clock
         self._kept = Heard(Origin("store", 0, 0), lambda: self._world, journal)
         self._given: set[Origin] = set()  # at present
         self.follow(World({}), None, {})
 
     def follow(self, world: World, kvcache: KvCache | None, clusters: Mapping[str, Cluster]) -> None:
         """This is what there is."""
-        self._world, self._kvcache, self._clusters = world, kvcache, clusters
+        self._world = world
+        self._kvcache = kvcache
+        self._clusters = clusters
 
     def give(self, peer: Origin) -> None:
         """All of it, a piece at a time."""
@@ -171,7 +183,8 @@ class Handover:
             except Exception as error:  # noqa: BLE001 - whatever a library raises: it is tried again
                 if not failed:
                     log.warning("%s keeps nothing for a restart (%s)", store.where, type(error).__name__)
-                known, failed = known or isinstance(error, msgspec.DecodeError), True
+                known = known or isinstance(error, msgspec.DecodeError)
+                failed = True
                 pause_s = min(KEEP_EVERY_S, 2 * pause_s)
 
     async def _recall(self, store: StoreLink) -> None:

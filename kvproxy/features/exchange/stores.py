@@ -28,11 +28,14 @@ MAX_WAITING_BYTES = 16 * 1024 * 1024
 #: A store that takes no message for so long is away.
 TIMEOUT_S = 3.0
 #: Pause before it is tried again, doubling between these; any part of it by chance, so that replicas come one by one.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 5.0
 #: What is still to be said at the end may take so long; and so many messages are sent in one go.
-LAST_WORD_S, _TOGETHER = 0.5, 128
+LAST_WORD_S = 0.5
+_TOGETHER = 128
 #: Looks without a word, one a heartbeat and no more often: one's own come back, unless the way back is gone.
-UNHEARD, LOOK_S = 10, 0.5
+UNHEARD = 10
+LOOK_S = 0.5
 #: Read of what is kept; a longer value is none of ours.
 MAX_RECALLED_BYTES = 4 * 1024 * 1024
 #: A message of one's own to oneself.
@@ -64,12 +67,15 @@ class StoreLink(BackgroundTask):
         self._url = url.get_secret_value()
         self._topic = topic
         self._own = self._place(origin)
-        self._pass_on, self._on_change = on_message, on_change
+        self._pass_on = on_message
+        self._on_change = on_change
         self._look_s = max(beat_s, LOOK_S)
         self._unheard = 0  # looks since the last word
         self._rng = rng
         self._waiting: BoundedQueue[tuple[str, bytes]] = BoundedQueue(MAX_WAITING_BYTES)
-        self._news, self._sent, self._came_back = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._news = asyncio.Event()
+        self._sent = asyncio.Event()
+        self._came_back = asyncio.Event()
 
     async def __aexit__(self, *_: object) -> None:
         if self.connected and self._waiting:  # the last word: that this one ends
@@ -253,7 +259,8 @@ class RedisLink(StoreLink):
     async def recall(self, ttl_s: float) -> tuple[bytes, float]:
         from redis.exceptions import ResponseError
 
-        pipeline, key = self._client.pipeline(), f"{self._topic}.kept"
+        pipeline = self._client.pipeline()
+        key = f"{self._topic}.kept"
         pipeline.getrange(key, 0, MAX_RECALLED_BYTES).pttl(key)
         try:
             async with asyncio.timeout(TIMEOUT_S):
@@ -266,7 +273,8 @@ class RedisLink(StoreLink):
         client = self._client
         if client is None:
             return None
-        key, name = f"{self._topic}.claim.{what}", f"{holder} {holder.epoch}"
+        key = f"{self._topic}.claim.{what}"
+        name = f"{holder} {holder.epoch}"
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return bool(await client.eval(_CLAIM, 1, key, name, int(1000 * ttl_s) or 1))

@@ -68,7 +68,8 @@ class IndexWatch:
 
     def routed(self, entry: SpeculativeEntry) -> None:
         """As of IndexWatch."""
-        notes, hashes = self._notes, as_bytes(entry.hashes)
+        notes = self._notes
+        hashes = as_bytes(entry.hashes)
         if hashes:
             delta = deltas.Routed(self._cluster, str(entry.endpoint), entry.number, hashes)
             notes.open[self._cluster, entry.number] = delta
@@ -89,9 +90,7 @@ class IndexWatch:
             return
         reused_blocks = reused[1] if reused is not None and reused[0] is entry else -1
         denied_blocks = denied[1] if denied is not None and denied[0] is entry.cursor else -1
-        self._notes.add(
-            deltas.Settled(self._cluster, entry.number, prefilled, lost, reused_blocks, denied_blocks)
-        )  # fmt: skip
+        self._notes.add(deltas.Settled(self._cluster, entry.number, prefilled, lost, reused_blocks, denied_blocks))
 
     def entered(self, endpoint: EndpointId, cursor: PrefixCursor[Run]) -> None:
         """As of IndexWatch."""
@@ -142,8 +141,10 @@ class LedgerWatch:
 
 def session_served(cluster: str, session: int, response: int, served: Served, now: float) -> deltas.SessionServed:
     """What is known of a session or response, on the deltas."""
-    age_s, endpoint = now - served.at, str(served.endpoint)
-    keys, root = as_bytes(served.keys), as_bytes(served.root)
+    age_s = now - served.at
+    endpoint = str(served.endpoint)
+    keys = as_bytes(served.keys)
+    root = as_bytes(served.root)
     return deltas.SessionServed(
         cluster, session, response, endpoint, age_s, served.prompt_tokens, served.tokens, keys, root
     )

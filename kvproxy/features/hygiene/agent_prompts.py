@@ -107,7 +107,8 @@ class AgentPromptsCheck(EngineCheck):
         return None
 
     async def _count(self, kind: RequestKind, raw: bytes) -> int:
-        api, timeout_s = self.engine.api, self.engine.tools.timeouts.exchange_s
+        api = self.engine.api
+        timeout_s = self.engine.tools.timeouts.exchange_s
         if kind is RequestKind.MESSAGES:
             return (await api.post("/v1/messages/count_tokens", raw, _Counted, timeout_s=timeout_s)).input_tokens
         return (await api.post("/v1/responses", raw, _Answer, timeout_s=timeout_s)).usage.input_tokens

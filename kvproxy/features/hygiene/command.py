@@ -43,7 +43,8 @@ def print_traffic(
         else:
             with options.address.connect(transport=transport) as client:
                 answer = ask_admin(client, options.address.url, "/cache/breaks")
-            rows, returned = rows_of(answer), answer["returned"]
+            rows = rows_of(answer)
+            returned = answer["returned"]
     except (AdminRefused, OSError) as error:
         print(f"kvproxy doctor --traffic: {error}", file=err)
         return 1

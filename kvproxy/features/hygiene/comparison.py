@@ -54,12 +54,14 @@ def find_change(session: Session, new: Thread, text: PromptText) -> Change | Non
 
     Of several threads the one counts that shares most with it.
     """
-    best, best_shared = None, (-1, -1.0)
+    best = None
+    best_shared = (-1, -1.0)
     for thread in reversed(session.threads):
         change = _compare(thread, new, text, forgot=session.forgot)
         shared = (_same_bytes(thread, new), 0.0 if change is None else change.again_bytes)
         if shared > best_shared:
-            best, best_shared = change, shared
+            best = change
+            best_shared = shared
     return best
 
 
@@ -170,7 +172,8 @@ def _changed_head(old: Thread, new: Thread, text: PromptText) -> Change | None:
     texts, _ = head_texts(text)
     again = _resent_bytes(old, new)
     for kind in PartKind:
-        before, after = old.head.of_kind(kind), new.head.of_kind(kind)
+        before = old.head.of_kind(kind)
+        after = new.head.of_kind(kind)
         changed = next((index for index, field in enumerate(after) if field not in before), None)
         if changed is None and len(before) == len(after):
             continue

@@ -17,6 +17,8 @@ class PrefixBreakMetrics(MetricGroup):
 
     def __init__(self, r: CollectorRegistry) -> None:
         self.prefix_break_tokens = Counter(
-            "kvproxy_prefix_break_tokens", "Prompt tokens computed again although the session had sent them before",
-            ["cause", "client"], registry=r,
-        )  # fmt: skip
+            "kvproxy_prefix_break_tokens",
+            "Prompt tokens computed again although the session had sent them before",
+            ["cause", "client"],
+            registry=r,
+        )

@@ -42,7 +42,10 @@ class PartKind(StrEnum):
     TEMPLATE = "template"
 
 
-_SYSTEM, _TOOL, _TEMPLATE = PartKind.SYSTEM, PartKind.TOOL, PartKind.TEMPLATE  # found sooner so
+# found sooner so
+_SYSTEM = PartKind.SYSTEM
+_TOOL = PartKind.TOOL
+_TEMPLATE = PartKind.TEMPLATE
 _KIND_OF_FIELD = {b"tools": PartKind.TOOL, b"system": PartKind.SYSTEM, b"instructions": PartKind.SYSTEM}
 
 
@@ -92,7 +95,9 @@ def fields_of(shape: bytes) -> list[bytes]:
 
 def head_texts(text: PromptText) -> tuple[list[HeadText], int]:
     """The texts of a head, and the messages that are a part of it."""
-    found, shape, at = [], text.shape, 0
+    found = []
+    shape = text.shape
+    at = 0
     view = memoryview(shape)
     while (end := shape.find(b"\0", at)) >= 0:
         value = shape.find(b":", at, end) + 1
@@ -100,7 +105,8 @@ def head_texts(text: PromptText) -> tuple[list[HeadText], int]:
         start = at if kind is PartKind.TEMPLATE else value
         found.append(HeadText(kind, view[start:end], start))
         at = end + 1
-    at, leading = len(shape) + 1, 0
+    at = len(shape) + 1
+    leading = 0
     while leading < min(text.parts, _MAX_LEADING) and is_system(message := text.part_at(leading)):
         found.append(HeadText(PartKind.SYSTEM, message, at))
         at += len(message) + 1
@@ -130,7 +136,11 @@ class Heads:
 
     def head_of(self, text: PromptText) -> Head:
         """What is to be kept of the prompt's head."""
-        fields, held, at, leading, shape = [], 0, 0, 0, text.shape
+        fields = []
+        held = 0
+        at = 0
+        leading = 0
+        shape = text.shape
         view = memoryview(shape)
         while (end := shape.find(b"\0", at)) >= 0:
             digest = xxh3_64_intdigest(view[at:end], SEED)

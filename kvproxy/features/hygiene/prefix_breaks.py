@@ -20,11 +20,13 @@ from kvproxy.features.hygiene.parts import digest_part
 from kvproxy.features.hygiene.threads import Session, Sessions, Thread
 
 #: An engine reuses whole blocks, and some templates write the end of a prompt anew: so much is never missed.
-_SPARED_TOKENS, _SPARED_SHARE = 256, 0.1
+_SPARED_TOKENS = 256
+_SPARED_SHARE = 0.1
 #: Where it is clear that something changed, so much may still be the end of the last block.
 _LEAST_TOKENS = 160
 #: Rows and breaks that are kept for people. Tenants are those of the configuration; beyond the bound they share a row.
-MAX_ROWS, MAX_LATEST = 512, 100
+MAX_ROWS = 512
+MAX_LATEST = 100
 
 _HEADER = b"x-anthropic-billing-header"
 _HEADER_WITHIN = 512  # bytes of a system prompt
@@ -80,16 +82,22 @@ class PrefixBreaks:
 
     def finished(self, facts: RequestFacts, result: Result) -> PrefixBreak | None:
         """The request is over; what it broke. Once a request."""
-        request, text, endpoint = facts.request, facts.text, result.endpoint
+        request = facts.request
+        text = facts.text
+        endpoint = result.endpoint
         if text is None or (name := request.session_key) is None or endpoint is None or not result.prefilled:
             return None
-        keys, key, sessions, found = facts.keys, (result.tenant, name), self.sessions, None
+        keys = facts.keys
+        key = (result.tenant, name)
+        sessions = self.sessions
+        found = None
         session = sessions.use(key)
         thread = session.continued_by(keys)
         if thread is None:
             thread, found = self._started(session, facts, text, result)
         else:
-            cached, expected = result.cached_tokens, thread.prompt_tokens
+            cached = result.cached_tokens
+            expected = thread.prompt_tokens
             if cached is not None and thread.at <= facts.started_at:  # else the last one was still under way
                 self.returned += 1
                 lost = expected - cached
@@ -98,7 +106,9 @@ class PrefixBreaks:
                 elif not thread.proved:
                     self._prove(thread, facts, endpoint)
             sessions.go_on(session, thread, keys, facts.cursor.hashes, text)
-        thread.endpoint, thread.prompt_tokens, thread.at = endpoint, result.prompt_tokens or 0, self._clock()
+        thread.endpoint = endpoint
+        thread.prompt_tokens = result.prompt_tokens or 0
+        thread.at = self._clock()
         if found is not None:
             self._count(found, facts, result, thread.at)
         if request.session_ends:
@@ -116,16 +126,19 @@ class PrefixBreaks:
 
     def _prove(self, thread: Thread, facts: RequestFacts, endpoint: EndpointId) -> None:
         """The engine reused the thread's last prompt: it keeps what it prefills, and drops a header that changed."""
-        thread.proved, place = True, (facts.cluster.name, endpoint)
+        thread.proved = True
+        place = (facts.cluster.name, endpoint)
         self._reusing.add(place)
         if thread.header and header_of(facts.request.prompt) != thread.header:
             self._dropping.add(place)
 
     def _lost(self, thread: Thread, facts: RequestFacts, result: Result, expected: int) -> PrefixBreak | None:
         """The engine reused less than expected, although the prompt begins with the last one."""
-        cached, endpoint = result.cached_tokens or 0, result.endpoint
+        cached = result.cached_tokens or 0
+        endpoint = result.endpoint
         assert endpoint is not None
-        lost, place = expected - expected % self._step(facts, result) - cached, (facts.cluster.name, endpoint)
+        lost = expected - expected % self._step(facts, result) - cached
+        place = (facts.cluster.name, endpoint)
         if cached:
             self._reusing.add(place)
         if lost <= _SPARED_TOKENS or lost <= _SPARED_SHARE * expected:
@@ -141,7 +154,8 @@ class PrefixBreaks:
         self, session: Session, facts: RequestFacts, text: PromptText, result: Result
     ) -> tuple[Thread, PrefixBreak | None]:
         """None of the threads goes on: a new one, and what broke another, if anything did."""
-        prompt, sessions = facts.request.prompt, self.sessions
+        prompt = facts.request.prompt
+        sessions = self.sessions
         head = sessions.heads.head_of(text)
         thread = Thread.begun(facts.model, facts.keys, facts.hashes, text, head, header=header_of(prompt))
         change = find_change(session, thread, text) if session.threads else None
@@ -151,7 +165,8 @@ class PrefixBreaks:
 
     def _broken(self, change: Change, facts: RequestFacts, result: Result) -> PrefixBreak | None:
         self.returned += 1
-        prompt_tokens, expected = result.prompt_tokens, change.thread.prompt_tokens
+        prompt_tokens = result.prompt_tokens
+        expected = change.thread.prompt_tokens
         if prompt_tokens and expected and result.cached_tokens is not None:
             lost = min(expected, prompt_tokens) - result.cached_tokens
         else:
@@ -168,7 +183,9 @@ class PrefixBreaks:
 
     def _cost(self, cause: Cause, part: str, tokens: int, facts: RequestFacts, result: Result) -> PrefixBreak:
         """With what these tokens took behind those that were reused; the rest attends to all of them either way."""
-        speeds, endpoint, seconds = facts.cluster.speeds, result.endpoint, None
+        speeds = facts.cluster.speeds
+        endpoint = result.endpoint
+        seconds = None
         if speeds is not None and endpoint is not None and not speeds.learning:
             _, token_s, attention_s, _ = speeds.seconds
             own_s = tokens * (token_s + attention_s * ((result.cached_tokens or 0) + 0.5 * tokens))
@@ -185,7 +202,9 @@ class PrefixBreaks:
         totals.breaks += 1
         totals.tokens += found.tokens
         totals.seconds += found.seconds or 0.0
-        totals.part, totals.request_id, totals.at = found.part, result.request_id, now
+        totals.part = found.part
+        totals.request_id = result.request_id
+        totals.at = now
         self._metrics.labels(cause.value, client).inc(found.tokens)
         self.latest.append(RecentBreak(now, result.request_id, facts.cluster.name, client, result.tenant, found))
 

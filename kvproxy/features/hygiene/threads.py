@@ -16,7 +16,8 @@ from kvproxy.features.hygiene.parts import SEED, Head, Heads
 #: Conversations of one session: an agent, its sub-agents and its side requests often share a key.
 MAX_THREADS = 16
 #: An object with two small arrays, and a session's list and key.
-_THREAD_BYTES, _SESSION_BYTES = 400, 300
+_THREAD_BYTES = 400
+_SESSION_BYTES = 300
 _MESSAGE_BYTES = 8
 #: Of the number that stands for a message: its digest, and its length, which is bounded by that of all prompts.
 LENGTH = (1 << 24) - 1
@@ -27,7 +28,9 @@ SessionKey = tuple[str, str]  # tenant, session
 
 def add_messages(messages: array[int], text: PromptText, first: int, count: int) -> None:
     """A number for each of these messages of the text; in its lowest bits its length, as far as they can tell."""
-    part_at, digest, seed = text.part_at, xxh3_64_intdigest, SEED
+    part_at = text.part_at
+    digest = xxh3_64_intdigest
+    seed = SEED
     for index in range(first, count):
         part = part_at(index)
         size = len(part)
@@ -80,10 +83,13 @@ class Session:
     def continued_by(self, keys: Sequence[int]) -> Thread | None:
         """The longest of the threads whose last prompt this one begins with, or is. A key names model, salt, head and
         all messages up to its own, so this is all there is to compare."""
-        found, longest, count = None, 0, len(keys)
+        found = None
+        longest = 0
+        count = len(keys)
         for thread in self.threads:
             if longest < (parts := thread.parts) <= count and keys[parts - 1] == thread.last_key:
-                found, longest = thread, parts
+                found = thread
+                longest = parts
         return found
 
 
@@ -141,13 +147,15 @@ class Sessions:
         self, session: Session, thread: Thread, keys: Sequence[int], blocks: array[int], text: PromptText
     ) -> None:
         """A thread of the session in use went on with these messages. (All in one call: every turn comes by.)"""
-        parts, count = thread.parts, len(keys)
+        parts = thread.parts
+        count = len(keys)
         added_bytes = 8 * (len(blocks) - len(thread.blocks))
         if count > parts:
             add_messages(thread.messages, text, parts, count)
             thread.parts = count
             added_bytes += _MESSAGE_BYTES * (count - parts)
-        thread.last_key, thread.blocks = keys[-1], blocks
+        thread.last_key = keys[-1]
+        thread.blocks = blocks
         session.held_bytes += added_bytes
         self._bytes += added_bytes
         if self._bytes > self.max_bytes:

@@ -54,7 +54,8 @@ def rows_of_receipts(receipts: Iterable[Receipt]) -> tuple[list[Row], int]:
         row.breaks += 1
         row.tokens += found.tokens
         row.seconds += found.seconds or 0.0
-        row.part, row.request_id = found.part, receipt.request_id
+        row.part = found.part
+        row.request_id = receipt.request_id
     return sorted(rows.values(), key=lambda row: -row.tokens), returned
 
 
@@ -65,9 +66,11 @@ def traffic_report(rows: Sequence[Row], returned: int) -> DoctorReport:
         return DoctorReport.of_findings([Finding(Severity.OK, "traffic", what, check=CHECK)])
     broken = sum(row.breaks for row in rows)
     good = Finding(
-        Severity.OK, "traffic", f"{max(0, returned - broken):,} of {returned:,} returning turns were reused as far as "
-        "their last prompt went", check=CHECK,
-    )  # fmt: skip
+        Severity.OK,
+        "traffic",
+        f"{max(0, returned - broken):,} of {returned:,} returning turns were reused as far as their last prompt went",
+        check=CHECK,
+    )
     return DoctorReport.of_findings([good, *map(_finding, rows)])
 
 

@@ -97,7 +97,8 @@ class KubernetesAccess:
     @classmethod
     def in_cluster(cls, env: Mapping[str, str], *, folder: Path = SERVICE_ACCOUNT) -> KubernetesAccess:
         """As every pod is given it."""
-        host, port = env.get("KUBERNETES_SERVICE_HOST", ""), env.get("KUBERNETES_SERVICE_PORT", "443")
+        host = env.get("KUBERNETES_SERVICE_HOST", "")
+        port = env.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
             raise DiscoveryError("KUBERNETES_SERVICE_HOST is not set: outside of a cluster name the API in `api.url`")
         host = f"[{host}]" if ":" in host else host

@@ -102,7 +102,8 @@ class Made:
 
     def begin(self) -> None:
         """Another look at all objects begins."""
-        self._last, self._now = self._now, {}
+        self._last = self._now
+        self._now = {}
 
     def endpoint(
         self, name: str, address: str, port: int, about: list[Metadata], **more: str
@@ -180,7 +181,9 @@ def _of_slice(
     pods: Mapping[str, Pod],
     made: Made,
 ) -> Found | LeftOut:
-    target, conditions, address = endpoint.target_ref, endpoint.conditions, endpoint.addresses[0]
+    target = endpoint.target_ref
+    conditions = endpoint.conditions
+    address = endpoint.addresses[0]
     pod = pods.get(target.name) if target is not None and target.kind in ("", "Pod") else None
     metadata = of.metadata
     about = [metadata] if pod is None else [pod.metadata, metadata]

@@ -47,7 +47,9 @@ class KubernetesDiscovery:
     ) -> None:
         self._settings = settings
         self._env = env
-        self._clock, self._rng, self._sleep = clock, rng, sleep
+        self._clock = clock
+        self._rng = rng
+        self._sleep = sleep
         self._slices: Mirror[EndpointSlice | LeftOut] | None = None
         self._pods: Mirror[Pod | LeftOut] | None = None
         self._made = Made(settings)
@@ -61,7 +63,8 @@ class KubernetesDiscovery:
 
     async def follow(self, tell: Callable[[Answer | None, str], Awaitable[None]]) -> None:
         """As of WatchedDiscovery."""
-        changed, loop = asyncio.Event(), asyncio.get_running_loop()
+        changed = asyncio.Event()
+        loop = asyncio.get_running_loop()
         mirrors = await self._mirrors()
         noted: list[str] = []
 

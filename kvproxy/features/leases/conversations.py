@@ -36,7 +36,8 @@ class Waiting:
 def choose_duration(of: Waiting, gaps: Gaps, settings: LeaseSettings) -> float | None:
     """How long the prompt is worth keeping: until most pauses of its kind were over, and never longer than its client
     asked for. None: it is not, since no return is expected, or hardly any comes."""
-    pending, known = bool(of.kind[1]), gaps.find(of.kind)
+    pending = bool(of.kind[1])
+    known = gaps.find(of.kind)
     if not pending and of.asked_s is None:
         return None
     most = settings.max_duration if of.asked_s is None else min(of.asked_s, settings.max_duration)

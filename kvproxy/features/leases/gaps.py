@@ -23,12 +23,14 @@ BOUNDS_S = tuple(0.25 * 2 ** (step / 4) for step in range(57))
 HORIZON_S = BOUNDS_S[-1]
 
 #: Names of tools, of those whose name could not be seen, and of all of them. "": the answer calls none.
-UNSEEN, ANY = "?", "*"
+UNSEEN = "?"
+ANY = "*"
 #: Client and tool; "" as the client: any.
 PauseKind = tuple[str, str]
 
 #: Sessions whose pauses are remembered, and how much a new pause counts against the earlier ones.
-_MAX_SESSIONS, _NEW = 10_000, 0.3
+_MAX_SESSIONS = 10_000
+_NEW = 0.3
 
 _MAX_NAME = 64
 _AROUND = 512  # bytes of an object in which its type and its name stand
@@ -88,7 +90,8 @@ class Pauses:
         self.seen += 1.0
         if self.seen >= _HALVED_AT:
             self._classes = [0.5 * each for each in self._classes]
-            self.never, self.seen = 0.5 * self.never, 0.5 * self.seen
+            self.never = 0.5 * self.never
+            self.seen = 0.5 * self.seen
 
     def share_over(self, seconds: float) -> float:
         """Share of them that were over so soon, of all."""
@@ -103,7 +106,8 @@ class Pauses:
 
     def quantile(self, share: float) -> float | None:
         """Seconds within which this share was over of those that ended at all; None: none did."""
-        ended, so_far = self.seen - self.never, 0.0
+        ended = self.seen - self.never
+        so_far = 0.0
         if ended < 0.5:
             return None
         for bound, here in zip(BOUNDS_S, self._classes, strict=True):

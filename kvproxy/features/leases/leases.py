@@ -24,7 +24,8 @@ MAX_RELEASED = 4096
 #: Leases of other processes that are known here.
 MAX_ELSEWHERE = 16_384
 #: An engine reuses whole blocks, LMCache whole chunks of 256 tokens, and some templates write a prompt's end anew.
-_SPARED_TOKENS, _SPARED_SHARE = 256, 0.1
+_SPARED_TOKENS = 256
+_SPARED_SHARE = 0.1
 #: A lease that no engine confirms is none.
 _CONFIRM_S = 60.0
 
@@ -79,12 +80,19 @@ class Lease:
 
     def describe(self, now: float) -> dict[str, object]:
         """For people."""
-        of, prefix = self.of, self.prefix.name
+        of = self.of
+        prefix = self.prefix.name
         return {
-            "cluster": of.cluster, "endpoint": str(of.endpoint), "tenant": of.tenant, "prefix": prefix,
-            "tokens": self.tokens, "lever": self.lever.value, "why": self.why.value, "confirmed": self.held,
+            "cluster": of.cluster,
+            "endpoint": str(of.endpoint),
+            "tenant": of.tenant,
+            "prefix": prefix,
+            "tokens": self.tokens,
+            "lever": self.lever.value,
+            "why": self.why.value,
+            "confirmed": self.held,
             "ends_in_s": self.until - now,
-        }  # fmt: skip
+        }
 
 
 class LeaseNews(Protocol):
@@ -101,7 +109,8 @@ class LeaseBook:
     them: what outlives a reload. Budgets are never passed: `grant` refuses."""
 
     def __init__(self) -> None:
-        self.gaps, self.waiting = Gaps(), Conversations()
+        self.gaps = Gaps()
+        self.waiting = Conversations()
         self.leases: dict[int, Lease] = {}  # by key of the prompt; bounded by `max_leases`
         #: Counted pins to be taken back, by instance.
         self.released: BoundedMapping[tuple[str, int], KnownPrefix] = BoundedMapping(MAX_RELEASED)
@@ -117,7 +126,8 @@ class LeaseBook:
     @property
     def kept_ratio(self) -> float | None:
         """Of the promises that could be verified, the share that was kept."""
-        kept, broken = self.results["kept"], self.results["broken"]
+        kept = self.results["kept"]
+        broken = self.results["broken"]
         return kept / (kept + broken) if kept + broken else None
 
     def describe(self, settings: LeaseSettings, now: float) -> dict[str, object]:
@@ -165,7 +175,8 @@ class LeaseBook:
     def grant(self, lease: Lease, settings: LeaseSettings, *, capacity_tokens: int | None = None) -> str:
         """Enter it, or say which bound it would pass. An engine's own memory, of `capacity_tokens`, is never held by
         more than half."""
-        tenant, place = lease.of.tenant, (lease.of.cluster, lease.of.endpoint)
+        tenant = lease.of.tenant
+        place = (lease.of.cluster, lease.of.endpoint)
         most = settings.endpoint_tokens if capacity_tokens is None else capacity_tokens // 2
         if lease.of.key in self.leases:
             return "duplicate"
@@ -193,7 +204,8 @@ class LeaseBook:
 
     def confirm(self, lease: Lease, now: float) -> None:
         """The engine did as it was told."""
-        lease.held, lease.used_at = True, now
+        lease.held = True
+        lease.used_at = now
         if self.news is not None and self.leases.get(lease.of.key) is lease:
             self.news.leased(lease)
 

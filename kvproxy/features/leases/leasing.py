@@ -74,7 +74,8 @@ class Leasing:
 
     def show(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""
-        book, group = self.book, metrics.group(LeaseMetrics)
+        book = self.book
+        group = metrics.group(LeaseMetrics)
         book.owner = self
         group.kept_ratio.set_source(lambda: () if book.kept_ratio is None else [((), book.kept_ratio)])
         group.held_tokens.set_source(
@@ -95,7 +96,8 @@ class Leasing:
 
     def finished(self, facts: RequestFacts, result: Result, tool: str | None) -> LeaseResult | None:
         """A request is over: what it says of the lease it came under, if any. Its conversation is waited for."""
-        now, endpoint = self._clock(), result.endpoint
+        now = self._clock()
+        endpoint = result.endpoint
         lease = self.book.take_returned(facts.keys)
         if endpoint is None or not result.prefilled:
             if lease is not None:
@@ -124,7 +126,8 @@ class Leasing:
 
     def hold(self, prefix: KnownPrefix, endpoint: Endpoint) -> None:
         """The tokens of a prompt that was answered there are known: a lease on it, if it is worth one."""
-        waiting, now = self.book.waiting.get(prefix.key), self._clock()
+        waiting = self.book.waiting.get(prefix.key)
+        now = self._clock()
         if waiting is None:
             return
         duration_s = choose_duration(waiting, self.book.gaps, self._settings)
@@ -167,7 +170,8 @@ class Leasing:
 
     def done(self, action: Action, now: float) -> None:
         """A pin had its effect, or one was taken back."""
-        at, prefix = action.instance_id, action.prefix
+        at = action.instance_id
+        prefix = action.prefix
         assert prefix is not None
         if action.kind is ActionKind.UNPIN:
             self.book.released.pop((at, prefix.key), None)
@@ -195,11 +199,14 @@ class Leasing:
         self, of: Waiting, prefix: KnownPrefix, endpoint: Endpoint, duration_s: float, now: float
     ) -> tuple[Lease, str]:
         """By the best lever there is, and why by none."""
-        action, lever, refusal = Action(ActionKind.PIN, endpoint.instance_id, prefix, ""), Lever.PIN, ""
+        action = Action(ActionKind.PIN, endpoint.instance_id, prefix, "")
+        lever = Lever.PIN
+        refusal = ""
         if ActionKind.PIN not in self._lookups.supported or self._executor.is_disabled(action):
             lever = Lever.SESSION if self._holds.can_hold(endpoint, len(prefix.tokens)) else Lever.TOUCH
             refusal = self._toucher.why_not(endpoint, len(prefix.tokens)) if lever is Lever.TOUCH else ""
-        why, until = Why.TOOL_CALL if of.kind[1] else Why.CLIENT, of.ended_at + duration_s
+        why = Why.TOOL_CALL if of.kind[1] else Why.CLIENT
+        until = of.ended_at + duration_s
         held = lever is Lever.TOUCH  # the engine has just used it
         filled = self._toucher.insertions.total((of.cluster, endpoint.id))
         return Lease(of, prefix, endpoint.instance_id, lever, why, now, until, now, held, filled=filled), refusal
@@ -221,7 +228,9 @@ class Leasing:
 
     def _verify(self, lease: Lease, cluster: Cluster, finished: Result) -> LeaseResult:
         """What the engine reused of what was promised."""
-        reused, there, seconds = finished.cached_tokens, finished.endpoint == lease.of.endpoint, 0.0
+        reused = finished.cached_tokens
+        there = finished.endpoint == lease.of.endpoint
+        seconds = 0.0
         if not lease.held:
             result = "early"
         elif reused is None:

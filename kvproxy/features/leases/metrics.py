@@ -24,9 +24,11 @@ class LeaseMetrics(MetricGroup):
 
     def __init__(self, r: CollectorRegistry) -> None:
         self.grants = Counter(
-            "kvproxy_lease_grants", "Prompts that are to be kept, by why and by what keeps them",
-            ["why", "lever"], registry=r,
-        )  # fmt: skip  # tool_call, client; pin, session, touch
+            "kvproxy_lease_grants",
+            "Prompts that are to be kept, by why and by what keeps them",
+            ["why", "lever"],
+            registry=r,
+        )  # tool_call, client; pin, session, touch
         self.refusals = Counter(
             "kvproxy_lease_refusals", "Prompts worth keeping that are not kept", ["reason"], registry=r
         )  # short, max_leases, tenant_budget, endpoint_budget, no_lever, unpriced, duplicate
@@ -34,16 +36,19 @@ class LeaseMetrics(MetricGroup):
         # kept, broken, elsewhere, unverified, early; without a return: expired, session_ended, no_effect, not_worth,
         # too_late
         self.promised_tokens = Counter(
-            "kvproxy_lease_promised_tokens", "Tokens under leases whose conversation came back and that were verified",
+            "kvproxy_lease_promised_tokens",
+            "Tokens under leases whose conversation came back and that were verified",
             registry=r,
-        )  # fmt: skip
+        )
         self.reused_tokens = Counter(
             "kvproxy_lease_reused_tokens", "Of these, tokens that the engines did reuse", registry=r
         )
         self.reused_seconds = Counter(
-            "kvproxy_lease_reused_seconds", "Seconds of prefill these would have taken, by learned speeds (some of it "
-            "would have been cached without a lease)", registry=r,
-        )  # fmt: skip
+            "kvproxy_lease_reused_seconds",
+            "Seconds of prefill these would have taken, by learned speeds (some of it "
+            "would have been cached without a lease)",
+            registry=r,
+        )
         self.touched_tokens = Counter(
             "kvproxy_lease_touched_tokens", "Tokens of prompts asked for again to keep them", ["state"], registry=r
         )  # found, computed
@@ -54,6 +59,9 @@ class LeaseMetrics(MetricGroup):
             "kvproxy_lease_held_tokens", "Tokens under lease by tenant", ["tenant"], registry=r
         )
         self.entries = CallbackGauge(
-            "kvproxy_lease_entries", "`leases`, conversations that are `waiting`, known kinds of `pauses`, and "
-            "`sessions` of SGLang to be closed", ["what"], registry=r,
-        )  # fmt: skip
+            "kvproxy_lease_entries",
+            "`leases`, conversations that are `waiting`, known kinds of `pauses`, and "
+            "`sessions` of SGLang to be closed",
+            ["what"],
+            registry=r,
+        )

@@ -66,8 +66,9 @@ class SessionHolds:
         """From now on, once the engine was told."""
         lease.session = f"kvproxy-{os.urandom(8).hex()}"
         about = f"hold {lease.prefix.name}"
-        self._jobs.submit(Job(("hold", lease.session), partial(self._hold, lease, endpoint), lane=lease.instance,
-                              about=about))  # fmt: skip
+        self._jobs.submit(
+            Job(("hold", lease.session), partial(self._hold, lease, endpoint), lane=lease.instance, about=about)
+        )
 
     def tick(self) -> None:
         """Asks engines whether they can, and closes the sessions of leases that are over."""
@@ -107,7 +108,8 @@ class SessionHolds:
         return True
 
     async def _hold(self, lease: Lease, endpoint: Endpoint) -> bool:
-        began, found = self._clock(), 0
+        began = self._clock()
+        found = 0
         if self._book.leases.get(lease.of.key) is not lease or lease.returned_at is not None:
             return False  # it ended while this waited
         result = "dry_run"
@@ -145,6 +147,15 @@ class SessionHolds:
                 return False
         self._book.to_close.pop(session, None)
         self._actions.labels("close", result).inc()
-        log_fields(audit, "cache", {"action": "close", "instance": endpoint.instance_id, "session": session,
-                                    "reason": "lease over", "result": result})  # fmt: skip
+        log_fields(
+            audit,
+            "cache",
+            {
+                "action": "close",
+                "instance": endpoint.instance_id,
+                "session": session,
+                "reason": "lease over",
+                "result": result,
+            },
+        )
         return True

@@ -39,14 +39,23 @@ def awaited(waiting: Waiting, now: float) -> Awaited:
     """A conversation, on the deltas."""
     (client, tool), age_s = waiting.kind, now - waiting.ended_at
     return Awaited(
-        waiting.key, client, tool, waiting.cluster, str(waiting.endpoint), waiting.tenant, waiting.session,
-        waiting.asked_s, age_s,
-    )  # fmt: skip
+        waiting.key,
+        client,
+        tool,
+        waiting.cluster,
+        str(waiting.endpoint),
+        waiting.tenant,
+        waiting.session,
+        waiting.asked_s,
+        age_s,
+    )
 
 
 def leased(lease: Lease, now: float) -> Leased:
     """A lease, on the deltas."""
-    of, age_s, left_s = awaited(lease.of, now), now - lease.made_at, lease.until - now
+    of = awaited(lease.of, now)
+    age_s = now - lease.made_at
+    left_s = lease.until - now
     return Leased(of, lease.instance, lease.lever, lease.why, lease.tokens, lease.held, age_s, left_s)
 
 
@@ -81,16 +90,24 @@ def end_waiting(session: int, world: World) -> None:
 
 
 def _waiting(said: Awaited, now: float) -> Waiting:
-    kind, endpoint = (said.client, said.tool), EndpointId(said.endpoint)
-    return Waiting(
-        said.key, kind, now - said.age_s, endpoint, said.cluster, said.tenant, said.session, said.asked_s
-    )  # fmt: skip
+    kind = (said.client, said.tool)
+    endpoint = EndpointId(said.endpoint)
+    return Waiting(said.key, kind, now - said.age_s, endpoint, said.cluster, said.tenant, said.session, said.asked_s)
 
 
 def _lease(said: Leased, hotness: Hotness, now: float) -> Lease:
-    of, made_at = _waiting(said.of, now), now - said.age_s
+    of = _waiting(said.of, now)
+    made_at = now - said.age_s
     prefix = hotness.find_prefix(of.key) or KnownPrefix(of.key, "", "", deque(maxlen=1), of.key)
     return Lease(
-        of, prefix, said.instance, said.lever, said.why, made_at, now + said.left_s, now, said.held,
+        of,
+        prefix,
+        said.instance,
+        said.lever,
+        said.why,
+        made_at,
+        now + said.left_s,
+        now,
+        said.held,
         told_tokens=max(0, said.tokens),
-    )  # fmt: skip
+    )

@@ -31,14 +31,17 @@ audit = logging.getLogger("kvproxy.audit")
 
 #: What engines are given to compute is averaged over so long; at first over the time since it began, but for
 #: bursts.
-_HALF_LIFE_S, _LEAST_SEEN_S = 60.0, 30.0
+_HALF_LIFE_S = 60.0
+_LEAST_SEEN_S = 30.0
 #: A prompt is touched once a cache took this share of its capacity in new tokens since the prompt's last use: with all
 #: of it the prompt would be gone, whether that takes seconds or hours.
 TOUCHED_AT = 0.5
 #: From this share on it goes before requests that wait for their prefill; with all of it there is nothing left to keep.
-URGENT_AT, GONE_AT = 0.8, 1.0
+URGENT_AT = 0.8
+GONE_AT = 1.0
 #: A touch that found its prompt gone: prompts stay for fewer new tokens than was thought; one that found it, for more.
-_SHORTER, _LONGER = 0.5, 1.1
+_SHORTER = 0.5
+_LONGER = 1.1
 #: What an engine computes of a prompt that it holds: the end of its last block.
 LAST_TOKENS = 32
 #: Longer prompts would hold the event loop while they are written as JSON.
@@ -219,7 +222,8 @@ class Toucher:
         return is_worth(chance, saved_s, cost_s, stays_s=stays_s, left_s=lease.until - now)
 
     async def _touch(self, lease: Lease, endpoint: Endpoint) -> bool:
-        began, found = self._clock(), 0
+        began = self._clock()
+        found = 0
         if lease.returned_at is not None or began >= lease.until:
             return False  # it ended while this waited
         if self._settings.cache_strategy.dry_run:
@@ -240,7 +244,8 @@ class Toucher:
             return error.reason, 0
         if answer.cached_tokens is None:
             return "unverified", 0
-        found, place = answer.cached_tokens, (lease.of.cluster, endpoint.id)
+        found = answer.cached_tokens
+        place = (lease.of.cluster, endpoint.id)
         self._metrics.labels("found").inc(found)
         self._metrics.labels("computed").inc(max(0, answer.prompt_tokens - found))
         was_there = found >= lease.reusable_tokens

@@ -82,13 +82,17 @@ class Ledger(WritingObserver[_Over]):
 
     def finished(self, exchange: Exchange, now: float) -> None:
         """Entered is what an engine answered well, whole or in part; what it refused costs nothing."""
-        inference, outcome = exchange.inference, exchange.outcome
+        inference = exchange.inference
+        outcome = exchange.outcome
         if inference is not None and outcome.prefilled:
             self._writer.put_item(_Over(exchange.request_id, exchange.tenant, inference.model, now, outcome))
 
     def _line(self, over: _Over) -> bytes:
-        outcome, ended = over.outcome, self._wall_clock() - timedelta(seconds=self._clock() - over.ended_at)
-        prompt, cached, output = outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens
+        outcome = over.outcome
+        ended = self._wall_clock() - timedelta(seconds=self._clock() - over.ended_at)
+        prompt = outcome.prompt_tokens
+        cached = outcome.cached_tokens
+        output = outcome.completion_tokens
         if cached is None and self._bill_predicted:
             cached = outcome.predicted_tokens
         uncached = None if prompt is None else prompt - (cached or 0)

@@ -21,10 +21,14 @@ class NormalizeMetrics(MetricGroup):
 
     def __init__(self, r: CollectorRegistry) -> None:
         self.normalized = Counter(
-            "kvproxy_normalized_requests", "Requests with a prompt that rules of `normalize` change",
-            ["cluster", "rules", "result"], registry=r,
-        )  # fmt: skip  # rewritten, left, failed
+            "kvproxy_normalized_requests",
+            "Requests with a prompt that rules of `normalize` change",
+            ["cluster", "rules", "result"],
+            registry=r,
+        )  # rewritten, left, failed
         self.normalize_state = Gauge(
-            "kvproxy_normalize_state", "1: this is what is known of the rules on the cluster's traffic",
-            ["cluster", "rules", "state"], registry=r,
-        )  # fmt: skip  # trying, on, off
+            "kvproxy_normalize_state",
+            "1: this is what is known of the rules on the cluster's traffic",
+            ["cluster", "rules", "state"],
+            registry=r,
+        )  # trying, on, off

@@ -90,7 +90,8 @@ class NormalizeFilter(Step):
 
     def before(self, exchange: Exchange, downstream: Downstream) -> None:
         """The request goes on, rewritten or not; a body that was too long to be decoded at once is left alone."""
-        request, body = exchange.inference, exchange.body
+        request = exchange.inference
+        body = exchange.body
         if request is None or body is None or exchange.members is not None:
             return
         pieces = pieces_of(request.prompt)
@@ -98,7 +99,9 @@ class NormalizeFilter(Step):
         target = self._routes.resolve(downstream.scope["path"], request.model) if names else None
         if target is None:
             return
-        cluster, session, result = target.cluster.name, session_of(exchange.tenant, request), "left"
+        cluster = target.cluster.name
+        session = session_of(exchange.tenant, request)
+        result = "left"
         trial = self._trials.of(cluster, names)
         if trial.applies(session):
             changes = [(old, new) for old, new in zip(pieces, changed, strict=True) if old != new]
@@ -131,7 +134,8 @@ class TrialWatch(RequestObserver):
 
     def finished(self, exchange: Exchange, now: float) -> None:
         """By the engine's own count, where it gave one."""
-        prompt, cached = exchange.outcome.prompt_tokens, exchange.outcome.cached_tokens
+        prompt = exchange.outcome.prompt_tokens
+        cached = exchange.outcome.cached_tokens
         if prompt is None or cached is None:
             return
         if self._trial.observe_turn(self._session, prompt_tokens=prompt, cached_tokens=cached) is not None:
@@ -163,7 +167,8 @@ def put_all(
         return False
     exchange.body = downstream.replayed = body
     exchange.inference = msgspec.structs.replace(request, prompt=wanted)
-    scope, length = downstream.scope, b"%d" % len(body)
+    scope = downstream.scope
+    length = b"%d" % len(body)
     scope["headers"] = [(name, length if name == b"content-length" else value) for name, value in scope["headers"]]
     return True
 

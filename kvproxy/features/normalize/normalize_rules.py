@@ -149,15 +149,18 @@ _RULES: Mapping[NormalizeRule, Mapping[bytes, Callable[[bytes], bytes]]] = {
     NormalizeRule.BILLING_HEADER: {b"system": _without_header, b"messages": _without_header_in_message},
     NormalizeRule.SORT_TOOLS: {b"tools": _sorted_tools},
     NormalizeRule.TOKEN_COUNTERS: {
-        b"system": _without_counter_blocks, b"instructions": _without_counters, b"messages": _without_counters,
+        b"system": _without_counter_blocks,
+        b"instructions": _without_counters,
+        b"messages": _without_counters,
     },
-}  # fmt: skip
+}
 
 
 def put_into(body: bytes, before: Piece, after: Piece) -> bytes | None:
     """The body with the one piece in place of the other, every other byte as it was; None where it is not found as
     clients commonly write it."""
-    name, at = b'"%b":' % before.name, -1
+    name = b'"%b":' % before.name
+    at = -1
     for _ in range(_MAX_PLACES):
         if (at := body.find(name, at + 1)) < 0:
             return None

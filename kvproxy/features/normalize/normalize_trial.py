@@ -15,9 +15,11 @@ from enum import StrEnum
 #: The least difference of shares that is worth rewriting prompts for.
 LEAST_GAIN = 0.03
 #: Sessions with and without before anything is concluded; turns of one that make it count.
-_LEAST_SESSIONS, _LEAST_TURNS = 8, 3
+_LEAST_SESSIONS = 8
+_LEAST_TURNS = 3
 #: Doubts are looked at again and again, so they have to be small ones.
-_SURELY, _CLEARLY = 3.5, 2.5
+_SURELY = 3.5
+_CLEARLY = 2.5
 #: A difference is never believed to be known better than this.
 _LEAST_ERROR = 0.005
 #: Sessions that were rewritten after which it should have shown; all that are kept of both kinds.

@@ -17,7 +17,8 @@ class CarriedAnswer:
     """Begins with the answer's head; `completed` ends its request."""
 
     def __init__(self, request: CarriedRequest, status: int, headers: Headers) -> None:
-        self._request, self._headers = request, headers
+        self._request = request
+        self._headers = headers
         self._outcome = request.exchange.outcome
         self._outcome.status = status
         self._first = b""
@@ -26,7 +27,8 @@ class CarriedAnswer:
     def locate(self, address: str, details: str) -> str:
         """It came from `address` ("": not told), or the carrier answered itself (`details` say why). The load follows.
         How that stands to the pick; a metric label."""
-        request, held = self._request, self._request.held
+        request = self._request
+        held = self._request.held
         if not details and held is not None:
             return self._follow(held, address) if address else "unreported"
         self._outcome.end = "local_reply"
@@ -37,7 +39,8 @@ class CarriedAnswer:
     def _follow(self, held: PickReservation, address: str) -> str:
         if address == address_of(held.pick.endpoint):
             return "as_picked"
-        request, cluster = self._request, held.cluster
+        request = self._request
+        cluster = held.cluster
         fallback = next((each for each in request.listed if address_of(each) == address), None)
         served = fallback or next((each for each in cluster.endpoints if address_of(each) == address), None)
         # Why it went elsewhere is not said: the first could not be reached, or the carrier does not know it.
@@ -63,10 +66,12 @@ class CarriedAnswer:
 
     def completed(self) -> None:
         """It is whole."""
-        request, outcome = self._request, self._outcome
+        request = self._request
+        outcome = self._outcome
         outcome.end = outcome.end or "completed"
         error = self._read_end() if self._last else None
-        held, now = request.held, request.placer.clock()
+        held = request.held
+        now = request.placer.clock()
         if held is not None:
             if outcome.ttft_s is None and outcome.status < 400:
                 self._first_byte(now)
@@ -74,12 +79,14 @@ class CarriedAnswer:
             held.pick.endpoint.metrics.count_request(outcome.status)
             request.settle(verdict, prompt_tokens=outcome.prompt_tokens, cached_tokens=outcome.cached_tokens)
             if verdict is AttemptOutcome.SUCCESS and outcome.completion_tokens is not None:
-                policies, endpoint = held.cluster.policies, held.pick.endpoint.id
+                policies = held.cluster.policies
+                endpoint = held.pick.endpoint.id
                 policies.observe_answer(endpoint, held.pick.reservation, outcome.completion_tokens, now)
         request.finish(now)
 
     def _first_byte(self, now: float) -> None:
-        request, exchange = self._request, self._request.exchange
+        request = self._request
+        exchange = self._request.exchange
         if request.held is not None:
             request.placer.held.first_token(request.held.id)
         exchange.outcome.ttft_s = now - exchange.received_at
@@ -95,7 +102,8 @@ class CarriedAnswer:
         )
 
     def _verdict(self, held: PickReservation, error: UpstreamError | None, now: float) -> AttemptOutcome:
-        status, endpoint = self._outcome.status, held.pick.endpoint
+        status = self._outcome.status
+        endpoint = held.pick.endpoint
         if error is None and status < 400:
             return AttemptOutcome.SUCCESS
         if status == 503:

@@ -46,7 +46,8 @@ class Placer:
 
     def __init__(self, target: PickerTarget, *, lease_s: float, fallbacks: int) -> None:
         self.target = target
-        self.lease_s, self.fallbacks = lease_s, fallbacks
+        self.lease_s = lease_s
+        self.fallbacks = fallbacks
         self.clock = target.clock
         self.held = Reservations(metrics=target.metrics, clock=target.clock, queue="picker")
         self.pace = asyncio.Lock()
@@ -66,7 +67,8 @@ class Placer:
     def _follow(self) -> None:
         """The configuration was replaced."""
         target = self.target
-        self._routes, config = target.routes, target.config
+        self._routes = target.routes
+        config = target.config
         settings = next((spec.settings for spec in config.filters if spec.name == "inference_request"), None)
         router = next((spec.settings for spec in config.filters if isinstance(spec.settings, RouterSettings)), None)
         offers = router is not None and any(one.client_policies for one in config.clusters.values())
@@ -88,7 +90,8 @@ class CarriedRequest:
         self._kind = KIND_OF_PATH.get(path) if method == "POST" else None
         self.post = method == "POST"
         self.exchange = exchange = Exchange(received_at=placer.clock())
-        exchange.observers, exchange.hooks = placer.observers, placer.hooks
+        exchange.observers = placer.observers
+        exchange.hooks = placer.hooks
         self._placement: ExternalPlacement | None = None  # once it has an endpoint
         self.held: PickReservation | None = None
         self.listed: list[Endpoint] = []  # the chosen endpoint, then where to go if it cannot be reached
@@ -111,7 +114,8 @@ class CarriedRequest:
         `subset`: only these addresses; `sees_answer`: the pieces of the answer will be told of as they come. Raises
         LocalReply where no endpoint may take it.
         """
-        exchange, placer = self.exchange, self.placer
+        exchange = self.exchange
+        placer = self.placer
         await self._read(body)
         if "received" in exchange.hooks:
             notify(RequestObserver.received, exchange, placer.clock())
@@ -138,7 +142,8 @@ class CarriedRequest:
         inference = decode_body(self._kind, body, caller)
         if inference is None:
             inference, _ = await scan_body(self._kind, body, caller, pace=self.placer.pace)
-        self.exchange.body, self.exchange.inference = body, inference
+        self.exchange.body = body
+        self.exchange.inference = inference
         if inference is not None:
             session = "child" if inference.parent_session else "named" if inference.session_key else "none"
             clients = self.placer.target.metrics.group(RequestMetrics).clients
@@ -146,7 +151,8 @@ class CarriedRequest:
 
     async def _know(self, target: RouteTarget) -> None:
         """What endpoints hold of its prompt. No fact about a cache fails a request."""
-        exchange, service = self.exchange, self.placer.target.kvcache
+        exchange = self.exchange
+        service = self.placer.target.kvcache
         if service is None or exchange.inference is None or exchange.body is None:
             return
         recorded = any(one.wants_facts for one in self.placer.target.observers)
@@ -161,14 +167,17 @@ class CarriedRequest:
         except Exception:
             log.exception("no facts for this request")
             return
-        later, exchange.observers = exchange.observers, ()
+        later = exchange.observers
+        exchange.observers = ()
         use_facts(service, facts, exchange, prefers=prefers(service.settings, target.cluster.settings.policy))
         exchange.observers += later  # they are notified of an end after the cache has learned from it
         if "facts_known" in exchange.hooks:
             notify(RequestObserver.facts_known, exchange)
 
     async def _decide(self, target: RouteTarget, outside: frozenset[EndpointId]) -> None:
-        exchange, placer, cluster = self.exchange, self.placer, target.cluster
+        exchange = self.exchange
+        placer = self.placer
+        cluster = target.cluster
         if placer.held.full:
             raise shed_reply(429, "too_many_requests")
         header = cluster.settings.queue.priority_header.lower().encode()
@@ -223,7 +232,8 @@ class CarriedRequest:
     def refused(self, why: LocalReply) -> None:
         """The client got this instead of an endpoint."""
         self.placer.target.metrics.group(RequestMetrics).local_replies.labels(str(why.status), why.reason).inc()
-        self.exchange.outcome.status, self.exchange.outcome.end = why.status, "local_reply"
+        self.exchange.outcome.status = why.status
+        self.exchange.outcome.end = "local_reply"
         self.finish(self.placer.clock())
 
     def settle(

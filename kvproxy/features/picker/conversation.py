@@ -38,7 +38,9 @@ class Conversations:
     """What all conversations share: makes the one of each gRPC stream. Entered while any may run."""
 
     def __init__(self, placer: Placer, *, held: HeldBodies, metrics: Metrics) -> None:
-        self.placer, self.held, self.metrics = placer, held, metrics
+        self.placer = placer
+        self.held = held
+        self.metrics = metrics
         limits = placer.target.config.limits
         self.most_bytes = limits.body
         self.tasks = TaskSet()
@@ -54,12 +56,15 @@ class Conversation:
     over with its answer, or when Envoy ends the stream, which it keeps open as long as the request lives."""
 
     def __init__(self, shared: Conversations, replies: Replies) -> None:
-        self._shared, self._replies = shared, replies
-        self._stage, self._mode = _Stage.HEADERS, "headers"
+        self._shared = shared
+        self._replies = replies
+        self._stage = _Stage.HEADERS
+        self._mode = "headers"
         self._request: CarriedRequest
         self._answer: CarriedAnswer
         self._begun: Beginning
-        self._pieces, self._size = list[bytes](), 0
+        self._pieces = list[bytes]()
+        self._size = 0
         self._trailers = False
         self._task: asyncio.Task[None] | None = None
 
@@ -172,7 +177,8 @@ class Conversation:
 
     def _send_picked(self, replaced: bytes | None) -> None:
         listed = self._request.listed
-        destinations, headers = [address_of(each) for each in listed], rank_headers(listed[0])
+        destinations = [address_of(each) for each in listed]
+        headers = rank_headers(listed[0])
         whole = self._mode == "buffered"
         self._replies.send(messages.picked(destinations, headers, with_body=whole, body=replaced))
         if self._mode != "duplex":
@@ -231,7 +237,8 @@ class Conversation:
 
     def _end(self) -> None:
         """Whatever there was ends; what a pick reserved is given back."""
-        stage, self._stage = self._stage, _Stage.OVER
+        stage = self._stage
+        self._stage = _Stage.OVER
         if stage in (_Stage.OVER, _Stage.HEADERS):
             return
         self._shared.bodies.remove(self)
@@ -245,7 +252,8 @@ class Conversation:
 
     def _drop_body(self) -> None:
         self._shared.held.give_back(self._size)
-        self._pieces, self._size = [], 0
+        self._pieces = []
+        self._size = 0
 
     def _count(self, result: str) -> None:
         self._shared.metrics.group(PickerMetrics).requests.labels(self._mode, result).inc()

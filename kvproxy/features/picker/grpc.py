@@ -19,9 +19,11 @@ from kvproxy.proxy.request.body import BodiesFull, HeldBodies
 log = logging.getLogger("kvproxy.picker")
 
 #: A handshake of TLS takes no longer, and so does the preface after it.
-_HANDSHAKE_S, PREFACE_S = 10.0, 5.0
+_HANDSHAKE_S = 10.0
+PREFACE_S = 5.0
 #: A connection without a call is closed after so long; they are looked at so often.
-IDLE_S, LOOK_S = 600.0, 1.0
+IDLE_S = 600.0
+LOOK_S = 1.0
 _PREFIX_BYTES = 5
 _HEAD = encode_fields({b":status": b"200", b"content-type": b"application/grpc"})
 
@@ -86,7 +88,9 @@ class _Messages:
     """Cuts messages out of one stream's data. What is held of an unfinished one counts among all bodies."""
 
     def __init__(self, stream: Stream, method: Method, *, held: HeldBodies, most_bytes: int) -> None:
-        self._stream, self._held, self._most = stream, held, most_bytes
+        self._stream = stream
+        self._held = held
+        self._most = most_bytes
         self._replies = Replies(stream)
         self._call = method(self._replies)
         self._pieces: list[bytes] = []
@@ -126,7 +130,8 @@ class _Messages:
 
     def _deliver(self, data: bytes) -> bytes:
         """Hands over the whole messages at the beginning of `data`; the rest of it."""
-        position, size = 0, len(data)
+        position = 0
+        size = len(data)
         while size - position >= _PREFIX_BYTES and not self._stream.closed:
             end = position + self._wanted(data, position)
             if end > size or self._stream.closed:
@@ -157,7 +162,8 @@ class _Messages:
 
     def _drop(self) -> None:
         self._held.give_back(self._size)
-        self._pieces, self._size = [], 0
+        self._pieces = []
+        self._size = 0
 
 
 class _Refused:
@@ -189,9 +195,14 @@ class GrpcServer:
         on_closed: Callable[[str], None] = lambda why: None,
     ) -> None:
         self._methods = {path.encode(): method for path, method in methods.items()}
-        self._host, self._port, self._tls, self._drain_s = host, port, tls, drain_s
-        self._held, self._most = held, most_bytes
-        self._max_streams, self._max_connections = max_streams, max_connections
+        self._host = host
+        self._port = port
+        self._tls = tls
+        self._drain_s = drain_s
+        self._held = held
+        self._most = most_bytes
+        self._max_streams = max_streams
+        self._max_connections = max_connections
         self.connections: set[Http2Connection] = set()
         self._idle = asyncio.Event()
         self._on_closed = on_closed
@@ -209,7 +220,8 @@ class GrpcServer:
         return sum(len(connection.streams) for connection in self.connections)
 
     async def __aenter__(self) -> Self:
-        tls, context = self._tls, None
+        tls = self._tls
+        context = None
         if tls is not None:
             context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tls.client_ca or None)
             context.verify_mode = ssl.CERT_REQUIRED if tls.client_ca else ssl.CERT_NONE
@@ -244,7 +256,8 @@ class GrpcServer:
     def _look(self) -> None:
         """Close connections that do not begin, and those that stay without a call."""
         loop = asyncio.get_running_loop()
-        self._look_again, now = loop.call_later(LOOK_S, self._look), loop.time()
+        self._look_again = loop.call_later(LOOK_S, self._look)
+        now = loop.time()
         for connection in [one for one in self.connections if not one.streams]:
             silent_s = now - connection.idle_since
             if not connection.begun and silent_s > PREFACE_S:

@@ -20,8 +20,11 @@ from kvproxy.features.picker.http2_stream import Stream, StreamHandler
 
 log = logging.getLogger("kvproxy.picker")
 
-_SET_STREAMS, _SET_WINDOW, _SET_FRAME = 3, 4, 5
-_STREAM_WINDOW, _WINDOW_BYTES = 1024 * 1024, 16 * 1024 * 1024
+_SET_STREAMS = 3
+_SET_WINDOW = 4
+_SET_FRAME = 5
+_STREAM_WINDOW = 1024 * 1024
+_WINDOW_BYTES = 16 * 1024 * 1024
 _DEFAULT_WINDOW = 65_535
 #: A stream with so much waiting to be sent is granted no more to send itself.
 _MAX_WAITING_BYTES = 256 * 1024
@@ -42,9 +45,12 @@ class Http2Connection(asyncio.BufferedProtocol):
         room: memoryview | None = None,
         on_change: Callable[[Http2Connection, bool], None] = lambda connection, there: None,  # after TLS's handshake
     ) -> None:
-        self._accept, self._max_streams, self._on_change = accept, max_streams, on_change
+        self._accept = accept
+        self._max_streams = max_streams
+        self._on_change = on_change
         self.streams: dict[int, Stream] = {}
-        self.credit, self.peer_frame_bytes = _DEFAULT_WINDOW, wire.FRAME_BYTES
+        self.credit = _DEFAULT_WINDOW
+        self.peer_frame_bytes = wire.FRAME_BYTES
         self.paused = False  # the peer takes nothing at present
         self._peer_window = _DEFAULT_WINDOW
         self._received = 0
@@ -53,9 +59,12 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._reader = FrameReader(self._take, self._open, shared=shared)
         self.idle_since = 0.0  # loop time; meaningless while there are streams
         self._takers = {
-            wire.DATA: self._take_data, wire.RESET: self._take_reset, wire.SETTINGS: self._take_settings,
-            wire.PING: self._take_ping, wire.WINDOW: self._take_window,
-        }  # fmt: skip
+            wire.DATA: self._take_data,
+            wire.RESET: self._take_reset,
+            wire.SETTINGS: self._take_settings,
+            wire.PING: self._take_ping,
+            wire.WINDOW: self._take_window,
+        }
         self._leaving = False
         self._last = 0
         self._out: list[bytes | memoryview] = []
@@ -75,7 +84,8 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.write(encode_frame(wire.SETTINGS, 0, 0, settings) + encode_frame(wire.WINDOW, 0, 0, more))
 
     def connection_lost(self, error: Exception | None) -> None:
-        streams, self.streams = list(self.streams.values()), {}
+        streams = list(self.streams.values())
+        self.streams = {}
         for stream in streams:
             stream.closed = True
             stream.handler.gone()
@@ -85,7 +95,8 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.paused = True
 
     def resume_writing(self) -> None:
-        self.paused, self._untaken = False, 0
+        self.paused = False
+        self._untaken = 0
         self._unblock()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -158,11 +169,13 @@ class Http2Connection(asyncio.BufferedProtocol):
     def _flush(self) -> None:
         self._flushing = False
         if self._out:
-            out, self._out = self._out, []
+            out = self._out
+            self._out = []
             write_pieces(self._transport, out)
 
     def _unblock(self) -> None:
-        blocked, self._blocked = self._blocked, {}
+        blocked = self._blocked
+        self._blocked = {}
         for stream in blocked.values():
             stream.pump()
 
@@ -234,7 +247,8 @@ class Http2Connection(asyncio.BufferedProtocol):
                 window = value
             elif setting == _SET_FRAME:
                 self.peer_frame_bytes = min(max(value, wire.FRAME_BYTES), 4 * wire.FRAME_BYTES)
-        change, self._peer_window = window - self._peer_window, window
+        change = window - self._peer_window
+        self._peer_window = window
         for stream in self.streams.values() if change else ():
             stream.credit += change
         self._answer(encode_frame(wire.SETTINGS, wire.ACK, 0))

@@ -14,12 +14,15 @@ LARGEST = 2**31 - 1  # of stream numbers and windows
 _MAX_HEADER_BYTES = 64 * 1024
 #: Read at once, into a buffer that the connections of a server share; and the room of one that holds an unfinished
 #: frame, which is a whole one.
-BUFFER_BYTES, _OWN_BYTES = 128 * 1024, FRAME_BYTES + 9
+BUFFER_BYTES = 128 * 1024
+_OWN_BYTES = FRAME_BYTES + 9
 _HEAD = struct.Struct("!BHBBI")  # length in two parts, kind, flags, stream
 
 DATA, HEADERS, PRIORITY, RESET, SETTINGS, PUSH, PING, GOAWAY, WINDOW, CONTINUATION = range(10)
 ACK = END_STREAM = 0x1
-END_HEADERS, PADDED, PRIORITISED = 0x4, 0x8, 0x20
+END_HEADERS = 0x4
+PADDED = 0x8
+PRIORITISED = 0x20
 
 
 class Code(IntEnum):
@@ -74,7 +77,8 @@ class FrameReader:
         *,
         shared: memoryview,
     ) -> None:
-        self._on_frame, self._on_headers = on_frame, on_headers
+        self._on_frame = on_frame
+        self._on_headers = on_headers
         self._decoder = Decoder(max_header_list_size=_MAX_HEADER_BYTES)
         self._latest: tuple[bytes, Fields] = b"", {}  # the latest header block, if it left the decoder as it was
         self._shared = shared
@@ -90,7 +94,8 @@ class FrameReader:
 
     def take(self, count: int) -> None:
         """So many bytes were written there. Raises ConnectionFault."""
-        size, self._filled = self._filled + count, 0
+        size = self._filled + count
+        self._filled = 0
         buffer = self._shared if self._own is None else self._own
         end = self._read(buffer, size)
         self._filled = size - end
@@ -110,7 +115,8 @@ class FrameReader:
                 raise ConnectionFault(Code.PROTOCOL_ERROR, "the peer does not speak HTTP/2")
             if size < len(PREFACE):
                 return 0
-            self.begun, position = True, len(PREFACE)
+            self.begun = True
+            position = len(PREFACE)
         while size - position >= 9:
             high, low, kind, flags, name = _HEAD.unpack_from(buffer, position)
             length = high << 16 | low

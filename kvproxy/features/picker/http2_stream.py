@@ -41,8 +41,18 @@ class Carrier(Protocol):
 class Stream:
     """One exchange. What is sent waits here where the peer's windows are full."""
 
-    __slots__ = ("_connection", "_ending", "_waiting", "closed", "credit", "handler", "id", "peer_ended", "received",
-                 "waiting_bytes")  # fmt: skip
+    __slots__ = (
+        "_connection",
+        "_ending",
+        "_waiting",
+        "closed",
+        "credit",
+        "handler",
+        "id",
+        "peer_ended",
+        "received",
+        "waiting_bytes",
+    )
 
     def __init__(self, connection: Carrier, name: int, credit: int) -> None:
         self.id = name

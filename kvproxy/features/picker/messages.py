@@ -21,7 +21,8 @@ __all__ = ["DecodeError", "ProcessingRequest"]
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
 SUBSET = "x-gateway-destination-endpoint-subset"
-_BALANCER, _SUBSET_HINT = "envoy.lb", "envoy.lb.subset_hint"
+_BALANCER = "envoy.lb"
+_SUBSET_HINT = "envoy.lb.subset_hint"
 #: Where Envoy puts `response_attributes`.
 _ATTRIBUTES = "envoy.filters.http.ext_proc"
 #: Ours to say: a client that sends them would choose its engine.
@@ -88,7 +89,8 @@ def read_beginning(message: Message) -> Beginning:
     """From the request's headers."""
     headers = header_fields(message.request_headers)
     about = dict(headers)
-    method, path = about.get(b":method", b"").decode("latin-1"), about.get(b":path", b"").decode("latin-1")
+    method = about.get(b":method", b"").decode("latin-1")
+    path = about.get(b":path", b"").decode("latin-1")
     ended = message.request_headers.end_of_stream
     return Beginning(method, path, headers, *body_modes(message), subset_of(message), ended)
 
@@ -137,7 +139,8 @@ def picked(
     the client's."""
     message = ProcessingResponse()
     part = message.request_body if with_body else message.request_headers
-    common, where = part.response, ",".join(destinations)
+    common = part.response
+    where = ",".join(destinations)
     common.clear_route_cache = True
     _set_headers(common.header_mutation, {**headers, DESTINATION: where})
     if not with_body:
@@ -199,7 +202,8 @@ def refused(why: LocalReply, path: str) -> bytes:
     """Envoy answers the client of `path` with this."""
     message = ProcessingResponse()
     reply = message.immediate_response
-    reply.status.code, reply.details = why.status, f"kvproxy_{why.reason}"
+    reply.status.code = why.status
+    reply.details = f"kvproxy_{why.reason}"
     reply.body = error_body(path, why.status, reason=why.reason, message=str(why))
     headers = {name.decode(): value.decode() for name, value in why.headers}
     _set_headers(reply.headers, headers | {"content-type": "application/json"})
@@ -210,5 +214,6 @@ def refused(why: LocalReply, path: str) -> bytes:
 def _set_headers(mutation: Message, headers: Mapping[str, str]) -> None:
     for name, value in headers.items():
         option = mutation.set_headers.add()
-        option.header.key, option.header.raw_value = name, value.encode()
+        option.header.key = name
+        option.header.raw_value = value.encode()
         option.append_action = _OVERWRITE

@@ -20,17 +20,23 @@ class PickerMetrics(MetricGroup):
 
     def __init__(self, r: CollectorRegistry) -> None:
         self.requests = Counter(
-            "kvproxy_picker_requests", "Requests Envoy asked about, by how it sends their bodies", ["mode", "result"],
+            "kvproxy_picker_requests",
+            "Requests Envoy asked about, by how it sends their bodies",
+            ["mode", "result"],
             registry=r,
-        )  # fmt: skip  # buffered, duplex, headers; picked, refused, malformed, body_timeout, error
+        )  # buffered, duplex, headers; picked, refused, malformed, body_timeout, error
         self.served = Counter(
             "kvproxy_picker_served", "Answers by where they came from, against the pick", ["result"], registry=r
         )  # as_picked, fallback, elsewhere, unknown (no endpoint of ours), unreported, none (Envoy's own answer)
         self.closed = Counter(
-            "kvproxy_picker_connections_closed", "Connections that the picker closed of its own accord", ["reason"],
+            "kvproxy_picker_connections_closed",
+            "Connections that the picker closed of its own accord",
+            ["reason"],
             registry=r,
-        )  # fmt: skip  # preface, idle, replaced (for a new one, being the longest idle), refused (all are busy)
+        )  # preface, idle, replaced (for a new one, being the longest idle), refused (all are busy)
         self.seconds = Histogram(
-            "kvproxy_picker_decision_seconds", "Whole body there to the endpoint named", buckets=LOCAL_BUCKETS_S,
+            "kvproxy_picker_decision_seconds",
+            "Whole body there to the endpoint named",
+            buckets=LOCAL_BUCKETS_S,
             registry=r,
-        )  # fmt: skip
+        )

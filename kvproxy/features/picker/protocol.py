@@ -17,7 +17,8 @@ from google.protobuf.struct_pb2 import DESCRIPTOR as STRUCT_FILE
 
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 PROCESS = f"/{EXT_PROC}/Process"
-CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+CHECK = "/grpc.health.v1.Health/Check"
+WATCH = "/grpc.health.v1.Health/Watch"
 
 _PACKAGE = "kvproxy.picker"
 _STRUCT = "google.protobuf.Struct"
@@ -124,7 +125,12 @@ def _build_messages() -> dict[str, Any]:
 
 
 _CLASSES = _build_messages()
-ProcessingRequest, ProcessingResponse = _CLASSES["ProcessingRequest"], _CLASSES["ProcessingResponse"]
-HeaderMap, HeaderValue = _CLASSES["HeaderMap"], _CLASSES["HeaderValue"]
-HealthCheckRequest, HealthCheckResponse = _CLASSES["HealthCheckRequest"], _CLASSES["HealthCheckResponse"]
-SERVING, NOT_SERVING, UNKNOWN = 1, 2, 3
+ProcessingRequest = _CLASSES["ProcessingRequest"]
+ProcessingResponse = _CLASSES["ProcessingResponse"]
+HeaderMap = _CLASSES["HeaderMap"]
+HeaderValue = _CLASSES["HeaderValue"]
+HealthCheckRequest = _CLASSES["HealthCheckRequest"]
+HealthCheckResponse = _CLASSES["HealthCheckResponse"]
+SERVING = 1
+NOT_SERVING = 2
+UNKNOWN = 3

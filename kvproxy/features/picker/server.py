@@ -50,13 +50,16 @@ class PickerServer:
 
     def __init__(self, target: ServedTarget, settings: PickerSettings) -> None:
         self._target = target
-        config, metrics = target.config, target.metrics
+        config = target.config
+        metrics = target.metrics
         placer = Placer(target, lease_s=settings.lease, fallbacks=settings.fallbacks)
         self._conversations = Conversations(placer, held=target.bodies, metrics=metrics)
         self._watches: set[HealthWatch] = set()
         methods: dict[str, Method] = {
-            PROCESS: self._conversations.begin, CHECK: self._check, WATCH: self._watch,
-        }  # fmt: skip
+            PROCESS: self._conversations.begin,
+            CHECK: self._check,
+            WATCH: self._watch,
+        }
         self._server = GrpcServer(
             methods,
             host=settings.host,
@@ -106,7 +109,8 @@ class HealthCheck:
     """One `Check`: alive always; ready until the drain begins, while a cluster has an endpoint that takes requests."""
 
     def __init__(self, target: ServedTarget, replies: Replies) -> None:
-        self._target, self._replies = target, replies
+        self._target = target
+        self._replies = replies
 
     def message(self, raw: bytes) -> None:
         """As of Call."""

@@ -33,7 +33,8 @@ def translate_chain(translation: Translation, manager: ConnectionManager, at: Pa
     _routes(translation, list(manager.route_config.routes), (*at, "route_config", "routes"))
     for name in ("request_id", "access_log", "inference_request"):
         translation.form.filters.append((name, None, (*at, "http_filters")))
-    scheme, proxy_at = "http", None
+    scheme = "http"
+    proxy_at = None
     router: dict[str, Any] | None = None
     for index, item in enumerate(manager.http_filters):
         here: Path = (*at, "http_filters", index)

@@ -122,7 +122,8 @@ def _listeners(translation: Translation, resources: Resources, at: Path) -> str:
 
 
 def _address(translation: Translation, listener: PixiuListener, here: Path) -> None:
-    socket, at = listener.address.socket_address, (*here, "address", "socket_address")
+    socket = listener.address.socket_address
+    at = (*here, "address", "socket_address")
     translation.set_value("listen", "host", socket.address or "0.0.0.0", (*at, "address"))
     if socket.port is None:
         translation.add_error((*at, "port"), "required")

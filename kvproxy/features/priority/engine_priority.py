@@ -20,7 +20,8 @@ from kvproxy.features.priority.priority_trial import PriorityPayoff, PriorityTri
 #: A request takes part in the experiment where so many are without a first token, itself among them.
 _PENDING = 4
 #: Two that wait are the fewest that can be ordered; after this long without, nothing waits in an engine.
-_WAITING, _NOTHING_WAITS_S = 2, 60.0
+_WAITING = 2
+_NOTHING_WAITS_S = 60.0
 #: An engine that paid no heed is asked again after this long: what waited may have waited in front of its scheduler.
 _ASK_AGAIN_S = 1800.0
 
@@ -189,9 +190,11 @@ class ClusterPriority:
         """Of a request that was received at that time of the clock and goes to `endpoint`, one of so many; the work is
         counted as granted to its tenant. `level`: of its class, larger first."""
         speeds = self._speeds()
-        own, slowness = 0.0, 1.0
+        own = 0.0
+        slowness = 1.0
         if speeds is not None:
-            own, slowness = own_s(facts, endpoint, speeds), speeds.slowness(endpoint, now)
+            own = own_s(facts, endpoint, speeds)
+            slowness = speeds.slowness(endpoint, now)
         class_s = level * LEVEL_S
         if tenant:
             class_s -= self._turns.behind_s(tenant, endpoints, now)

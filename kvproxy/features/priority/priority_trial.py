@@ -20,7 +20,8 @@ from enum import StrEnum
 from random import Random
 
 #: Of the pairs, those in order: in an engine that pays no heed, and at least in one that does.
-_HEEDLESS, _HEEDING = 0.5, 0.75
+_HEEDLESS = 0.5
+_HEEDING = 0.75
 #: Errors of either kind.
 _ERROR = 0.01
 _ENOUGH = math.log((1 - _ERROR) / _ERROR)
@@ -85,7 +86,8 @@ class PriorityTrial:
     def place(self, request: object, urgency: float, now: float) -> float:
         """The urgency that `request`, which will have to wait and whose first token will be seen, is sent with."""
         if self._first is None:
-            self._first, self._first_s = request, urgency
+            self._first = request
+            self._first_s = urgency
         elif self._second is None and self._order is None:
             self._second, self._second_at, self._ahead = request, now, self._rng.random() < 0.5
             return self._first_s - GAP_S if self._ahead else self._first_s + GAP_S
@@ -127,7 +129,8 @@ class PriorityTrial:
 
 
 #: One kind of window; of each the beginning is left out, where what waits still is of the other kind.
-WINDOW_S, SETTLING_S = 60.0, 15.0
+WINDOW_S = 60.0
+SETTLING_S = 15.0
 #: First tokens of each kind that decide.
 ENOUGH = 2000
 #: How long a decision stands.
@@ -175,7 +178,8 @@ class PriorityPayoff:
         self._begin()
 
     def _begin(self) -> None:
-        self._with, self._without = _Waits(), _Waits()
+        self._with = _Waits()
+        self._without = _Waits()
 
     @property
     def counted(self) -> tuple[int, int]:

@@ -219,9 +219,11 @@ def may_hold_pattern(value: bytes) -> bool:
 
 
 _PATTERN = re.compile(
-    b'"' + b"".join(b"(?:%c|\\\\u00(?i:%02x))" % (letter, letter) for letter in b"pattern")
-    + rb'"[ \t\r\n]*:[ \t\r\n]*("(?:[^"\\]|\\.)*+")', re.DOTALL,
-)  # fmt: skip
+    b'"'
+    + b"".join(b"(?:%c|\\\\u00(?i:%02x))" % (letter, letter) for letter in b"pattern")
+    + rb'"[ \t\r\n]*:[ \t\r\n]*("(?:[^"\\]|\\.)*+")',
+    re.DOTALL,
+)
 
 
 def fails_as_regex(value: Any) -> bool:

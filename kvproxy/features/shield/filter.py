@@ -103,7 +103,8 @@ class ShieldFilter(Step):
 
     def after(self, exchange: Exchange, downstream: Downstream) -> None:
         """A body that was read here is held no longer."""
-        held, exchange.held_bytes = exchange.held_bytes, 0
+        held = exchange.held_bytes
+        exchange.held_bytes = 0
         if held:
             self._reader.release(held)
 
@@ -148,7 +149,8 @@ class ShieldFilter(Step):
             return {Rule.HUGE_N} & {
                 rule for found in _FORM_FIELD.findall(body) for rule in find_rules([("n", found)], path)
             }
-        text, known = body, exchange.members
+        text = body
+        known = exchange.members
         try:
             if known is None:
                 text = _in_utf8(body)
@@ -191,8 +193,13 @@ class ShieldFilter(Step):
             if (cluster, rule) not in self._logged:
                 self._logged.add((cluster, rule))
                 harm = ADVISORIES[rule].harm if rule in ADVISORIES else "it cannot be checked"
-                log.warning("[shield] %s: a request was %s that an engine has a fault for: %s (%s)", cluster, action,
-                            rule.value, harm)  # fmt: skip
+                log.warning(
+                    "[shield] %s: a request was %s that an engine has a fault for: %s (%s)",
+                    cluster,
+                    action,
+                    rule.value,
+                    harm,
+                )
 
 
 def _serving(target: RouteTarget, model: str) -> list[Endpoint]:
@@ -234,7 +241,8 @@ def _in_utf8(body: bytes) -> bytes:
 
 def build(app: ASGIApp, settings: object, context: FilterContext, *, refuses: bool) -> ASGIApp:
     """The filter around `app`, which asks the engines of all clusters for their versions."""
-    services, limits = context.services, context.config.limits
+    services = context.services
+    limits = context.config.limits
     versions = EngineVersions(services.clusters, Engines(services.pool, timeout_s=TIMEOUT_S))
     context.lifetimes.append(versions)
     context.on_serving.append(partial(versions.bind_gauges, context.metrics.group(ShieldMetrics)))

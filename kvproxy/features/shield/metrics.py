@@ -20,13 +20,17 @@ class ShieldMetrics(MetricGroup):
 
     def __init__(self, r: CollectorRegistry) -> None:
         self.requests = Counter(
-            "kvproxy_shield_requests", "Requests that would harm an engine that might have served them",
-            ["rule", "action"], registry=r,
-        )  # fmt: skip  # passed, rerouted, refused, rewritten
-        self.affected = CallbackGauge(
-            "kvproxy_shield_affected_engines", "Engines with a known fault, by their version", ["cluster", "rule"],
+            "kvproxy_shield_requests",
+            "Requests that would harm an engine that might have served them",
+            ["rule", "action"],
             registry=r,
-        )  # fmt: skip
+        )  # passed, rerouted, refused, rewritten
+        self.affected = CallbackGauge(
+            "kvproxy_shield_affected_engines",
+            "Engines with a known fault, by their version",
+            ["cluster", "rule"],
+            registry=r,
+        )
         self.unknown = CallbackGauge(
             "kvproxy_shield_unknown_engines", "Engines that do not report their version", ["cluster"], registry=r
         )

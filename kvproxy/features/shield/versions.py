@@ -24,7 +24,8 @@ log = logging.getLogger("kvproxy.shield")
 FIRST_ROUND_S = 1.0
 #: New engines, and those that did not answer, are asked in each round; the others in every so many, since an engine may
 #: be upgraded in place.
-ROUND_S, ROUNDS = 5.0, 12
+ROUND_S = 5.0
+ROUNDS = 12
 MAX_CONCURRENT = 16
 TIMEOUT_S = 2.0
 _MAX_VERSION_CHARS = 64

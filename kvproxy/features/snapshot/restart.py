@@ -24,7 +24,8 @@ from kvproxy.features.snapshot.snapshot_file import SnapshotFile, Store
 log = logging.getLogger("kvproxy.kvcache")
 
 #: The event loop is held no longer than this at a time, and then left alone for as long as the pause.
-SLICE_S, PAUSE_S = 0.0005, 0.005
+SLICE_S = 0.0005
+PAUSE_S = 0.005
 #: For the file alone, at the start and at the end. A disk that takes longer is left to itself.
 FILE_TIMEOUT_S = 10.0
 

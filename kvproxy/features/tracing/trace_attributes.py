@@ -105,7 +105,8 @@ def attempt_attributes(exchange: Exchange, endpoint: Endpoint, *, provider_name:
     request = exchange.inference
     if request is None:
         return "forward", attributes
-    operation, model = _OPERATIONS[request.kind], request.model[:_LIMIT]
+    operation = _OPERATIONS[request.kind]
+    model = request.model[:_LIMIT]
     attributes["gen_ai.operation.name"] = operation
     attributes["gen_ai.provider.name"] = provider_name
     attributes["gen_ai.request.stream"] = request.stream

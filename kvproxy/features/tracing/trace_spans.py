@@ -189,7 +189,8 @@ class RequestTrace(RequestObserver):
         _end(self._server, self._now_ns(), failed=failed)
 
     def _end_attempt(self, attributes: Values, *, failed: str) -> None:
-        span, self._attempt = self._attempt, None
+        span = self._attempt
+        self._attempt = None
         if span is not None:
             span.set_attributes(attributes)
             _end(span, self._now_ns(), failed=failed)

@@ -79,14 +79,17 @@ class AwaitedCopy(_CopyWatch):
 
     def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
         if self._facts.transfer is None:
-            self._wait, self._counted = self._on_demand.begin(self._facts, decision, now), decision.request.facts
+            self._wait = self._on_demand.begin(self._facts, decision, now)
+            self._counted = decision.request.facts
 
     async def wait(self, exchange: Exchange) -> bool:
         """As of Copier."""
-        wait, self._wait = self._wait, None
+        wait = self._wait
+        self._wait = None
         if wait is not None:
             await self._on_demand.wait(self._facts, wait)
             self._settle(exchange, "late")
             exchange.facts = self._facts.overlaps
-        counted, self._counted = self._counted, self._facts.overlaps
+        counted = self._counted
+        self._counted = self._facts.overlaps
         return wait is not None or counted is not self._counted  # the latter: a limit refused the copy after all

@@ -15,24 +15,33 @@ class TransferMetrics(MetricGroup):
 
     def __init__(self, r: CollectorRegistry) -> None:
         self.tokens = Counter(
-            "kvproxy_kvcache_transferred_tokens", "Tokens whose KV transfers brought to an endpoint",
-            ["endpoint"], registry=r,
-        )  # fmt: skip
+            "kvproxy_kvcache_transferred_tokens",
+            "Tokens whose KV transfers brought to an endpoint",
+            ["endpoint"],
+            registry=r,
+        )
         self.seconds = Histogram(
-            "kvproxy_kvcache_transfer_seconds", "One transfer, from its call to its end", ["result"],
-            buckets=FAST_BUCKETS_S, registry=r,
-        )  # fmt: skip  # done, no_effect, timeout, ...
+            "kvproxy_kvcache_transfer_seconds",
+            "One transfer, from its call to its end",
+            ["result"],
+            buckets=FAST_BUCKETS_S,
+            registry=r,
+        )  # done, no_effect, timeout, ...
         self.refused = Counter(
             "kvproxy_kvcache_transfers_refused", "Transfers that were not begun", ["reason"], registry=r
         )  # busy, budget, slow, held
         self.on_demand = Counter(
-            "kvproxy_kvcache_transfers_on_demand", "Requests for which KV was copied before they went to their engine",
-            ["result"], registry=r,
-        )  # fmt: skip  # done, late, left, no_effect, timeout, ...
+            "kvproxy_kvcache_transfers_on_demand",
+            "Requests for which KV was copied before they went to their engine",
+            ["result"],
+            registry=r,
+        )  # done, late, left, no_effect, timeout, ...
         self.waits = Histogram(
-            "kvproxy_kvcache_transfer_wait_seconds", "Waits of requests for copies alone (`transfers.max_wait`)",
-            buckets=FAST_BUCKETS_S, registry=r,
-        )  # fmt: skip
+            "kvproxy_kvcache_transfer_wait_seconds",
+            "Waits of requests for copies alone (`transfers.max_wait`)",
+            buckets=FAST_BUCKETS_S,
+            registry=r,
+        )
         self.expected = Gauge(
             "kvproxy_kvcache_expected_turns", "Turns of sessions that transfers prepare when they are due", registry=r
         )

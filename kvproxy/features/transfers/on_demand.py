@@ -71,7 +71,8 @@ class OnDemand:
     def __init__(self, transfers: Transfers, overlap: OverlapSources) -> None:
         self._transfers = transfers
         self._overlap = overlap
-        self._max_wait_s, self._clock = transfers.settings.max_wait, transfers.clock
+        self._max_wait_s = transfers.settings.max_wait
+        self._clock = transfers.clock
         #: Whether requests wait for their copies.
         self.waits = self._max_wait_s > 0.0
         self._planner = TransferPlanner(self._terms(), rng=transfers.rng)
@@ -83,7 +84,9 @@ class OnDemand:
         speeds = facts.cluster.speeds
         if speeds is None or not self._is_long(facts):
             return
-        planner, asked, endpoints = self._planner, decision.request, decision.candidates
+        planner = self._planner
+        asked = decision.request
+        endpoints = decision.candidates
         if (offered := self._offer(facts, asked, endpoints, speeds, now)) is asked:
             return
         planned = facts.cluster.decide(offered, now)
@@ -113,7 +116,9 @@ class OnDemand:
 
     def begin(self, facts: RequestFacts, decision: Decision[Endpoint], now: float) -> Wait | None:
         """The request has its place: its copy, if the decision was made with one, begins."""
-        transfer, speeds, here = self._planner.find_transfer(decision), facts.cluster.speeds, decision.endpoint
+        transfer = self._planner.find_transfer(decision)
+        speeds = facts.cluster.speeds
+        here = decision.endpoint
         if speeds is None or facts.tokens is None:
             return None
         if transfer is None:
@@ -132,14 +137,16 @@ class OnDemand:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait.until - began):
                 await wait.copy.over.wait()
-        result, waited_s = facts.transfer, self._clock() - began
+        result = facts.transfer
+        waited_s = self._clock() - began
         self._transfers.metrics.waits.observe(waited_s)
         if result is not None:
             result.waited_s = round(waited_s, 6)
             self._count_moved(facts, result)
 
     def _count_moved(self, facts: RequestFacts, result: TransferResult) -> None:
-        provider, held = self._overlap.lookups.provider, facts.overlaps.by_endpoint.get(result.endpoint, NOT_HELD)
+        provider = self._overlap.lookups.provider
+        held = facts.overlaps.by_endpoint.get(result.endpoint, NOT_HELD)
         overlap = landed(held, min(result.moved, result.tokens), Tier.HOST)
         if overlap is held:
             return
@@ -181,12 +188,15 @@ class OnDemand:
 
     def _terms(self) -> LinkTerms:
         """As the link is at present."""
-        speed, least = self._transfers.link.tokens_per_s or math.inf, self._transfers.settings.min_tokens
+        speed = self._transfers.link.tokens_per_s or math.inf
+        least = self._transfers.settings.min_tokens
         return LinkTerms(speed, LATENCY_S, least, STEP_TOKENS, lands=Tier.HOST, waits=self.waits)
 
     def _sources(self, facts: RequestFacts) -> tuple[Mapping[EndpointId, int], Mapping[EndpointId, int]]:
         """What a lookup service said that endpoints have in memory, and that their instances read from farther."""
-        provider, published, stored = self._overlap.lookups.provider, dict[EndpointId, int](), dict[EndpointId, int]()
+        provider = self._overlap.lookups.provider
+        published = dict[EndpointId, int]()
+        stored = dict[EndpointId, int]()
         for told in facts.lookup_overlaps:
             near = near_tokens(Overlap(0, told.lower)) if told.lower else told.tokens
             if provider is not None and provider.copies:
@@ -197,7 +207,8 @@ class OnDemand:
 
     def _begin(self, facts: RequestFacts, transfer: Transfer, speeds: SpeedModel) -> Copy | None:
         """The copy for this request, which may be under way already; None where a limit refuses it."""
-        target, tokens = facts.cluster.find_endpoint(transfer.target), facts.tokens
+        target = facts.cluster.find_endpoint(transfer.target)
+        tokens = facts.tokens
         if target is None or tokens is None:
             return None
         copied = tokens[: transfer.tokens]
@@ -207,7 +218,8 @@ class OnDemand:
         if copy is None:
             prefix = KnownPrefix(digest, facts.model, facts.request.cache_salt or "", deque(), digest, copied)
             source = "" if transfer.source == STORE else self._instance_of(facts, transfer.source)
-            over, why = partial(self._over, key, transfer), "placed" if self.waits else "queued"
+            over = partial(self._over, key, transfer)
+            why = "placed" if self.waits else "queued"
             if not self._transfers.begin(target, prefix, transfer.missing, source, why, speeds, over):
                 return None
             copy = self._waiting[key] = Copy(transfer.tokens, transfer.source or "shared")
@@ -241,6 +253,7 @@ class OnDemand:
         copy.over.set()
         for facts in copy.requests:
             if facts.transfer is not None:
-                facts.transfer.result, facts.transfer.moved = result, tokens
+                facts.transfer.result = result
+                facts.transfer.moved = tokens
             if tokens:
                 self._overlap.add_transferred(facts)

@@ -27,7 +27,9 @@ SAVES = 2.0
 #: Of the seconds that a request waits for its copy, and of those that links are taken: an engine that waits for a copy
 #: goes on with others, and a link with time to spare costs little, except for copies that no request waits for, which
 #: may come for nothing. Tuned on halves of the traces that no report shows.
-LATE, LINK, LINK_UNAWAITED = 0.5, 0.02, 1.0
+LATE = 0.5
+LINK = 0.02
+LINK_UNAWAITED = 1.0
 #: A copy takes memory from what others would find there: of the seconds of prefill it saves. Tuned as above.
 DISPLACES = 0.15
 #: Where requests in flight and what is copied are more than this share of an engine's memory, nothing is copied there.
@@ -123,16 +125,22 @@ class TransferPlanner:
         """The request with what could be copied to each endpoint, and the seconds that costs. `published`: leading
         tokens that each of the `sources` could give; `stored`: those that an endpoint's own instance could bring
         nearer. A copy of so many tokens is left out where something `refuses` it."""
-        facts, self._offered, terms = asked.facts, None, self.terms
+        facts = asked.facts
+        self._offered = None
+        terms = self.terms
         if terms.tokens_per_s < LEAST_TOKENS_PER_S:
             return asked
         giving = {one.id: one for one in sources if published.get(one.id)}
         anywhere = self._draw_source(list(giving.values()), published, now)
         link = LINK if terms.waits else LINK_UNAWAITED
-        found, offered, price_s, copied = dict(facts.by_endpoint), {}, {}, dict[tuple[int, int], Overlap]()
+        found = dict(facts.by_endpoint)
+        offered = {}
+        price_s = {}
+        copied = dict[tuple[int, int], Overlap]()
         for target in endpoints if giving or stored else ():
             here = target.id
-            held, source = found.get(here, NOT_HELD), anywhere
+            held = found.get(here, NOT_HELD)
+            source = anywhere
             if here in giving:
                 source = self._draw_source([one for one in giving.values() if one.id != here], published, now)
             transfer = self._plan_transfer(here, held, source, published, stored.get(here, 0), now)

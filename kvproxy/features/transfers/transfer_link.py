@@ -8,7 +8,8 @@ from kvproxy.base.types import Clock
 from kvproxy.cache.action_settings import TransferSettings
 
 #: How much the speed of a new transfer counts against earlier ones, and how long speeds say something of a link.
-_NEW, SPEED_AGE_S = 0.3, 60.0
+_NEW = 0.3
+SPEED_AGE_S = 60.0
 
 
 class Link:
@@ -18,7 +19,8 @@ class Link:
         self._settings = settings
         self._clock = clock
         self.running = 0
-        self._speed, self._seen_at = 0.0, -math.inf
+        self._speed = 0.0
+        self._seen_at = -math.inf
         self._budget = float(settings.tokens_per_second)
         self._refilled_at = clock()
 
@@ -29,7 +31,8 @@ class Link:
 
     def why_refused(self, tokens: int, compute_s: float) -> str:
         """Why so many tokens, which take so long to compute, are not transferred now (a metric label); "": they may."""
-        now, most = self._clock(), float(self._settings.tokens_per_second)
+        now = self._clock()
+        most = float(self._settings.tokens_per_second)
         self._budget = min(most, self._budget + most * (now - self._refilled_at))
         self._refilled_at = now
         if self.running >= self._settings.at_once:
@@ -47,5 +50,6 @@ class Link:
         """It is over, and brought so many."""
         self.running -= 1
         if tokens and seconds > 0.0:
-            seen, speed = tokens / seconds, self.tokens_per_s
+            seen = tokens / seconds
+            speed = self.tokens_per_s
             self._speed, self._seen_at = speed + _NEW * (seen - speed) if speed else seen, self._clock()

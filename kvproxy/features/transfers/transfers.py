@@ -39,10 +39,13 @@ from kvproxy.features.transfers.planner import draw_source, find_holders, near_t
 from kvproxy.features.transfers.transfer_link import Link
 
 #: Sessions whose next turn is expected, and tokens of their prompts; further turns are not prepared.
-MAX_EXPECTED, MAX_EXPECTED_TOKENS = 1024, 8_000_000
+MAX_EXPECTED = 1024
+MAX_EXPECTED_TOKENS = 8_000_000
 #: What of the usual pause passes before a turn is prepared: late enough that memory still has it when the turn comes,
 #: early enough for most turns. Shorter pauses leave no time, and after longer ones another prompt has pushed it out.
-LEAD, MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 0.2, 600.0
+LEAD = 0.5
+MIN_PAUSE_S = 0.2
+MAX_PAUSE_S = 600.0
 #: Sources that hold as much as the longest, but for so many tokens, are equally good.
 STEP_TOKENS = 256
 
@@ -105,7 +108,8 @@ class Transfers:
 
     def expect_turn(self, facts: RequestFacts, prefix: KnownPrefix, tokens: TokenIds) -> None:
         """A turn of a session is over, whose prompt has these tokens: its next one begins with them."""
-        session, now = facts.names.session, self.clock()
+        session = facts.names.session
+        now = self.clock()
         if not self.settings.ahead or not session:
             return
         pause_s = self._pauses.note_turn(session, facts.started_at, now)
@@ -151,7 +155,8 @@ class Transfers:
 
     async def _look_up(self, facts: RequestFacts) -> bool:
         """What holds it now, into the facts; False where nothing says so."""
-        lookups, tokens = self._overlap.lookups, facts.tokens
+        lookups = self._overlap.lookups
+        tokens = facts.tokens
         if tokens is None or not lookups.possible:
             return False
         salt = facts.request.cache_salt
@@ -159,7 +164,8 @@ class Transfers:
             holders = await lookups.find_holders(tokens, model=facts.model, cache_salt=salt, timeout_s=self._timeout_s)
         except (ClientError, BreakerOpen):
             return False
-        known, local = self._overlap.instance_ids(), facts.overlaps.by_endpoint
+        known = self._overlap.instance_ids()
+        local = facts.overlaps.by_endpoint
         looked_up = lookups.count_overlaps(
             holders,
             endpoints=facts.endpoints,
@@ -181,7 +187,8 @@ class Transfers:
 
     def _find_source(self, facts: RequestFacts, target: Endpoint) -> tuple[str, int] | None:
         """The instance that the target lacks most from ("": what its own instance reads), and how much that is."""
-        held, by_endpoint = facts.overlaps.by_endpoint.get(target.id, Overlap(0)), facts.overlaps.by_endpoint
+        held = facts.overlaps.by_endpoint.get(target.id, Overlap(0))
+        by_endpoint = facts.overlaps.by_endpoint
         far = _far_tokens([one for one in facts.lookup_overlaps if one.endpoint == target.id], held.device_tokens)
         if far >= self.settings.min_tokens:
             return "", far
@@ -250,6 +257,14 @@ def _without_text(facts: RequestFacts, tokens: TokenIds) -> RequestFacts:
     """What has to be known of a prompt to say where it would go."""
     request = msgspec.structs.replace(facts.request, prompt=Prompt(b"", ()))
     return msgspec.structs.replace(
-        facts, request=request, body=b"", text=None, entry=None, tokens=tokens, hashed_tokens=None,
-        tokens_exact=True, tokens_bytes=facts.prompt_bytes, lookup_overlaps=(),
-    )  # fmt: skip
+        facts,
+        request=request,
+        body=b"",
+        text=None,
+        entry=None,
+        tokens=tokens,
+        hashed_tokens=None,
+        tokens_exact=True,
+        tokens_bytes=facts.prompt_bytes,
+        lookup_overlaps=(),
+    )

@@ -26,7 +26,8 @@ from kvproxy.operate.admin.replies import Audit, RequestRefused, read_limit, rep
 
 #: Whose answers say what was reused, and which end after one token.
 _PATHS = ("/v1/chat/completions", "/v1/completions")
-MAX_REPLICAS, MAX_EXPORTED = 64, 200
+MAX_REPLICAS = 64
+MAX_EXPORTED = 200
 #: Fields that would make more of it than one prefill.
 _LEFT_OUT = ("stream_options", "max_completion_tokens", "n", "best_of")
 
@@ -109,7 +110,8 @@ async def _warm_one(
 
 def _as_lines(hot: Sequence[tuple[int, KnownPrefix]], how: PrefixExport) -> bytes:
     """By tokens, each is a request as `kvproxy warm` reads it."""
-    encode, lines = msgspec.json.encode, []
+    encode = msgspec.json.encode
+    lines = []
     for uses, one in hot:
         if how is PrefixExport.HASHES:
             lines.append(encode({"prefix": one.name, "model": one.model, "tokens": len(one.tokens), "uses": uses}))

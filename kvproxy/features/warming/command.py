@@ -25,7 +25,8 @@ from kvproxy.operate.config.schema import Config, ReceiptSettings
 from kvproxy.proxy.settings import FilterSpec
 
 #: Of the file.
-MAX_PROMPTS, MAX_LINE_BYTES = 10_000, 8 << 20
+MAX_PROMPTS = 10_000
+MAX_LINE_BYTES = 8 << 20
 #: Between two looks at endpoints that are busy.
 PAUSE_S = 0.25
 _TIMEOUT_S = 600.0
@@ -128,7 +129,9 @@ async def run(options: WarmOptions, client: httpx.AsyncClient, *, out: TextIO, e
     """Warms one prompt after the other; 1 where not every endpoint that was chosen holds what it should."""
     try:
         prompts = read_prompts(options.prompts)
-        bar, results, cached = ProgressBar(len(prompts), out=err), Counter[str](), 0
+        bar = ProgressBar(len(prompts), out=err)
+        results = Counter[str]()
+        cached = 0
         bar.begin(f"{len(prompts)} prompts")
         for done, prompt in enumerate(prompts, 1):
             for each in await _warm(prompt, options, client):

@@ -65,7 +65,8 @@ class Warmer:
     async def _warm(self, endpoint: Endpoint, path: str, bodies: Sequence[bytes] | Iterator[bytes]) -> Warmed:
         if endpoint.rank is not None:
             return Warmed("not_supported")  # the engine itself would choose the rank
-        last, body = Prefill(0, 0), b""
+        last = Prefill(0, 0)
+        body = b""
         try:
             for body in bodies:
                 if not await self.is_idle(endpoint):

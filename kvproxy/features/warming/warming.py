@@ -60,12 +60,14 @@ class Warming:
         metrics: Metrics,
         clock: Clock,
     ) -> None:
-        self._settings, self._claim_s = settings.warming, settings.background.job_timeout
+        self._settings = settings.warming
+        self._claim_s = settings.background.job_timeout
         self._hot_uses = settings.cache_strategy.hot_content_threshold
         self._clusters = clusters
         self._hotness = hotness
         self._losses = losses
-        self._executor, self._jobs = executor, jobs
+        self._executor = executor
+        self._jobs = jobs
         self._warmer = warmer
         self._results = metrics.group(HoldingMetrics).actions
         self._clock = clock
@@ -141,7 +143,8 @@ class Warming:
                     self._note_empty(endpoint, "new endpoint")
                 elif loss is not None and loss != self._known.get(where):
                     self._note_empty(endpoint, loss[0].value)
-        self._known, self._first = seen, False
+        self._known = seen
+        self._first = False
         present = {one.instance_id for cluster in self._clusters.values() for one in cluster.endpoints}
         self._empty = {instance: why for instance, why in self._empty.items() if instance in present}
         self._tried = {instance: at for instance, at in self._tried.items() if instance in present}
@@ -162,14 +165,17 @@ class Warming:
         self._refilled_at = now
 
     def _submit(self, planned: WarmingPlan) -> None:
-        instance, prefix = planned.endpoint.instance_id, planned.prefix
+        instance = planned.endpoint.instance_id
+        prefix = planned.prefix
         job = Job(
             ("warm", instance, prefix.key), lambda: self._run(planned), lane=instance, about=f"warm {prefix.name}"
         )
         self._jobs.submit(job)
 
     async def _run(self, planned: WarmingPlan) -> bool:
-        prefix, instance, began = planned.prefix, planned.endpoint.instance_id, self._clock()
+        prefix = planned.prefix
+        instance = planned.endpoint.instance_id
+        began = self._clock()
         claims = self._executor.claims
         if claims is not None and not await claims.claim(f"warm {instance} {prefix.name}", self._claim_s):
             self._results.labels("warm", "elsewhere").inc()

@@ -79,7 +79,8 @@ class WorkersAdmin:
 
     def app(self) -> AccessControl:
         """The ASGI app."""
-        workers, audit = self._workers, Audit()
+        workers = self._workers
+        audit = Audit()
         routes = [
             *PageFiles().list_routes(),
             Route("/healthz", self._healthz, methods=["GET"]),
@@ -121,7 +122,8 @@ class WorkersAdmin:
         if not all(one.is_success for one in answers):
             return _passed_on(answers)
         live = merge_answers("/live", self._decoded(answers))
-        now, reloader = self._clock(), self._workers.reloader
+        now = self._clock()
+        reloader = self._workers.reloader
         live["findings"] = merge_findings([self._own_findings(), live["findings"]])
         live["config_file"] = describe_file(reloader, now)
         own_events = () if reloader is None else describe_events(reloader.events, now)
@@ -148,7 +150,8 @@ class WorkersAdmin:
         ]
 
     async def _decision(self, request: Request) -> Response:
-        number, workers = request.path_params["number"], len(self._workers.supervisor.slots)
+        number = request.path_params["number"]
+        workers = len(self._workers.supervisor.slots)
         answer = await self._ask(number % workers, Change("GET", f"/decisions/{number // workers}"))
         if not answer.is_success:
             return _passed_on([answer])
@@ -163,7 +166,8 @@ class WorkersAdmin:
         return reply_json(shown, 201)
 
     async def _picked(self, request: Request) -> Response:
-        index, rest = request.path_params["index"], request.path_params["rest"]
+        index = request.path_params["index"]
+        rest = request.path_params["rest"]
         change = Change("POST", f"/pick/{rest}", await receive_body(request))
         return _passed_on([await self._ask(index, change)])
 
@@ -211,7 +215,8 @@ class WorkersAdmin:
         serving = self._workers.serving
         if not serving:
             raise _nothing_serves()
-        index, said = serving[next(self._turn) % len(serving)].index, {FROM.decode(): _origin_of(request)}
+        index = serving[next(self._turn) % len(serving)].index
+        said = {FROM.decode(): _origin_of(request)}
         return index, await self._ask(index, Change("POST", _target(request), body), headers=said, **options)
 
     async def _ask_all(self, target: str) -> list[httpx.Response]:
@@ -245,7 +250,8 @@ def _origin_of(request: Request) -> str:
 
 
 def _target(request: Request) -> str:
-    path, query = request.scope["raw_path"].decode("latin-1"), request.url.query
+    path = request.scope["raw_path"].decode("latin-1")
+    query = request.url.query
     return f"{path}?{query}" if query else path
 
 

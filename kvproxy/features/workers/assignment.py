@@ -25,10 +25,14 @@ from kvproxy.operate.config.schema import Config
 
 log = logging.getLogger("kvproxy")
 
-READY, ALIVE, DRAIN, HURRY = b"r", b"a", b"d", b"h"
+READY = b"r"
+ALIVE = b"a"
+DRAIN = b"d"
+HURRY = b"h"
 #: A worker says so often that its event loop runs.
 BEAT_S = 0.5
-_PREFIX, _LOCK = "kvproxy-", "supervisor"
+_PREFIX = "kvproxy-"
+_LOCK = "supervisor"
 _LENGTH = struct.Struct("!Q")
 _SAY_S = 10.0
 

@@ -25,7 +25,8 @@ log = logging.getLogger("kvproxy")
 
 RELOAD = "/worker/reload"
 #: Headers that only this listener reads: who asked the supervisor, and that another worker notes it in the audit log.
-FROM, REPEAT = b"x-kvproxy-from", b"x-kvproxy-repeat"
+FROM = b"x-kvproxy-from"
+REPEAT = b"x-kvproxy-repeat"
 #: A configuration that was prepared is discarded when the supervisor says nothing more about it for so long.
 FORGET_S = 60.0
 _MAX_CONFIG_BYTES = 64 << 20
@@ -84,7 +85,8 @@ class ControlApp:
     async def _adopt(self, request: Request) -> Response:
         if self._prepared is None:
             return reply_error(409, [Problem("", "no configuration is prepared")])
-        generation, self._prepared = self._prepared, None
+        generation = self._prepared
+        self._prepared = None
         self._drop()
         reloaded = self._proxy.adopt(generation)
         return reply_json({"after_restart": reloaded.after_restart, "lost": reloaded.lost})
@@ -99,5 +101,6 @@ class ControlApp:
             self._forgetting.cancel()
             self._forgetting = None
         if self._prepared is not None:
-            generation, self._prepared = self._prepared, None
+            generation = self._prepared
+            self._prepared = None
             self._proxy.discard(generation)

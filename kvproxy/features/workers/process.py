@@ -21,7 +21,8 @@ log = logging.getLogger("kvproxy")
 COMMAND = (sys.executable, *(() if getattr(sys, "frozen", False) else ("-m", "kvproxy")), "worker")
 
 #: Looks without a word that are silence at least; how long a worker has to write where it stands before it is killed.
-_LOOKS, _STACKS_S = 4, 0.5
+_LOOKS = 4
+_STACKS_S = 0.5
 
 
 class WorkerProcess:
@@ -47,7 +48,8 @@ class WorkerProcess:
         """Start the process and tell it what it is."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        self._line, assignment = ours, self.assignment
+        self._line = ours
+        assignment = self.assignment
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,

@@ -24,7 +24,9 @@ def take_share(config: Config, index: int, count: int) -> Config:
     def part(whole: int) -> int:
         return -(-whole // count)
 
-    limits, pool, receipts = config.limits, config.pool, config.receipts
+    limits = config.limits
+    pool = config.pool
+    receipts = config.receipts
     return config.model_copy(
         update={
             "limits": limits.model_copy(

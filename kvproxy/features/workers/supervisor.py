@@ -25,7 +25,9 @@ from kvproxy.operate.config.schema import Config
 log = logging.getLogger("kvproxy")
 
 #: Before a worker that died is started again: doubling from one that lived for a while.
-FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S = 0.1, 30.0, 60.0
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 30.0
+STEADY_S = 60.0
 #: Starts in a row that came to nothing while no worker serves, until the supervisor gives up.
 GIVE_UP_AFTER = 5
 #: A worker that ends itself when its drain and grace are over is killed if it does not.
@@ -83,7 +85,9 @@ class Supervisor:
         first_alone: bool = False,
     ) -> None:
         self.served = served
-        self.all_ready, self.ending, self._may_follow = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.all_ready = asyncio.Event()
+        self.ending = asyncio.Event()
+        self._may_follow = asyncio.Event()
         if not first_alone:
             self._may_follow.set()
         self.on_ended: list[Callable[[int], object]] = []  # called with the number of a worker that is gone
@@ -92,7 +96,8 @@ class Supervisor:
         self._folder = folder
         self._command = command
         self._clock = clock
-        self._on_restart, self._on_hung = on_restart, on_hung
+        self._on_restart = on_restart
+        self._on_hung = on_hung
         self._receipts_key = os.urandom(16)
 
     async def run(self) -> None:
@@ -137,7 +142,8 @@ class Supervisor:
         if slot.index:
             await self._may_follow.wait()
         while not self.ending.is_set():
-            began, process = self._clock(), WorkerProcess(self._assignment(slot), self._command)
+            began = self._clock()
+            process = WorkerProcess(self._assignment(slot), self._command)
             process.told = self.served.number
             served = await self._one_life(slot, process)
             if self.ending.is_set():

@@ -93,7 +93,8 @@ class Workers:
     async def change_all(self, change: Change, *, origin: str) -> httpx.Response | None:
         """Done by one, which may refuse it, then by the others. The answer is the first one's; None: there is none."""
         async with self._one_at_a_time:
-            serving, said = self.serving, {FROM.decode(): origin}
+            serving = self.serving
+            said = {FROM.decode(): origin}
             answers = await self.ask_all(change, serving[:1], headers=said)
             first = next(iter(answers.values()), None)
             if first is None or not first.is_success:
@@ -109,7 +110,8 @@ class Workers:
         """Prepared by one, then by the others, and only then taken into use. ConfigError when one refuses it: nothing
         has changed then in any."""
         async with self._one_at_a_time:
-            serving, prepare = self.serving, Change("POST", f"{RELOAD}/prepare", pickle.dumps(config))
+            serving = self.serving
+            prepare = Change("POST", f"{RELOAD}/prepare", pickle.dumps(config))
             if not serving:
                 raise ConfigError([Problem("", "no worker serves", "try again in a moment")])
             for some in (serving[:1], serving[1:]):

@@ -124,11 +124,15 @@ class NotGiven:
 
 
 #: The model's error in mean TTFT: beyond the first it is said that it does not fit, below the last it fits well.
-DOES_NOT_FIT, FITS_WELL = 0.30, 0.15
-_MANY_REQUESTS, _MANY_RUNS = 1000, 6
+DOES_NOT_FIT = 0.30
+FITS_WELL = 0.15
+_MANY_REQUESTS = 1000
+_MANY_RUNS = 6
 #: Below this a gain is not worth a restart, and it has to be beyond so many standard errors; what is below the last
 #: after some runs will not come to it.
-LEAST_GAIN, _ERRORS, _PROMISING = 0.03, 2.0, 0.02
+LEAST_GAIN = 0.03
+_ERRORS = 2.0
+_PROMISING = 0.02
 
 
 @dataclass(frozen=True, slots=True)

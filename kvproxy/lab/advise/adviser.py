@@ -125,14 +125,14 @@ class Adviser:
             given += much_waits(known)
         said = {(one.setting, one.flags) for one in given}
         facts = [one for one in advise_from_facts(known) if (one.setting, one.flags) not in said]
-        return PoolAdvice(
-            traffic.name, engines, traffic, found.today, found.fit, [*facts, *given], refused, notes
-        )  # fmt: skip
+        return PoolAdvice(traffic.name, engines, traffic, found.today, found.fit, [*facts, *given], refused, notes)
 
     def _simulate(
         self, known: Known, traffic: Traffic, cluster: ClusterSettings, budget_s: float, notes: list[str]
     ) -> _Simulated:
-        engines, occupancy, kvcache = known.engines, known.occupancy, known.kvcache
+        engines = known.engines
+        occupancy = known.occupancy
+        kvcache = known.kvcache
         follows = kvcache is not None and kvcache.kv_events
         today = model_today(traffic, engines, occupancy, cluster, follows_events=follows)
         simulation = Simulation(traffic, today, budget_s=budget_s, err=self.err, clock=self.clock)
@@ -189,9 +189,11 @@ def _notes(engines: Sequence[EngineSettingsSeen]) -> list[str]:
 
 def _sort(expected: Sequence[Expectation]) -> tuple[list[Advice], list[NotGiven]]:
     """What is recommended, the largest gain first, and what is not."""
-    given, refused = [], []
+    given = []
+    refused = []
     for one in expected:
-        candidate, gain = one.candidate, one.gain
+        candidate = one.candidate
+        gain = one.gain
         if gain is None:
             continue
         if reason := why_not_given(gain):

@@ -19,7 +19,8 @@ from kvproxy.lab.replay.settings import IndexMode
 
 #: Of the slots there are, so many were in use at a time: more might help.
 _NEARLY_ALL = 0.8
-_MORE_MEMORY, _HOST_MEMORY = 1.1, 4.0
+_MORE_MEMORY = 1.1
+_HOST_MEMORY = 4.0
 #: Prompts of at most so many tokens a step leave room for others.
 _THRESHOLD = 1024
 
@@ -103,9 +104,11 @@ def _sequences(today: Today, engines: Sequence[EngineSettingsSeen], occupancy: O
     more = more_sequences(slots)
     other = _with(today, max_sequences=more, max_batched_tokens=max(today.fleet.max_batched_tokens, more + 1))
     yield Candidate(
-        Setting.SEQUENCES, f"{more:,} sequences at a time instead of {slots:,}", other,
+        Setting.SEQUENCES,
+        f"{more:,} sequences at a time instead of {slots:,}",
+        other,
         spell_advice(Setting.SEQUENCES, engines, more),
-    )  # fmt: skip
+    )
 
 
 def _steps(today: Today, engines: Sequence[EngineSettingsSeen]) -> Iterator[Candidate]:
@@ -137,6 +140,9 @@ def _memory(today: Today, engines: Sequence[EngineSettingsSeen]) -> Iterator[Can
     without = [one for one in engines if one.kind is not EngineKind.UNKNOWN and not one.offloads]
     what = f"host memory of {_HOST_MEMORY - 1:.0f} times the KV memory behind it"
     yield Candidate(
-        Setting.OFFLOAD, what, _with(today, capacity_tokens=round(capacity * _HOST_MEMORY)),
-        spell_advice(Setting.OFFLOAD, without), at_most="bringing blocks back is not simulated",
-    )  # fmt: skip
+        Setting.OFFLOAD,
+        what,
+        _with(today, capacity_tokens=round(capacity * _HOST_MEMORY)),
+        spell_advice(Setting.OFFLOAD, without),
+        at_most="bringing blocks back is not simulated",
+    )

@@ -31,7 +31,8 @@ def main(args: argparse.Namespace) -> int:
 
 def print_advice(options: DoctorOptions, *, out: TextIO, err: TextIO) -> int:
     """Print advice; 0, 1 when the configuration has errors, 130 when Ctrl-C ended it early."""
-    timeout_s, budget_s = duration_of("--timeout", options.timeout), budget_of(options.budget)
+    timeout_s = duration_of("--timeout", options.timeout)
+    budget_s = budget_of(options.budget)
     config, problems = load_configuration(options)
     if config is None:
         print_table(DoctorReport.of_findings(convert_problems(problems)), out)
@@ -50,6 +51,7 @@ def print_advice(options: DoctorOptions, *, out: TextIO, err: TextIO) -> int:
     if options.as_json:
         advice_report.print_json(pools, adviser.notes, out, now=adviser.now)
     else:
-        width, colour = shutil.get_terminal_size().columns, out.isatty() and "NO_COLOR" not in os.environ
+        width = shutil.get_terminal_size().columns
+        colour = out.isatty() and "NO_COLOR" not in os.environ
         advice_report.print_text(pools, adviser.notes, out, now=adviser.now, width=width, colour=colour)
     return INTERRUPTED if adviser.interrupted else 0

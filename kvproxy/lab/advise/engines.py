@@ -65,7 +65,8 @@ async def _ask(engine: EngineFacts) -> EngineSettingsSeen:
     if metrics.kind is EngineKind.SGLANG:
         return await _sglang(engine, metrics)
     labels = _cache_labels(text)
-    share, offload = labels.get("gpu_memory_utilization", ""), labels.get("kv_offloading_size")
+    share = labels.get("gpu_memory_utilization", "")
+    offload = labels.get("kv_offloading_size")
     publishes, replays = await _events(engine)
     cache = metrics.cache
     return EngineSettingsSeen(
@@ -129,7 +130,8 @@ def _step_tokens(text: bytes) -> int | None:
                 counts[float(bound)] = counts.get(float(bound), 0.0) + float(line.rpartition(b" ")[2])
             except ValueError:
                 continue
-    before, largest = 0.0, None
+    before = 0.0
+    largest = None
     for bound, count in sorted(counts.items()):
         if count - before >= _STEPS and 1 < bound < float("inf"):
             largest = int(bound)
@@ -142,7 +144,8 @@ async def _sglang(engine: EngineFacts, metrics: EngineMetrics) -> EngineSettings
         info = await engine.vllm.sglang_info()
     except ClientError:
         info = SglangInfo()
-    chunk, sources = info.chunked_prefill_size, info.event_sources(host=engine.origin.host)
+    chunk = info.chunked_prefill_size
+    sources = info.event_sources(host=engine.origin.host)
     return EngineSettingsSeen(
         EndpointId(engine.endpoint.id),
         engine.cluster,

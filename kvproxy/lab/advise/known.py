@@ -14,7 +14,9 @@ from kvproxy.lab.advise.engines import EngineSettingsSeen
 from kvproxy.lab.advise.traffic import NOT_MEASURED, Occupancy, Traffic
 
 #: Answers without a figure that are no accident: of them so many should have had one.
-_ANSWERS, _HITS, _HIT_TOKENS = 20, 5, 256
+_ANSWERS = 20
+_HITS = 5
+_HIT_TOKENS = 256
 #: Where requests wait for each other so much of the time, their order matters.
 _MUCH_WAITING = 0.2
 #: Share of requests that lost their KV memory to others.
@@ -98,8 +100,11 @@ def _events(known: Known) -> Iterator[Advice]:
     yield from _advice(Setting.KV_EVENTS, silent, what, config=follow)
     unfollowed = [one for one in known.engines if one.publishes]
     if follow and unfollowed:
-        yield Advice(Setting.KV_EVENTS, f"{name_engines([e.id for e in unfollowed])}: publishes KV events that kvproxy "
-                     "does not follow", config=follow)  # fmt: skip
+        yield Advice(
+            Setting.KV_EVENTS,
+            f"{name_engines([e.id for e in unfollowed])}: publishes KV events that kvproxy does not follow",
+            config=follow,
+        )
     without = [one for one in known.engines if one.publishes and one.replays is False]
     what = "KV events without a replay endpoint: after a gap the index of what an engine holds starts anew"
     yield from _advice(Setting.REPLAY, without, what)
@@ -117,7 +122,8 @@ def _render(known: Known) -> Iterator[Advice]:
 
 
 def _slots(known: Known) -> Iterator[Advice]:
-    occupancy, capacity = known.occupancy, usual_capacity(known.engines)
+    occupancy = known.occupancy
+    capacity = usual_capacity(known.engines)
     slots = occupancy.find_slots(capacity)
     if slots is not None and slots < DEFAULT_SEQUENCES[-1]:
         held = f", with {occupancy.held_tokens / capacity:.0%} of the KV memory in use" if capacity else ""

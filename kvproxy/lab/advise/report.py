@@ -27,7 +27,8 @@ def as_dict(pools: Sequence[PoolAdvice], notes: Sequence[str], *, now: float) ->
 
 
 def _pool_dict(pool: PoolAdvice) -> dict[str, Any]:
-    traffic, fit = pool.traffic, pool.fit
+    traffic = pool.traffic
+    fit = pool.fit
     return {
         "name": pool.name,
         "engines": [
@@ -179,6 +180,10 @@ def _bold(text: str, *, colour: bool) -> str:
 def _wrapped(text: str, width: int, margin: str) -> list[str]:
     indent = text[: len(text) - len(text.lstrip())]
     return textwrap.wrap(
-        text.strip(), width, initial_indent=indent, subsequent_indent=margin, break_long_words=False,
+        text.strip(),
+        width,
+        initial_indent=indent,
+        subsequent_indent=margin,
+        break_long_words=False,
         break_on_hyphens=False,
-    )  # fmt: skip
+    )

@@ -28,9 +28,11 @@ from kvproxy.lab.simulator.timing import TokenGaps
 from kvproxy.operate.commands.progress import ProgressBar
 
 #: Fewer requests, or less time, say nothing about what a setting is worth.
-MIN_REQUESTS, MIN_SPAN_S = 200, 120.0
+MIN_REQUESTS = 200
+MIN_SPAN_S = 120.0
 #: At most so many of the latest requests are played, of so many tokens in all: a trace takes half a byte a token.
-_MAX_REQUESTS, _MAX_TOKENS = 4000, 1_000_000_000
+_MAX_REQUESTS = 4000
+_MAX_TOKENS = 1_000_000_000
 #: A recording is not cut below this: fewer runs say more than shorter ones.
 _LEAST_REQUESTS = 600
 MAX_SEEDS = 5
@@ -42,7 +44,9 @@ _WARM = 0.2
 _FITTING = 5
 #: Seeds of the runs that the model is judged by.
 _JUDGED = (1, 2)
-_PREFILL_PART, _DECODE_PART, _STEP = 0.25, 0.7, 1.25
+_PREFILL_PART = 0.25
+_DECODE_PART = 0.7
+_STEP = 1.25
 
 
 class _OutOfTime(Exception):
@@ -91,7 +95,8 @@ class Simulation:
                 run = self._play(trial, 1)
                 ttft, token = self._ratios(run)
                 if (error := abs(math.log(ttft)) + abs(math.log(token))) < best:
-                    best, self.today = error, trial
+                    best = error
+                    self.today = trial
                 trial = _slowed(trial, ttft, token)
             return self._judge([self._play(self.today, seed) for seed in _JUDGED])
         except (_OutOfTime, KeyboardInterrupt) as error:
@@ -149,7 +154,8 @@ class Simulation:
         size = today.trace_block_tokens
         if size not in self._traces:
             self._traces[size] = make_trace(self._traffic, self._requests, block_tokens=size)
-        spec, gaps = today.spec, TokenGaps()
+        spec = today.spec
+        gaps = TokenGaps()
         outcomes = play_policy(
             self._traces[size],
             Pace(),
@@ -169,7 +175,8 @@ class Simulation:
         return _WARM * span_s, (1 + _WARM) / 2 * span_s, math.inf
 
     def _measured(self, half: int) -> list[RecordedRequest]:
-        bounds, first = self._bounds(), self._requests[0].arrived_at
+        bounds = self._bounds()
+        first = self._requests[0].arrived_at
         return [one for one in self._requests if bounds[half] <= one.arrived_at - first < bounds[half + 1]]
 
     def _simulated(self, run: _Run, half: int) -> list[ReplayOutcome]:
@@ -182,12 +189,14 @@ class Simulation:
 
     def _ratios(self, run: _Run) -> tuple[float, float]:
         """What was measured in the first half against what was simulated: mean TTFT, and seconds a token."""
-        recorded, played = self._measured(0), self._simulated(run, 0)
+        recorded = self._measured(0)
+        played = self._simulated(run, 0)
         ttft = _ratio_of(_mean(one.ttft_s for one in recorded), _mean(one.ttft_s for one in played))
         return ttft, _ratio_of(_low(one.token_s for one in recorded), _low(one.tpot_s for one in played))
 
     def _judge(self, runs: Sequence[_Run]) -> Fit:
-        recorded, played = self._measured(1), [one for run in runs for one in self._simulated(run, 1)]
+        recorded = self._measured(1)
+        played = [one for run in runs for one in self._simulated(run, 1)]
         told = [one for one in recorded if one.cached_tokens is not None]
         return Fit(
             simulated_ttft_s=_mean(one.ttft_s for one in played),

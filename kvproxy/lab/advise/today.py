@@ -39,7 +39,8 @@ def make_trace(traffic: Traffic, requests: Sequence[RecordedRequest], *, block_t
     usual = traffic.usual_output_tokens or 1
     sessions = []
     for members in _sessions(requests):
-        turns, before = [], requests[members[0]].arrived_at
+        turns = []
+        before = requests[members[0]].arrived_at
         for index in members:
             one = requests[index]
             turns.append(Turn(one.arrived_at - before, one.prompt_tokens, one.output_tokens or usual, blocks[index]))
@@ -85,7 +86,8 @@ def _shared_blocks(requests: Sequence[RecordedRequest], block_tokens: int) -> li
 
 
 #: vLLM's defaults below 70 GiB of GPU memory; where more requests were seen at a time, those above.
-_SEQUENCES, _MORE_SEQUENCES = 256, 1024
+_SEQUENCES = 256
+_MORE_SEQUENCES = 1024
 _STEP_TOKENS = 2048
 #: Samples of one endpoint's speed that say enough.
 _SAMPLES = 30

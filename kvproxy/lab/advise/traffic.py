@@ -155,7 +155,9 @@ def _requests(receipts: Iterable[Receipt]) -> Iterator[RecordedRequest]:
 _STREAMED = 0.8
 #: Slots bind where a request that begins to answer while others wait makes as many answer as ever: mostly the very
 #: number, and else one more or less, since ends are seen a moment late.
-_BEGUN, _SAME, _ALIKE = 30, 0.6, 0.9
+_BEGUN = 30
+_SAME = 0.6
+_ALIKE = 0.9
 #: More memory in use than this, and it is memory that is waited for.
 _FULL_MEMORY = 0.7
 
@@ -229,9 +231,14 @@ def _measure_engine(endpoint: EndpointId, requests: Sequence[RecordedRequest]) -
         changes += [(one.arrived_at, 0, 1, 0, 0), (first, 1, -1, 1, tokens), (one.ended_at, 2, 0, -1, -tokens)]
     changes.sort()
     waiting = answering = held = most = 0
-    begun, queued_s, waited_s, held_s = [], 0.0, 0.0, 0.0
+    begun = []
+    queued_s = 0.0
+    waited_s = 0.0
+    held_s = 0.0
     for (at, _, more_waiting, more_answering, more_held), (until, *_) in pairwise([*changes, changes[-1]]):
-        waiting, answering, held = waiting + more_waiting, answering + more_answering, held + more_held
+        waiting = waiting + more_waiting
+        answering = answering + more_answering
+        held = held + more_held
         most = max(most, answering)
         if more_waiting < 0 and waiting:
             begun.append(answering)

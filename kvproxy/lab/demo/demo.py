@@ -208,8 +208,11 @@ def print_later_turns(results: Mapping[str, Sequence[DemoReply]], out: TextIO) -
         later = [reply for reply in replies if reply.turn > 1]
         tokens = sum(reply.prompt_tokens for reply in later) / max(1, len(later))
         again = sum(reply.prompt_tokens - reply.cached_tokens for reply in later) / max(1, len(later))
-        print(f"  {name}: {again:.0f} of {tokens:.0f} prompt tokens computed, first token after "
-              f"{_ms(_mean_ttft_s(later))}", file=out)  # fmt: skip
+        print(
+            f"  {name}: {again:.0f} of {tokens:.0f} prompt tokens computed, first token after "
+            f"{_ms(_mean_ttft_s(later))}",
+            file=out,
+        )
 
 
 def _mean_ttft_s(replies: Sequence[DemoReply]) -> float:

@@ -23,7 +23,8 @@ MODEL = "sim"
 _CACHE_BLOCKS = 1024
 #: The same conversations, answers and draws each time; what is left is the machine's own noise.
 _SEED = 7
-PLAIN, AWARE = "round_robin", "kv_aware"
+PLAIN = "round_robin"
+AWARE = "kv_aware"
 #: With `--tiers`: what each engine has, for some conversations and for all of them. 0.2 ms a block is 10 GB/s of a
 #: model with 128 KiB a token; the prefill is as slow as that of a large one.
 _DEVICE_BLOCKS = 480

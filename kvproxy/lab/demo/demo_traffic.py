@@ -21,7 +21,8 @@ _SENTENCE = (
 _WORDS = _SENTENCE.split()
 _ROLES = ("travel agent", "code reviewer", "support desk")
 _PAUSE_S = 0.15
-_TRICKLE, _TRICKLE_PAUSE_S = 3, 3.0
+_TRICKLE = 3
+_TRICKLE_PAUSE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,5 +167,13 @@ def _traffic(args: argparse.Namespace, trace: Trace, tiers: Sequence[Tier]) -> T
     tokens = {tier.name: tier.tokens for tier in tiers[1:]}
     token_bytes = round(tiers[-1].bytes_per_token)  # the same in host memory and on disk
     below = TierPlan(gb_per_s=args.host_gbps, disk_gb_per_s=args.disk_gbps, kv_bytes_per_token=token_bytes)
-    return TrafficPlan(trace, fleet, PolicySpec.parse(args.policy), args.load, shares,
-                       tokens.get("host", 0), tokens.get("disk", 0), below)  # fmt: skip
+    return TrafficPlan(
+        trace,
+        fleet,
+        PolicySpec.parse(args.policy),
+        args.load,
+        shares,
+        tokens.get("host", 0),
+        tokens.get("disk", 0),
+        below,
+    )

@@ -155,7 +155,8 @@ def _kinds(config: Mapping[str, Any]) -> Sequence[str]:
         return [_known(_LETTERS, letter, "hybrid_override_pattern") for letter in str(pattern)]
     layers = range(_number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers"))
     if "attn_layer_period" in config:
-        period, offset = _number(config, "attn_layer_period"), config.get("attn_layer_offset", 0)
+        period = _number(config, "attn_layer_period")
+        offset = config.get("attn_layer_offset", 0)
         return ["full" if index % period == offset else "mamba" for index in layers]
     if "full_attention_interval" in config:
         interval = _number(config, "full_attention_interval")
@@ -207,8 +208,10 @@ def _attention(config: Mapping[str, Any], kind: LayerKind, layers: int, *, windo
 
 def _gated_delta_net(config: Mapping[str, Any], layers: int) -> LayerGroup:
     """Qwen3-Next's: a matrix for each value head, and what the convolution looks back at."""
-    heads, key_heads = _number(config, "linear_num_value_heads"), _number(config, "linear_num_key_heads")
-    key, value = _number(config, "linear_key_head_dim"), _number(config, "linear_value_head_dim")
+    heads = _number(config, "linear_num_value_heads")
+    key_heads = _number(config, "linear_num_key_heads")
+    key = _number(config, "linear_key_head_dim")
+    value = _number(config, "linear_value_head_dim")
     past = _number(config, "linear_conv_kernel_dim") - 1
     numbers = heads * key * value + past * (2 * key_heads * key + heads * value)
     return LayerGroup(LayerKind.STATE, layers, heads, -(-numbers // heads))

@@ -9,7 +9,9 @@ from kvproxy.lab.planner.layers import KvLayers, PlanError
 _GIB = 1 << 30
 
 #: What is planned with unless told otherwise: vLLM's shares and blocks, a request of middling length.
-UTILIZATION, BLOCK_TOKENS, SEQUENCE_TOKENS = 0.9, 16, 8192
+UTILIZATION = 0.9
+BLOCK_TOKENS = 16
+SEQUENCE_TOKENS = 8192
 _GPU_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -67,7 +69,8 @@ def _tier(name: str, size_bytes: float, token_bytes: float, engine: Engine) -> T
 def _why_no_room(engine: Engine) -> str:
     enough = next((gpus for gpus in _GPU_COUNTS if replace(engine, gpus=gpus).kv_bytes() > 0), 0)
     advice = f"--tp {enough} is the least that does" if enough else "give GPUs with more memory, or smaller weights"
-    usable, weights = engine.gpu_bytes * engine.utilization / _GIB, engine.weights_bytes / engine.gpus / _GIB
+    usable = engine.gpu_bytes * engine.utilization / _GIB
+    weights = engine.weights_bytes / engine.gpus / _GIB
     return (
         f"no room for KV: of the {usable:.1f} GiB of each of {engine.gpus} GPUs the weights take {weights:.1f} and "
         f"other things {engine.overhead_bytes / _GIB:.1f}; {advice}"

@@ -39,7 +39,8 @@ class PlanReport:
 
     def as_json(self) -> dict[str, Any]:
         """The same; sizes in bytes, times in seconds."""
-        engine, layers = self.engine, self.layers
+        engine = self.engine
+        layers = self.layers
         return {
             "model": self.model.name,
             "source": self.model.source,
@@ -69,7 +70,8 @@ class PlanReport:
         )
 
     def _about(self) -> list[str]:
-        engine, dtype = self.engine, self.engine.dtype
+        engine = self.engine
+        dtype = self.engine.dtype
         token = self.layers.bytes_per_token(dtype)
         length = engine.sequence_tokens
         return [
@@ -85,9 +87,16 @@ class PlanReport:
     def _tier_rows(self) -> list[str]:
         head = ["tier", "GiB", "bytes a token", "tokens", f"blocks of {self.engine.block_tokens}", "requests"]
         rows = [
-            [tier.name, f"{tier.size_bytes / _GIB:.1f}", f"{tier.bytes_per_token:,.0f}", f"{tier.tokens:,}",
-             f"{tier.blocks:,}", f"{tier.tokens / self.engine.sequence_tokens:,.1f}"] for tier in self.tiers
-        ]  # fmt: skip
+            [
+                tier.name,
+                f"{tier.size_bytes / _GIB:.1f}",
+                f"{tier.bytes_per_token:,.0f}",
+                f"{tier.tokens:,}",
+                f"{tier.blocks:,}",
+                f"{tier.tokens / self.engine.sequence_tokens:,.1f}",
+            ]
+            for tier in self.tiers
+        ]
         return align_columns([head, *rows])
 
     def _traffic_title(self) -> str:
@@ -102,10 +111,17 @@ class PlanReport:
     def _traffic_rows(self) -> list[str]:
         token = self.tiers[0].bytes_per_token
         rows = [
-            [name_row(row.name, row.summary), f"{row.tokens:,}", f"{row.tokens * token / _GIB:.1f}",
-             f"{row.summary.hit_rate:.3f}", f"{row.summary.ttft_mean_s:.3f}", f"{row.summary.ttft_p99_s:.2f}",
-             f"{row.summary.goodput:.3f}"] for row in self.rows
-        ]  # fmt: skip
+            [
+                name_row(row.name, row.summary),
+                f"{row.tokens:,}",
+                f"{row.tokens * token / _GIB:.1f}",
+                f"{row.summary.hit_rate:.3f}",
+                f"{row.summary.ttft_mean_s:.3f}",
+                f"{row.summary.ttft_p99_s:.2f}",
+                f"{row.summary.goodput:.3f}",
+            ]
+            for row in self.rows
+        ]
         return align_columns([["cache", "tokens", "GiB", "hit", "TTFT", "p99", "goodput"], *rows])
 
     def _cheapest(self) -> str:

@@ -35,7 +35,8 @@ class TrafficPlan:
         fleet = replace(self.fleet, capacity_tokens=tokens)
         if not self.host_tokens and not self.disk_tokens:
             return fleet
-        host, disk = self.host_tokens / tokens, self.disk_tokens / tokens
+        host = self.host_tokens / tokens
+        disk = self.disk_tokens / tokens
         return replace(fleet, tiers=replace(self.below, host=host, disk=disk))
 
 

@@ -52,39 +52,75 @@ SCENARIOS = {
         Scenario("unique", "prompts that share nothing", 0.8, workloads.draw_unique),
         Scenario("bimodal", "prompts of 100 tokens, one in twenty of 100k", 0.7, workloads.draw_bimodal),
         Scenario("decode_bound", "short prompts, long answers", 0.85, workloads.draw_decodes),
-        Scenario("decode_memory", "the same with caches of 131k tokens: memory is full", 1.1, workloads.draw_decodes,
-                 _small_memory),
+        Scenario(
+            "decode_memory",
+            "the same with caches of 131k tokens: memory is full",
+            1.1,
+            workloads.draw_decodes,
+            _small_memory,
+        ),
         Scenario("chats", "chats as in ShareGPT: short prompts, longer answers", 0.9, workloads.draw_chats),
-        Scenario("short_chats", "chats of 760 tokens in and 310 out on engines with 64 decode slots", 0.9,
-                 workloads.draw_short_chats, lambda fleet: replace(fleet, max_sequences=64)),
+        Scenario(
+            "short_chats",
+            "chats of 760 tokens in and 310 out on engines with 64 decode slots",
+            0.9,
+            workloads.draw_short_chats,
+            lambda fleet: replace(fleet, max_sequences=64),
+        ),
         Scenario("essays", "short prompts, answers of 6,000 to 20,000 tokens", 0.9, workloads.draw_essays),
         Scenario("giants", "prompts of 200k tokens among chats", 0.7, workloads.draw_giants),
-        Scenario("flash_crowd", "600 questions on one document of 61k tokens within a tenth of the run", 0.6,
-                 workloads.draw_flash_crowd),
+        Scenario(
+            "flash_crowd",
+            "600 questions on one document of 61k tokens within a tenth of the run",
+            0.6,
+            workloads.draw_flash_crowd,
+        ),
         Scenario("hot_set", "200 documents of 20k tokens, by Zipf's law", 0.85, workloads.draw_hot_set),
-        Scenario("hot_set_flips", "the same, other documents from half-way on", 0.85,
-                 partial(workloads.draw_hot_set, flips=True)),
+        Scenario(
+            "hot_set_flips",
+            "the same, other documents from half-way on",
+            0.85,
+            partial(workloads.draw_hot_set, flips=True),
+        ),
         Scenario("hot_prompt", "half of the requests begin with the same 30k tokens", 0.6, workloads.draw_hot_prompt),
         Scenario("burst", "ten times the chats for a thirtieth of the run", 0.45, workloads.draw_burst),
         Scenario("agents", "agents with pauses of 5 to 60 s, a third of them fork", 0.6, workloads.draw_agents),
-        Scenario("greedy_tenant", "a tenant sends 20k-token prompts beside others' chats", 0.85,
-                 workloads.draw_greedy),
-        _disturbed("engine_added", "the last engine comes half-way, cold", 0.8,
-                   lambda fleet: replace(fleet, joins=((fleet.instances - 1, 0.5),))),
-        _disturbed("engine_removed", "the last engine goes half-way", 0.75,
-                   lambda fleet: replace(fleet, leaves=((fleet.instances - 1, 0.5),))),
-        _disturbed("slow_half", "half of the engines have 0.4 of the speed", 0.55,
-                   lambda fleet: replace(fleet, slowness=(2.5,) * (fleet.instances // 2))),
-        _disturbed("false_20", "20 % of the index's entries are false", 0.7,
-                   lambda fleet: replace(fleet, wrong_share=0.2)),
-        _disturbed("false_50", "half of the index's entries are false", 0.7,
-                   lambda fleet: replace(fleet, wrong_share=0.5)),
-        _disturbed("reports_nothing", "engines report 0 cached tokens", 0.7,
-                   lambda fleet: replace(fleet, reports_cached=False)),
-        _disturbed("small_cache", "caches of an eighth", 0.5,
-                   lambda fleet: replace(fleet, capacity_tokens=fleet.capacity_tokens // 8)),
+        Scenario("greedy_tenant", "a tenant sends 20k-token prompts beside others' chats", 0.85, workloads.draw_greedy),
+        _disturbed(
+            "engine_added",
+            "the last engine comes half-way, cold",
+            0.8,
+            lambda fleet: replace(fleet, joins=((fleet.instances - 1, 0.5),)),
+        ),
+        _disturbed(
+            "engine_removed",
+            "the last engine goes half-way",
+            0.75,
+            lambda fleet: replace(fleet, leaves=((fleet.instances - 1, 0.5),)),
+        ),
+        _disturbed(
+            "slow_half",
+            "half of the engines have 0.4 of the speed",
+            0.55,
+            lambda fleet: replace(fleet, slowness=(2.5,) * (fleet.instances // 2)),
+        ),
+        _disturbed(
+            "false_20", "20 % of the index's entries are false", 0.7, lambda fleet: replace(fleet, wrong_share=0.2)
+        ),
+        _disturbed(
+            "false_50", "half of the index's entries are false", 0.7, lambda fleet: replace(fleet, wrong_share=0.5)
+        ),
+        _disturbed(
+            "reports_nothing", "engines report 0 cached tokens", 0.7, lambda fleet: replace(fleet, reports_cached=False)
+        ),
+        _disturbed(
+            "small_cache",
+            "caches of an eighth",
+            0.5,
+            lambda fleet: replace(fleet, capacity_tokens=fleet.capacity_tokens // 8),
+        ),
     )
-}  # fmt: skip
+}
 
 
 def find_scenarios(names: str) -> Sequence[Scenario]:

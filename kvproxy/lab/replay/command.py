@@ -149,9 +149,18 @@ def _plan(args: argparse.Namespace, *, load: float = DEFAULT_LOAD) -> Comparison
         eviction=args.eviction,
         link=LinkPlan(args.link, waits=not args.no_link_wait),
     )
-    return ComparisonPlan(fleet, policies, load=load, baseline=args.baseline, seeds=args.seeds,
-                closed_loop=not args.open_loop, prior_factor=args.prior_factor, streamed=args.streamed,
-                goodput=GoodputLimits(args.goodput_ttft, args.goodput_tpot), routers=routers)  # fmt: skip
+    return ComparisonPlan(
+        fleet,
+        policies,
+        load=load,
+        baseline=args.baseline,
+        seeds=args.seeds,
+        closed_loop=not args.open_loop,
+        prior_factor=args.prior_factor,
+        streamed=args.streamed,
+        goodput=GoodputLimits(args.goodput_ttft, args.goodput_tpot),
+        routers=routers,
+    )
 
 
 def _routers(args: argparse.Namespace) -> RoutersPlan:

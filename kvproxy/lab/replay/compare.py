@@ -34,7 +34,9 @@ from kvproxy.operate.commands.progress import ProgressBar, announce_part
 
 #: Behind a policy's name: with the router queue in front of it (which kv_aware has by itself) or without one, and with
 #: a priority for the engine in each request.
-QUEUE_SUFFIX, NO_QUEUE_SUFFIX, PRIORITY_SUFFIX = "+queue", "+no_queue", "+priority"
+QUEUE_SUFFIX = "+queue"
+NO_QUEUE_SUFFIX = "+no_queue"
+PRIORITY_SUFFIX = "+priority"
 #: ...and without what events say of tiers below the engines' memory.
 BLIND_SUFFIX = "+tier_blind"
 #: ...and with KV copied between engines on demand.
@@ -120,9 +122,11 @@ def play_policy(
     but 0 moves the arrivals a little; `token_gaps` is given the times between tokens. `beside`: policies of further
     routers, each of which hears of the others after `delay_s`."""
     fleet = replace(fleet, scheduling=Scheduling.PRIORITY) if priority else fleet
-    blocks, duration_s = fleet.blocks_of(trace), pace.duration_s(trace)
+    blocks = fleet.blocks_of(trace)
+    duration_s = pace.duration_s(trace)
     settings = [fleet.engine_settings(blocks.size, index, duration_s) for index in range(fleet.instances)]
-    future, there = fleet.future_of(blocks), sorted(fleet.there_at_first())
+    future = fleet.future_of(blocks)
+    there = sorted(fleet.there_at_first())
     make_engine = partial(Engine, store=fleet.shared_store(blocks.size, future=future), future=future)
     endpoints = [SimEndpoint(endpoint_id(index), index, make_engine(each)) for index, each in enumerate(settings)]
     changes = [

@@ -194,7 +194,10 @@ def _hindsight(decisions: Sequence[RecordedDecision]) -> Expect:
 
 def _verdict(policy: Policy, decisions: Sequence[RecordedDecision], expect: Expect) -> Verdict:
     feedback = _DelayedFeedback(policy)
-    regrets, first_tokens, matched, different = [], [], 0, 0
+    regrets = []
+    first_tokens = []
+    matched = 0
+    different = 0
     for decision in decisions:
         feedback.apply_until(decision.at)
         choice = policy.choose(decision.request, decision.candidates, decision.at)

@@ -18,7 +18,8 @@ from kvproxy.lab.replay.settings import Pace, make_prompt
 from kvproxy.lab.replay.trace import Trace, Turn
 from kvproxy.lab.simulator.timing import TokenGaps
 
-_DATA, _DONE = "data:", "[DONE]"
+_DATA = "data:"
+_DONE = "[DONE]"
 _CONNECT_TIMEOUT_S = 10.0
 
 
@@ -182,7 +183,8 @@ class LiveReplay:
 
     def _starts(self) -> Iterator[tuple[float, int, tuple[Turn, ...]]]:
         """What begins when: sessions in a closed loop, single turns in an open one."""
-        sessions, scale = self._trace.sessions, self._pace.scale
+        sessions = self._trace.sessions
+        scale = self._pace.scale
         if self._pace.closed_loop:
             yield from ((session.start_s * scale, number, session.turns) for number, session in enumerate(sessions))
             return

@@ -18,23 +18,38 @@ DEFAULT_POLICIES = "dynamo,lmetric,least_ttft,kv_aware"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `kvproxy replay`."""
-    parser.add_argument("trace", type=Path, nargs="?", metavar="TRACE",
-                        help="a trace (see benchmarks/traces/), gzipped or not")  # fmt: skip
-    parser.add_argument("--receipts", type=Path, metavar="FILE",
-                        help="instead of a trace: decide recorded decisions again")  # fmt: skip
-    parser.add_argument("--scenario", default="", metavar="S,S...",
-                        help="a workload with its load, or what may be wrong with a fleet (then also on a TRACE), "
-                        "by name; `list` prints them all")  # fmt: skip
-    parser.add_argument("--policy", default=DEFAULT_POLICIES, metavar="P,P...", help="policies, side by side; "
-                        "kv_aware has the router queue, +no_queue takes it away; behind least_ttft +queue "
-                        "adds it; behind both, +priority has engines "
-                        "admit in the router's order; behind kv_aware, +move copies KV between engines on demand "
-                        "(--link); behind any, +tier_blind hides tiers below engine memory "
-                        "(default %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "trace", type=Path, nargs="?", metavar="TRACE", help="a trace (see benchmarks/traces/), gzipped or not"
+    )
+    parser.add_argument(
+        "--receipts", type=Path, metavar="FILE", help="instead of a trace: decide recorded decisions again"
+    )
+    parser.add_argument(
+        "--scenario",
+        default="",
+        metavar="S,S...",
+        help="a workload with its load, or what may be wrong with a fleet (then also on a TRACE), "
+        "by name; `list` prints them all",
+    )
+    parser.add_argument(
+        "--policy",
+        default=DEFAULT_POLICIES,
+        metavar="P,P...",
+        help="policies, side by side; "
+        "kv_aware has the router queue, +no_queue takes it away; behind least_ttft +queue "
+        "adds it; behind both, +priority has engines "
+        "admit in the router's order; behind kv_aware, +move copies KV between engines on demand "
+        "(--link); behind any, +tier_blind hides tiers below engine memory "
+        "(default %(default)s)",
+    )
     parser.add_argument("--baseline", default="", metavar="P", help="policy of the last column (default: the first)")
     parser.add_argument("--instances", type=int, default=8, metavar="N", help="engines (default %(default)s)")
-    parser.add_argument("--load", type=float, metavar="X", help="share of their throughput with one pooled cache "
-                        f"(default {DEFAULT_LOAD}, or the scenario's)")  # fmt: skip
+    parser.add_argument(
+        "--load",
+        type=float,
+        metavar="X",
+        help=f"share of their throughput with one pooled cache (default {DEFAULT_LOAD}, or the scenario's)",
+    )
     parser.add_argument(
         "--seeds",
         type=int,
@@ -43,8 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="runs to average; in each, sessions start up to "
         "half a second later than in the trace (default %(default)s)",
     )
-    parser.add_argument("--streamed", type=float, default=1.0, metavar="X", help="share of the answers that are "
-                        "streamed; the router sees no first token of the others (default %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--streamed",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="share of the answers that are "
+        "streamed; the router sees no first token of the others (default %(default)s)",
+    )
     parser.add_argument(
         "--requests",
         type=int,
@@ -53,16 +74,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only the first N requests of the trace; in virtual time a "
         "short one is repeated, each time with prefixes of its own, until the figures are steady",
     )
-    parser.add_argument("--half", choices=list(Half), type=Half, default=Half.BOTH, help="only this half of the "
-                        "conversations: constants are tuned on one half, figures reported on the other")  # fmt: skip
+    parser.add_argument(
+        "--half",
+        choices=list(Half),
+        type=Half,
+        default=Half.BOTH,
+        help="only this half of the conversations: constants are tuned on one half, figures reported on the other",
+    )
     parser.add_argument("--open-loop", action="store_true", help="turns come at fixed times, whatever became of others")
     goodput = GoodputLimits()
-    parser.add_argument("--goodput-ttft", type=float, default=goodput.ttft_s, metavar="S",
-                        help="an answer is good with its first token before this (default %(default)s)")  # fmt: skip
-    parser.add_argument("--goodput-tpot", type=float, default=goodput.tpot_s, metavar="S",
-                        help="and less than this per token after it, on average (default %(default)s)")  # fmt: skip
-    parser.add_argument("--all-figures", action="store_true", help="a second table: TTFT p90 and the longest, e2e p99, "
-                        "TPOT, session completion time, fairness")  # fmt: skip
+    parser.add_argument(
+        "--goodput-ttft",
+        type=float,
+        default=goodput.ttft_s,
+        metavar="S",
+        help="an answer is good with its first token before this (default %(default)s)",
+    )
+    parser.add_argument(
+        "--goodput-tpot",
+        type=float,
+        default=goodput.tpot_s,
+        metavar="S",
+        help="and less than this per token after it, on average (default %(default)s)",
+    )
+    parser.add_argument(
+        "--all-figures",
+        action="store_true",
+        help="a second table: TTFT p90 and the longest, e2e p99, TPOT, session completion time, fairness",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write an HTML page with plots (FILE.html)")
     _add_engine_options(parser.add_argument_group("engines"))
@@ -79,71 +118,146 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine_options(group: argparse._ArgumentGroup) -> None:
-    timing, fleet = EngineTiming(), ReplayFleet()
-    group.add_argument("--engine", choices=list(ENGINES), default="default",
-                       help="what the other options change: h100 has the defaults of a vLLM server there, 8192 tokens "
-                       "a step and 1024 sequences, steps of 8 ms at least, and reuses answers")  # fmt: skip
-    group.add_argument("--max-num-batched-tokens", type=int, metavar="N",
-                       help=f"tokens a step (default {fleet.max_batched_tokens})")  # fmt: skip
-    group.add_argument("--max-num-seqs", type=int, metavar="N",
-                       help=f"sequences at once (default {fleet.max_sequences})")  # fmt: skip
-    group.add_argument("--long-prefill-token-threshold", type=int, metavar="N",
-                       help="most tokens a step of one prompt among others (default: no bound)")  # fmt: skip
-    group.add_argument("--block-size", type=int, metavar="N", help="of the engines' caches, a part of the trace's "
-                       "blocks; small ones take milliseconds a request (default: as in the trace)")  # fmt: skip
-    group.add_argument("--prefill-floor", type=float, metavar="S",
-                       help="least time of a step without decodes (default 0)")  # fmt: skip
-    group.add_argument("--reuse-outputs", action=argparse.BooleanOptionalAction, default=None,
-                       help="the next turn finds the blocks of an answer, as with vLLM")  # fmt: skip
-    group.add_argument("--capacity-tokens", type=int, metavar="N",
-                       help=f"KV cache of each (default {fleet.capacity_tokens})")  # fmt: skip
+    timing = EngineTiming()
+    fleet = ReplayFleet()
+    group.add_argument(
+        "--engine",
+        choices=list(ENGINES),
+        default="default",
+        help="what the other options change: h100 has the defaults of a vLLM server there, 8192 tokens "
+        "a step and 1024 sequences, steps of 8 ms at least, and reuses answers",
+    )
+    group.add_argument(
+        "--max-num-batched-tokens", type=int, metavar="N", help=f"tokens a step (default {fleet.max_batched_tokens})"
+    )
+    group.add_argument(
+        "--max-num-seqs", type=int, metavar="N", help=f"sequences at once (default {fleet.max_sequences})"
+    )
+    group.add_argument(
+        "--long-prefill-token-threshold",
+        type=int,
+        metavar="N",
+        help="most tokens a step of one prompt among others (default: no bound)",
+    )
+    group.add_argument(
+        "--block-size",
+        type=int,
+        metavar="N",
+        help="of the engines' caches, a part of the trace's "
+        "blocks; small ones take milliseconds a request (default: as in the trace)",
+    )
+    group.add_argument(
+        "--prefill-floor", type=float, metavar="S", help="least time of a step without decodes (default 0)"
+    )
+    group.add_argument(
+        "--reuse-outputs",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="the next turn finds the blocks of an answer, as with vLLM",
+    )
+    group.add_argument(
+        "--capacity-tokens", type=int, metavar="N", help=f"KV cache of each (default {fleet.capacity_tokens})"
+    )
     more = ", ".join(name for name in TierPlan.NAMES if name not in ("device", "host", "gbps"))
-    group.add_argument("--tiers", default="", metavar="NAME=X,...",
-                       help="tiers below engine memory: device=0.25,host=4,gbps=20 leaves a quarter of it, with "
-                       "host memory of four times that, read at 20 GB/s (a token's KV is 128 KiB); docs/tiers.md tells "
-                       f"of {more}")  # fmt: skip
-    group.add_argument("--eviction", choices=list(Eviction), type=Eviction, default=Eviction.LRU,
-                       help="which blocks engines and tiers give up first; optimum knows the future "
-                       "(default %(default)s)")  # fmt: skip
-    group.add_argument("--link", type=float, default=12.5, metavar="GBPS",
-                       help="what +move copies KV over, each way of each engine (default %(default)s; a token's KV is "
-                       "128 KiB; below 1 nothing is copied)")  # fmt: skip
+    group.add_argument(
+        "--tiers",
+        default="",
+        metavar="NAME=X,...",
+        help="tiers below engine memory: device=0.25,host=4,gbps=20 leaves a quarter of it, with "
+        "host memory of four times that, read at 20 GB/s (a token's KV is 128 KiB); docs/tiers.md tells "
+        f"of {more}",
+    )
+    group.add_argument(
+        "--eviction",
+        choices=list(Eviction),
+        type=Eviction,
+        default=Eviction.LRU,
+        help="which blocks engines and tiers give up first; optimum knows the future (default %(default)s)",
+    )
+    group.add_argument(
+        "--link",
+        type=float,
+        default=12.5,
+        metavar="GBPS",
+        help="what +move copies KV over, each way of each engine (default %(default)s; a token's KV is "
+        "128 KiB; below 1 nothing is copied)",
+    )
     group.add_argument(
         "--no-link-wait",
         action="store_true",
         help="requests wait for no copy: it is made while the router queue holds them, as by the proxy",
     )
-    group.add_argument("--prefill-tokens-per-s", type=float, metavar="X",
-                       help=f"(default {timing.prefill_tokens_per_s:g})")  # fmt: skip
-    group.add_argument("--quadratic-tokens", type=float, metavar="X",
-                       help="depth at which attention doubles a token's time "
-                       f"(default {timing.quadratic_tokens:g})")  # fmt: skip
+    group.add_argument(
+        "--prefill-tokens-per-s", type=float, metavar="X", help=f"(default {timing.prefill_tokens_per_s:g})"
+    )
+    group.add_argument(
+        "--quadratic-tokens",
+        type=float,
+        metavar="X",
+        help=f"depth at which attention doubles a token's time (default {timing.quadratic_tokens:g})",
+    )
     group.add_argument("--decode-step", type=float, metavar="S", help=f"(default {timing.decode_step_s:g})")
     group.add_argument("--slow", default="", metavar="F,F...", help="slowness of the first engines (2: half as fast)")
-    group.add_argument("--leave", default="", metavar="E:X,E:X...", help="engine E (from 0) is lost after a share X of "
-                       "the run, with what is under way there")  # fmt: skip
-    group.add_argument("--join", default="", metavar="E:X,E:X...", help="engine E comes, with an empty cache, after a "
-                       "share X of the run; it was not there before, unless it left")  # fmt: skip
-    group.add_argument("--slow-middle", type=float, default=1.0, metavar="F",
-                       help="slowness of the first engine in the middle third of the run")  # fmt: skip
+    group.add_argument(
+        "--leave",
+        default="",
+        metavar="E:X,E:X...",
+        help="engine E (from 0) is lost after a share X of the run, with what is under way there",
+    )
+    group.add_argument(
+        "--join",
+        default="",
+        metavar="E:X,E:X...",
+        help="engine E comes, with an empty cache, after a share X of the run; it was not there before, unless it left",
+    )
+    group.add_argument(
+        "--slow-middle",
+        type=float,
+        default=1.0,
+        metavar="F",
+        help="slowness of the first engine in the middle third of the run",
+    )
 
 
 def _add_knowledge_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--index", choices=list(IndexMode), type=IndexMode, default=IndexMode.EVENTS,
-                       help="KV events, or only what was routed (default %(default)s)")  # fmt: skip
+    group.add_argument(
+        "--index",
+        choices=list(IndexMode),
+        type=IndexMode,
+        default=IndexMode.EVENTS,
+        help="KV events, or only what was routed (default %(default)s)",
+    )
     group.add_argument("--index-delay", type=float, default=0.0, metavar="S", help="events come this late")
-    group.add_argument("--index-capacity", type=float, default=1.0, metavar="X",
-                       help="what the approximate index is told of the true capacity")  # fmt: skip
-    group.add_argument("--fixed-capacity", action="store_true",
-                       help="do not correct that by what engines reuse (with --index approximate)")  # fmt: skip
-    group.add_argument("--wrong", type=float, default=0.0, metavar="X",
-                       help="share of the index's entries that are false")  # fmt: skip
+    group.add_argument(
+        "--index-capacity",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="what the approximate index is told of the true capacity",
+    )
+    group.add_argument(
+        "--fixed-capacity",
+        action="store_true",
+        help="do not correct that by what engines reuse (with --index approximate)",
+    )
+    group.add_argument(
+        "--wrong", type=float, default=0.0, metavar="X", help="share of the index's entries that are false"
+    )
     group.add_argument("--prior-factor", type=float, default=1.0, metavar="X", help="error of the prior speeds")
 
 
 def _add_router_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--routers", type=int, metavar="N", help="so many decide, each request by one of them by "
-                       "chance, and tell each other what they do (1 to 64; default 1)")  # fmt: skip
-    group.add_argument("--delay", type=float, metavar="MS",
-                       help="each hears of the others so many milliseconds late (0 to 10000; default 10)")  # fmt: skip
+    group.add_argument(
+        "--routers",
+        type=int,
+        metavar="N",
+        help="so many decide, each request by one of them by "
+        "chance, and tell each other what they do (1 to 64; default 1)",
+    )
+    group.add_argument(
+        "--delay",
+        type=float,
+        metavar="MS",
+        help="each hears of the others so many milliseconds late (0 to 10000; default 10)",
+    )
     group.add_argument("--no-exchange", action="store_true", help="they tell each other nothing")

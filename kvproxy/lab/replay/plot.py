@@ -10,8 +10,11 @@ from kvproxy.lab.replay.report import REFERENCE, ReplayReport, name_half
 
 #: Distinguishable without hue too (lightness differs), on light and dark.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999", "#b8a800")
-_WIDTH, _ROW, _LABEL = 760, 30, 190
-_CURVE_HEIGHT, _MARGIN = 320, 44
+_WIDTH = 760
+_ROW = 30
+_LABEL = 190
+_CURVE_HEIGHT = 320
+_MARGIN = 44
 _POINTS = 200
 
 _STYLE = """
@@ -95,7 +98,8 @@ def draw_curves(ttft_s: Mapping[str, Sequence[float]]) -> str:
 
 
 def _tick(value: float, low: float, span: float) -> str:
-    x, bottom = _x(value, low, span), _CURVE_HEIGHT - _MARGIN
+    x = _x(value, low, span)
+    bottom = _CURVE_HEIGHT - _MARGIN
     return (
         f'<line x1="{x:.1f}" y1="8" x2="{x:.1f}" y2="{bottom}" class="axis"/>'
         f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{value:g}</text>'

@@ -105,7 +105,8 @@ class ExactLeastWork(Policy):
 
     def choose(self, request: PickRequest, candidates: Sequence[Candidate], now: float) -> Choice:
         """Among equals the smaller batch: it decodes, and so prefills, faster."""
-        facts, costs = request.facts, []
+        facts = request.facts
+        costs = []
         for candidate in candidates:
             slowness = self._slowness.get(candidate.id, 1.0)
             matched = facts.matched_tokens(candidate.id)
@@ -143,7 +144,8 @@ def measure_throughput(trace: Trace, fleet: ReplayFleet) -> float:
     turns = [turn for _, turn in reversed(trace.turns_in_nominal_order(service_s=5.0))]
     pending_s = [0.0] * len(engines)
     placed: dict[str, tuple[int, float]] = {}
-    now, served = 0.0, 0
+    now = 0.0
+    served = 0
     while turns or placed:
         while turns:
             index = min(range(len(engines)), key=lambda i: (engines[i].load.waiting, pending_s[i]))
@@ -218,7 +220,8 @@ def play_on_pool(
 def measure_offered_rate(outcomes: Sequence[ReplayOutcome]) -> float:
     """Arrivals a second between the first tenth and the last fifth, where sessions neither start up nor run out."""
     arrivals = sorted(outcome.arrived_at for outcome in outcomes)
-    first, last = len(arrivals) // 10, len(arrivals) * 8 // 10
+    first = len(arrivals) // 10
+    last = len(arrivals) * 8 // 10
     span = arrivals[last] - arrivals[first] if arrivals else 0.0
     return (last - first) / span if span > 0.0 else 0.0
 

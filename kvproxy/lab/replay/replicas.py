@@ -25,7 +25,8 @@ from kvproxy.lab.simulator.engine_io import KvEvent
 
 #: How often a router says that it is there, as `sync.heartbeat` has it.
 BEAT_S = 0.5
-MAX_ROUTERS, MAX_DELAY_S = 64, 10.0
+MAX_ROUTERS = 64
+MAX_DELAY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,8 @@ class Replica:
         view: IndexView,
         make_router: MakeRouter = VirtualRouter,
     ) -> None:
-        self.number, self.view = number, view
+        self.number = number
+        self.view = view
         self.endpoints = [SimEndpoint(one.id, one.index, one.engine) for one in engines]
         self.router = make_router([self.endpoints[index] for index in there], policy, view)
         self.sent: list[bytes] = []
@@ -123,14 +125,17 @@ class ManyRouters:
         *,
         chance: Random,
     ) -> None:
-        self._replicas, self._engines, self._delay_s = replicas, engines, delay_s
+        self._replicas = replicas
+        self._engines = engines
+        self._delay_s = delay_s
         for engine in engines:
             engine.seen_as = [one.endpoints[engine.index] for one in replicas]
         self.endpoints = [engines[index] for index in there]
         self._chance = chance
         self._placed: dict[str, tuple[Replica, Placement]] = {}
         self._under_way: list[tuple[float, int, int, bytes]] = []
-        self._count, self._next_beat = 0, BEAT_S
+        self._count = 0
+        self._next_beat = BEAT_S
         self.messages = self.bytes = 0
 
     def arrive(self, request: LiveRequest, now: float) -> Placement | None:
@@ -220,7 +225,8 @@ class ManyRouters:
                     if replica.number != sender:
                         replica.peers.receive(message, len(payload), at)
             else:
-                at, self._next_beat = self._next_beat, self._next_beat + BEAT_S
+                at = self._next_beat
+                self._next_beat = self._next_beat + BEAT_S
                 for replica in self._replicas:
                     replica.peers.beat(at)
                     self._tell(replica, at)

@@ -119,7 +119,8 @@ class ReplayReport:
         }
 
     def _policy_json(self, name: str, summary: Summary) -> dict[str, Any]:
-        ratio, distance = self.ratio(name), self.distance(name)
+        ratio = self.ratio(name)
+        distance = self.distance(name)
         return {
             **asdict(summary),
             "vs_baseline": ratio.value,
@@ -183,7 +184,9 @@ def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns of equal width; the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
-        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
-                  for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         for row in rows
-    ]  # fmt: skip
+    ]

@@ -51,7 +51,8 @@ class GoodputLimits:
 
     def holds(self, outcome: ReplayOutcome) -> bool:
         """Whether this one does: the first token and, on average, each one after it."""
-        ttft_s, tpot_s = outcome.ttft_s, outcome.tpot_s
+        ttft_s = outcome.ttft_s
+        tpot_s = outcome.tpot_s
         return ttft_s is not None and ttft_s < self.ttft_s and (tpot_s is None or tpot_s < self.tpot_s)
 
 

@@ -52,7 +52,8 @@ class SimEndpoint:
     def scrape_engine(self, now: float) -> None:
         """The engine's metrics are read, as the proxy reads them."""
         self.ended.read_counters(self.prefills, now)
-        settings, load = self.engine.settings, self.engine.load
+        settings = self.engine.settings
+        load = self.engine.load
         capacity_tokens = settings.capacity_blocks * settings.block_size
         self.load.engine = EngineState(now, capacity_tokens, load.kv_usage, load.running, load.waiting)
         for one in self.seen_as:
@@ -123,7 +124,8 @@ class VirtualRouter:
     def arrive(self, request: LiveRequest, now: float) -> Placement | None:
         """Places a request, or queues it (None). With the queue full it is placed at once, unlike in the proxy, which
         refuses it: figures of policies that refuse different requests could not be compared."""
-        decision, speeds = self._decide(request, now), self._speeds
+        decision = self._decide(request, now)
+        speeds = self._speeds
         if speeds is not None and (len(self._queue) or not self._queue.has_room(self._least_wait_s(now))):
             own_s = least_own_s(decision.request.facts, self.endpoints, speeds)
             if self._queue.offer(request, own_s, now, tenant=request.outcome.tenant) is not None:
@@ -145,15 +147,14 @@ class VirtualRouter:
 
     def copied(self, placement: Placement, blocks: int, now: float) -> None:
         """The copy that the request waited for is over, and brought so many leading blocks."""
-        transfer, request, endpoint, transfers = (
-            placement.transfer,
-            placement.request,
-            placement.endpoint,
-            self._transfers,
-        )
+        transfer = placement.transfer
+        request = placement.request
+        endpoint = placement.endpoint
+        transfers = self._transfers
         assert transfer is not None
         assert transfers is not None
-        prompt, overlap = request.turn.prompt_tokens, landed(transfer.held, blocks * transfers.block_size, Tier.DEVICE)
+        prompt = request.turn.prompt_tokens
+        overlap = landed(transfer.held, blocks * transfers.block_size, Tier.DEVICE)
         request.outcome.predicted_tokens = min(overlap.tokens, prompt)
         split = split_prompt(prompt, overlap, endpoint.id, self._policy.speeds)
         endpoint.load.begin(placement.reservation, split, now)
@@ -165,7 +166,8 @@ class VirtualRouter:
 
     def finished(self, placement: Placement, now: float) -> None:
         """The response ended, with its usage."""
-        endpoint, outcome = placement.endpoint, placement.request.outcome
+        endpoint = placement.endpoint
+        outcome = placement.request.outcome
         if not placement.request.streams:
             endpoint.load.first_token(placement.reservation, now)
         endpoint.load.release(placement.reservation, now)
@@ -178,7 +180,8 @@ class VirtualRouter:
         reservation = placement.reservation
         if reservation.first_token_at is not None and outcome.finished_at is not None:
             decode_s = now - reservation.first_token_at
-            tokens, sequences = placement.request.turn.output_tokens, reservation.sequences
+            tokens = placement.request.turn.output_tokens
+            sequences = reservation.sequences
             self._policy.observe_answer(endpoint.id, tokens, decode_s, sequences, now)
 
     def join(self, endpoint: SimEndpoint) -> None:
@@ -219,13 +222,16 @@ class VirtualRouter:
         return self._view.facts(request.turn)
 
     def _place(self, request: LiveRequest, decision: Decision[SimEndpoint], now: float) -> Placement:
-        turn, pick, endpoint = request.turn, decision.request, decision.endpoint
+        turn = request.turn
+        pick = decision.request
+        endpoint = decision.endpoint
         facts = pick.facts
         if self._policy.speeds is not None:
             selector.advance(self.endpoints, self._policy.speeds, now)
         self._policy.placed(pick, self.endpoints, decision.index, now, choice=decision.choice)
         matched = facts.matched_tokens(endpoint.id)
-        request.outcome.endpoint, request.outcome.placed_at = endpoint.index, now
+        request.outcome.endpoint = endpoint.index
+        request.outcome.placed_at = now
         request.outcome.predicted_tokens = matched
         reservation = reserve(endpoint, pick, self._policy.speeds, now)
         settle = self._view.routed(endpoint.index, turn)
@@ -237,7 +243,8 @@ class VirtualRouter:
         """What the proxy forwards, by its own reckoning; 0 without."""
         if self._priority is None:
             return 0
-        self._now, outcome = now, request.outcome
+        self._now = now
+        outcome = request.outcome
         urgency = self._priority.urgency_s(
             facts,
             endpoint,

@@ -64,7 +64,8 @@ class ReplayFleet:
 
     def __post_init__(self) -> None:
         there = self.there_at_first()
-        sizes, known = [len(there)], range(self.instances)
+        sizes = [len(there)]
+        known = range(self.instances)
         for _, index, joins in self.changes():
             (there.add if joins else there.discard)(index)
             sizes.append(len(there))
@@ -97,7 +98,8 @@ class ReplayFleet:
         if index == 0 and self.slow_middle != 1.0:
             third = duration_s / 3
             timing = replace(timing, slowness_changes=((third, self.slow_middle), (2 * third, timing.slowness)))
-        plan, capacity_blocks = self.tiers, self.capacity_tokens // block_size
+        plan = self.tiers
+        capacity_blocks = self.capacity_tokens // block_size
         if plan is not None:
             capacity_blocks = max(1, round(plan.device * capacity_blocks))
         return EngineSettings(
@@ -197,7 +199,8 @@ class EngineBlocks:
         """Blocks of a turn once it is answered: those of its prompt and, where the next turn's prompt goes on from it
         and is long enough to hold the answer, those it shares with that. (A trace does not say what is in a prompt: the
         answer is taken to come next, as in a chat's history.)"""
-        turns, turn = self.trace.sessions[session].turns, self.turn(session, number)
+        turns = self.trace.sessions[session].turns
+        turn = self.turn(session, number)
         computed = turn.prompt_tokens + turn.output_tokens - 1  # the last token's KV is never needed
         if not self._reuse_outputs or number + 1 == len(turns) or turns[number + 1].prompt_tokens <= computed:
             return turn.blocks
@@ -218,7 +221,9 @@ def make_prompt(turn: Turn, block_size: int) -> str:
 def make_block(block: int, tokens: int) -> str:
     """The same words for the same block, its id spelled out first so that no two blocks are alike."""
     base = len(_WORDS)
-    state, digits, left = block, [], block
+    state = block
+    digits = []
+    left = block
     while left:
         digits.append(left % base)
         left //= base

@@ -35,11 +35,22 @@ class TierPlan:
 
     #: In the text of an option.
     NAMES: ClassVar[Mapping[str, str]] = {
-        "device": "device", "host": "host", "gbps": "gb_per_s", "disk": "disk", "disk_gbps": "disk_gb_per_s",
-        "shared": "shared", "shared_gbps": "shared_gb_per_s", "latency": "latency_s", "on_eviction": "on_eviction",
-        "min_uses": "min_uses", "bypass": "bypass", "compress": "compress", "compress_gbps": "compress_gb_per_s",
-        "failing_reads": "failing_reads", "failing_writes": "failing_writes",
-    }  # fmt: skip
+        "device": "device",
+        "host": "host",
+        "gbps": "gb_per_s",
+        "disk": "disk",
+        "disk_gbps": "disk_gb_per_s",
+        "shared": "shared",
+        "shared_gbps": "shared_gb_per_s",
+        "latency": "latency_s",
+        "on_eviction": "on_eviction",
+        "min_uses": "min_uses",
+        "bypass": "bypass",
+        "compress": "compress",
+        "compress_gbps": "compress_gb_per_s",
+        "failing_reads": "failing_reads",
+        "failing_writes": "failing_writes",
+    }
 
     @classmethod
     def parse(cls, text: str) -> TierPlan:
@@ -50,8 +61,9 @@ class TierPlan:
             try:
                 found[cls.NAMES[name]] = int(value) if value.isdecimal() else float(value)
             except (KeyError, ValueError):
-                raise ValueError(f"--tiers takes numbers for {', '.join(cls.NAMES)}, as in "
-                                 f"device=0.25,host=4,gbps=20; not {each!r}") from None  # fmt: skip
+                raise ValueError(
+                    f"--tiers takes numbers for {', '.join(cls.NAMES)}, as in device=0.25,host=4,gbps=20; not {each!r}"
+                ) from None
         plan = cls(**found)  # type: ignore[arg-type]
         plan._check()
         return plan
@@ -60,19 +72,41 @@ class TierPlan:
         """Of an engine with so many blocks, the nearest first."""
         tiers = []
         if self.host:
-            room, read_s = self._room(self.host, capacity_blocks), self._read_s(self.gb_per_s, block_size)
-            tiers.append(TierSettings("CPU", room, read_s, self.latency_s, self.failing_reads, self.failing_writes,
-                                      eviction=eviction, write_block_s=self._write_s(block_size)))  # fmt: skip
+            room = self._room(self.host, capacity_blocks)
+            read_s = self._read_s(self.gb_per_s, block_size)
+            tiers.append(
+                TierSettings(
+                    "CPU",
+                    room,
+                    read_s,
+                    self.latency_s,
+                    self.failing_reads,
+                    self.failing_writes,
+                    eviction=eviction,
+                    write_block_s=self._write_s(block_size),
+                )
+            )
         if self.disk:
-            room, read_s = self._room(self.disk, capacity_blocks), self._read_s(self.disk_gb_per_s, block_size)
-            tiers.append(TierSettings("DISK", room, read_s, self.latency_s, min_uses=self.min_uses,
-                                      below=not self.bypass, eviction=eviction,
-                                      write_block_s=self._write_s(block_size)))  # fmt: skip
+            room = self._room(self.disk, capacity_blocks)
+            read_s = self._read_s(self.disk_gb_per_s, block_size)
+            tiers.append(
+                TierSettings(
+                    "DISK",
+                    room,
+                    read_s,
+                    self.latency_s,
+                    min_uses=self.min_uses,
+                    below=not self.bypass,
+                    eviction=eviction,
+                    write_block_s=self._write_s(block_size),
+                )
+            )
         return tuple(tiers)
 
     def shared_tier(self, capacity_blocks: int, block_size: int, eviction: Eviction) -> TierSettings:
         """Of engines with so many blocks each."""
-        room, read_s = self._room(self.shared, capacity_blocks), self._read_s(self.shared_gb_per_s, block_size)
+        room = self._room(self.shared, capacity_blocks)
+        read_s = self._read_s(self.shared_gb_per_s, block_size)
         write_s = self._write_s(block_size)
         return TierSettings("EXTERNAL", room, read_s, self.latency_s, eviction=eviction, write_block_s=write_s)
 
@@ -92,7 +126,9 @@ class TierPlan:
         counts = (self.failing_reads, self.failing_writes, self.min_uses)
         speeds = (self.gb_per_s, self.disk_gb_per_s, self.shared_gb_per_s, self.compress_gb_per_s)
         if not 0 < self.device <= 1 or min(*sizes, *counts) < 0 or min(speeds) <= 0 or self.compress < 1:
-            raise ValueError("--tiers: device is a share above 0, sizes are not negative, speeds are above 0, "
-                             "and compress is 1 at least")  # fmt: skip
+            raise ValueError(
+                "--tiers: device is a share above 0, sizes are not negative, speeds are above 0, "
+                "and compress is 1 at least"
+            )
         if any(not isinstance(count, int) for count in counts):
             raise ValueError("--tiers: failing_reads, failing_writes and min_uses are whole numbers")

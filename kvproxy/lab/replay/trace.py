@@ -17,7 +17,8 @@ from kvproxy.base.errors import KvproxyError
 DEFAULT_BLOCK_SIZE = 512
 
 #: A prefix of more requests than this, and than this share of them, is no conversation's own.
-_COMMON_REQUESTS, _COMMON_SHARE = 100, 0.01
+_COMMON_REQUESTS = 100
+_COMMON_SHARE = 0.01
 
 
 class Half(StrEnum):
@@ -174,7 +175,8 @@ def read_trace(path: Path) -> Trace:
 
 def parse_trace(lines: Iterable[str], *, name: str) -> Trace:
     """A trace from its JSON lines."""
-    block_size, rows = DEFAULT_BLOCK_SIZE, []
+    block_size = DEFAULT_BLOCK_SIZE
+    rows = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

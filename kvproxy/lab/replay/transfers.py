@@ -70,7 +70,8 @@ class SimTransfers:
         self, decision: Decision[Any], endpoints: Sequence[Any], blocks: Sequence[int], now: float
     ) -> None:
         """The router queue holds a request, which does not wait for more than its turn."""
-        asked, speeds = decision.request, decision.decided_by.speeds
+        asked = decision.request
+        speeds = decision.decided_by.speeds
         if self._plan.waits or speeds is None:
             return
         planned = decide(self._plan_copies(asked, endpoints, speeds, now), endpoints, decision.decided_by, now)

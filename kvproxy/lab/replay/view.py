@@ -27,7 +27,8 @@ Settle = Callable[[int, int], None]
 
 #: A trace names blocks, not text or tokens: to the sources each of its blocks is one token, its id, and one block of
 #: text; what they answer is in blocks.
-_BLOCK_TOKENS, _BYTES_PER_TOKEN = 1, float(TEXT_BLOCK_BYTES)
+_BLOCK_TOKENS = 1
+_BYTES_PER_TOKEN = float(TEXT_BLOCK_BYTES)
 
 
 class CacheView(Protocol):
@@ -75,7 +76,8 @@ class IndexView:
         self._false_entries = fleet.wrong_share / (1.0 - fleet.wrong_share)  # for each true one
 
     def facts(self, turn: Turn) -> OverlapFacts:
-        blocks, cursor = turn.blocks, self.local.approximate.locate(turn.blocks)
+        blocks = turn.blocks
+        cursor = self.local.approximate.locate(turn.blocks)
         limit = (turn.prompt_tokens - 1) // self._block_size  # the last token is always computed
         known = self.local.find_overlaps(
             cursor,
@@ -103,7 +105,9 @@ class IndexView:
         self, turn: Turn, overlap: Overlap | None, entry: SpeculativeEntry, predicted: int, cached: int
     ) -> None:
         """As the proxy learns from a response."""
-        local, endpoint, cached_blocks = self.local, entry.endpoint, cached // self._block_size
+        local = self.local
+        endpoint = entry.endpoint
+        cached_blocks = cached // self._block_size
         lost = local.observe_capacity(entry, overlap, cached_tokens=cached, cached_blocks=cached_blocks)
         local.correct_prediction(
             endpoint,

@@ -108,7 +108,8 @@ class VirtualTime:
             tenant=self._trace.sessions[session].tenant,
         )
         request = LiveRequest(session, number, turn, outcome)
-        request.name, request.streams = str(len(self._outcomes)), self._streams()
+        request.name = str(len(self._outcomes))
+        request.streams = self._streams()
         self._outcomes.append(request.outcome)
         self._route(request, now)
 
@@ -141,8 +142,10 @@ class VirtualTime:
         self._give(placement, now)
 
     def _give(self, placement: Placement, now: float) -> None:
-        request, endpoint = placement.request, placement.endpoint
-        turn, blocks = request.turn, self._blocks.left_by(request.session, request.number)
+        request = placement.request
+        endpoint = placement.endpoint
+        turn = request.turn
+        blocks = self._blocks.left_by(request.session, request.number)
         work = SimRequest(request.name, blocks, turn.prompt_tokens, turn.output_tokens, priority=placement.priority)
         endpoint.engine.submit(work, now)
         self._wake(endpoint)
@@ -163,7 +166,8 @@ class VirtualTime:
             elif isinstance(output, FirstToken):
                 placement = self._placed[output.request_id]
                 outcome = placement.request.outcome
-                outcome.admitted_at, outcome.first_token_at = output.admitted_at, now
+                outcome.admitted_at = output.admitted_at
+                outcome.first_token_at = now
                 outcome.cached_tokens = output.cached_tokens
                 placement.prefill_s = now - output.admitted_at
                 self._router.first_token(placement, now)

@@ -64,9 +64,13 @@ class Draw:
     ) -> TraceSession:
         """Turns of a median of 60 tokens (spread 1.1), answers of `answer_tokens` (0.8), one to many turns, a mean of
         12 s between an answer and what the user writes next."""
-        turns, history, rest, delay_s = [], system, 0, 0.0
+        turns = []
+        history = system
+        rest = 0
+        delay_s = 0.0
         while True:
-            asked, answered = self.around(60, 1.1, 2000), self.around(answer_tokens, 0.8, 1000)
+            asked = self.around(60, 1.1, 2000)
+            answered = self.around(answer_tokens, 0.8, 1000)
             turn = self.turn(history, rest + asked, answered, delay_s=delay_s)
             turns.append(turn)
             if self.rng.random() < 1 / turns_mean:
@@ -149,7 +153,8 @@ def draw_flash_crowd(rng: Random) -> Trace:
     """2,000 prompts of a median of 2,000 tokens (spread 1) that share nothing; from a third of the run on, for a tenth
     of it, 600 questions on one document of 61,440 tokens."""
     draw = Draw(rng, 512)
-    document, begin = draw.blocks(61_440), _SPAN_S / 3
+    document = draw.blocks(61_440)
+    begin = _SPAN_S / 3
     turns = (draw.turn([], draw.around(2000, 1.0, 60_000), draw.exponential(200, 1500)) for _ in range(2000))
     sessions = [single(rng.uniform(0.0, _SPAN_S), turn) for turn in turns]
     for _ in range(600):
@@ -162,7 +167,8 @@ def draw_burst(rng: Random) -> Trace:
     """Chats that begin ten times as often during a thirtieth of the run, a third into it."""
     draw = Draw(rng, 16)
     system = draw.blocks(32)
-    begin, length = _SPAN_S / 3, _SPAN_S / 30
+    begin = _SPAN_S / 3
+    length = _SPAN_S / 30
     starts = [rng.uniform(0.0, _SPAN_S) for _ in range(1200)]
     starts += [rng.uniform(begin, begin + length) for _ in range(9 * 1200 // 30)]
     return draw.trace("burst", (draw.chat(at, system) for at in starts))
@@ -242,9 +248,11 @@ def draw_assistants(rng: Random) -> Trace:
     tools = [draw.blocks(tokens) for tokens in (6144, 2560, 1024)]
     sessions: list[TraceSession] = []
     while len(sessions) < 3000:
-        at, history = rng.uniform(0.0, _SPAN_S), rng.choices(tools, (5, 3, 2))[0]
+        at = rng.uniform(0.0, _SPAN_S)
+        history = rng.choices(tools, (5, 3, 2))[0]
         for _ in range(draw.exponential(4, 12) if rng.random() < 0.2 else 1):
             turn = draw.turn(history, draw.around(2000, 1.0, 40_000), draw.exponential(150, 1000))
             sessions.append(single(min(at, _SPAN_S), turn))
-            history, at = list(turn.blocks), at + rng.expovariate(1 / 20)
+            history = list(turn.blocks)
+            at = at + rng.expovariate(1 / 20)
     return draw.trace("assistants", sessions)

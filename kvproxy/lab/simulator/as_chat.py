@@ -39,7 +39,8 @@ def _system_text(content: Any) -> str:
 
 
 def _anthropic_message(message: Body) -> list[Chat]:
-    role, blocks = message.get("role"), message.get("content")
+    role = message.get("role")
+    blocks = message.get("content")
     if role == "system":
         text = _system_text(blocks)
         return [{"role": role, "content": text}] if text else []

@@ -118,12 +118,15 @@ class BlockCache:
 
     def count_idle(self, block_hashes: Sequence[int], count: int) -> int:
         """How many of the first `count` held blocks have no user, that is, leave the free list when acquired."""
-        users, held = self._users, self._block_of
+        users = self._users
+        held = self._block_of
         return sum(1 for index in range(count) if users[held[block_hashes[index]]] == 0)
 
     def acquire(self, block_hashes: Sequence[int], count: int) -> list[int]:
         """Takes the first `count` held blocks into use."""
-        users, held, free = self._users, self._block_of, self._free
+        users = self._users
+        held = self._block_of
+        free = self._free
         blocks = []
         for index in range(count):
             block = held[block_hashes[index]]
@@ -190,7 +193,9 @@ class BlockCache:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Ends one use of each of a sequence's blocks (given in order); hashes stay until the memory is wanted."""
-        users, hash_of, free = self._users, self._hash_of, self._free
+        users = self._users
+        hash_of = self._hash_of
+        free = self._free
         for block in reversed(blocks):
             users[block] -= 1
             if users[block] == 0:
@@ -217,7 +222,8 @@ class BlockCache:
 
     def take_events(self) -> list[KvEvent]:
         """Everything that happened since the last call."""
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
     def _take_ranked(self) -> int:
@@ -230,7 +236,8 @@ class BlockCache:
         return first
 
     def _unused(self) -> Iterator[int]:
-        hash_of, block_of = self._hash_of, self._block_of
+        hash_of = self._hash_of
+        block_of = self._block_of
         return (each for block in self._free if (each := hash_of[block]) is not None and block_of[each] == block)
 
     def _is_unused(self, block_hash: int) -> bool:

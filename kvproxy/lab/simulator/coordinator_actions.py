@@ -61,7 +61,8 @@ class CacheActions:
 
     async def list_pins(self, request: Request) -> Any:
         """What is pinned, page by page."""
-        model, salt = request.query.get("model_name", ""), request.query.get("cache_salt", "")
+        model = request.query.get("model_name", "")
+        salt = request.query.get("cache_salt", "")
         rows = [
             {"key": key.encode(), "pin_count": count}
             for key, count in self._pins.items()
@@ -72,7 +73,8 @@ class CacheActions:
     async def delete(self, request: Request) -> Any:
         """Removes a prompt's chunks from one server."""
         body = request.parse_body({**_TOKENS, "instance_id": str, "tier?": str, "force?": bool})
-        server, keys = self._reachable(body["instance_id"]), parse_keys(body, chunk_tokens=self._chunk_tokens)
+        server = self._reachable(body["instance_id"])
+        keys = parse_keys(body, chunk_tokens=self._chunk_tokens)
         tier = body.get("tier") or "all"
         pool = self._directory.pool
         removed = 0 if tier == "l2" else server.remove(keys)
@@ -93,7 +95,8 @@ class CacheActions:
     async def prefetch(self, request: Request) -> Any:
         """Copies the beginning of a prompt that one server can read into its memory."""
         body = request.parse_body({**_TOKENS, "instance_id": str})
-        server, keys = self._reachable(body["instance_id"]), parse_keys(body, chunk_tokens=self._chunk_tokens)
+        server = self._reachable(body["instance_id"])
+        keys = parse_keys(body, chunk_tokens=self._chunk_tokens)
         chunks = len(keys) // body["world_size"]
         if not chunks:
             return {"instance_id": server.instance_id, "request_id": "", "chunks": 0, "status": "noop"}
@@ -108,7 +111,8 @@ class CacheActions:
 
     async def prefetch_status(self, request: Request) -> Any:
         """The first poll that sees completion forgets the job."""
-        instance_id, request_id = request.path_values["instance_id"], request.path_values["request_id"]
+        instance_id = request.path_values["instance_id"]
+        request_id = request.path_values["request_id"]
         self._reachable(instance_id)
         job = self._prefetches.get((instance_id, request_id))
         if job is None:
@@ -159,5 +163,6 @@ def decode_key(key: dict[str, Any]) -> ChunkKey:
 
 def paginate(request: Request, rows: list[Any]) -> list[Any]:
     """The rows that `offset` and `limit` ask for."""
-    offset, limit = int(request.query.get("offset", "0")), int(request.query.get("limit", "1000"))
+    offset = int(request.query.get("offset", "0"))
+    limit = int(request.query.get("limit", "1000"))
     return rows[offset : offset + limit]

@@ -146,7 +146,8 @@ class Engine:
     def advance(self, now: float) -> list[EngineOutput]:
         """Everything that happened up to and including `now`, in order."""
         self._run_to(now)
-        outputs, self._outputs = self._outputs, []
+        outputs = self._outputs
+        self._outputs = []
         return outputs
 
     def _run_to(self, now: float) -> None:
@@ -191,7 +192,8 @@ class Engine:
         return stretch
 
     def _complete(self, batch: Batch, at: float) -> None:
-        scheduler, before = self._scheduler, len(self._outputs)
+        scheduler = self._scheduler
+        before = len(self._outputs)
         scheduler.counters.steps += self._stretch.steps
         if batch.decodes:
             self._complete_decodes(at)
@@ -204,8 +206,10 @@ class Engine:
             self._outputs.insert(before, CacheChanged(at, tuple(events)))
 
     def _complete_decodes(self, at: float) -> None:
-        scheduler, stretch = self._scheduler, self._stretch
-        steps, tokens = stretch.steps, stretch.steps * len(scheduler.decoding)
+        scheduler = self._scheduler
+        stretch = self._stretch
+        steps = stretch.steps
+        tokens = stretch.steps * len(scheduler.decoding)
         scheduler.counters.generation_tokens += tokens
         if tokens:
             scheduler.counters.token_gaps.add((at - stretch.started_at) / steps, tokens)

@@ -11,7 +11,8 @@ from kvproxy.lab.simulator.retention import Eviction, TierSettings
 from kvproxy.lab.simulator.timing import EngineTiming, TokenGaps
 
 #: The KV cache group of these layers, as events number and name it; 0 is that of full attention.
-GROUP, KIND = 1, "mamba"
+GROUP = 1
+KIND = "mamba"
 
 
 @dataclass(frozen=True, slots=True)

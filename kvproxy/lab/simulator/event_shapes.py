@@ -18,7 +18,8 @@ class ResponsesShape:
 
     def build_body(self, answer: Answer) -> dict[str, Any]:
         """The body of an answer that is not streamed, and of the last event of one that is."""
-        body, whole = answer.plan.body, answer.read_choice(0)
+        body = answer.plan.body
+        whole = answer.read_choice(0)
         done = whole.finish_reason is not None
         cut = whole.finish_reason == "length"
         running = "in_progress" if not done else "incomplete" if cut else "completed"

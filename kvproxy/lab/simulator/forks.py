@@ -35,8 +35,12 @@ class Forks:
     def share_prompt(self, first: Sequence, copy: Sequence, block_size: int) -> None:
         """The prompt that the first one computed is the copy's as well."""
         self._cache.share(first.blocks)
-        copy.blocks, copy.hashed, copy.computed = list(first.blocks), first.hashed, first.computed
-        copy.cached_tokens, copy.admitted_at, copy.generated = first.cached_tokens, first.admitted_at, 1
+        copy.blocks = list(first.blocks)
+        copy.hashed = first.hashed
+        copy.computed = first.computed
+        copy.cached_tokens = first.cached_tokens
+        copy.admitted_at = first.admitted_at
+        copy.generated = 1
         if first.computed % block_size:
             tail = first.blocks[-1]
             for each in (first, copy):
@@ -53,7 +57,8 @@ class Forks:
 
     def forget(self, sequence: Sequence) -> None:
         """It wrote, or is over, or starts over."""
-        request_id, copy_of = sequence.request.id, sequence.request.copy_of
+        request_id = sequence.request.id
+        copy_of = sequence.request.copy_of
         if copy_of in self._held and sequence in self._held[copy_of]:
             self._held[copy_of].remove(sequence)
         tail = self._tails.pop(request_id, None)

@@ -35,7 +35,9 @@ class HttpCall:
     """Wraps one ASGI HTTP scope. Header names are lower case; the body is read once, by `read`."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.scope, self.receive, self.send = scope, receive, send
+        self.scope = scope
+        self.receive = receive
+        self.send = send
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.query: bytes = scope.get("query_string", b"")
@@ -202,7 +204,8 @@ class JsonApp(HttpApp):
 
 
 def _problem(body: dict[str, Any], name: str, kind: type) -> dict[str, Any] | None:
-    optional, name = name.endswith("?"), name.removesuffix("?")
+    optional = name.endswith("?")
+    name = name.removesuffix("?")
     if name not in body:
         missing = {"type": "missing", "loc": ["body", name], "msg": "Field required", "input": body}
         return None if optional else missing

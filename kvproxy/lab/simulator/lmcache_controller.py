@@ -139,7 +139,8 @@ class ControllerApp(JsonApp):
     async def _move(self, request: Request) -> Any:
         body = request.parse_body({"old_position": list, "new_position": list, "tokens?": list, "should_copy?": bool})
         (source_id, source_place), (target_id, target_place) = self._position(body, "old"), self._position(body, "new")
-        source, target = self._worker(source_id, "moved"), self._worker(target_id, "moved")
+        source = self._worker(source_id, "moved")
+        target = self._worker(target_id, "moved")
         if not (source.settings.p2p and target.settings.p2p):
             text = f"Src worker 0 not registered for instance {source_id} or dst worker 0 not registered"
             raise detail_error(500, f"{text} for instance {target_id} or P2P is not enabled.")

@@ -93,7 +93,8 @@ class CoordinatorApp(JsonApp):
 
     async def _lookup(self, request: Request) -> Any:
         body = request.parse_body({"keys?": list, "token_ids?": list, "model_name?": str, "world_size?": int})
-        by_key, by_tokens = bool(body.get("keys")), "token_ids" in body
+        by_key = bool(body.get("keys"))
+        by_tokens = "token_ids" in body
         if by_key == by_tokens or (by_tokens and not body.get("model_name")):
             text = "Value error, supply exactly one of 'keys' or 'token_ids' with 'model_name'"
             problem = {"type": "value_error", "loc": ["body"], "msg": text, "input": body}

@@ -38,7 +38,8 @@ class LowerTier:
 
     def write(self, event: BlockStored) -> Iterator[KvEvent]:
         """Keeps the blocks of an engine's event; announces those that are new, and those that had to go for them."""
-        held, medium = self._held, self.settings.medium
+        held = self._held
+        medium = self.settings.medium
         if self._write_fails():
             return
         admits = None if self._filter is None else self._filter.admits
@@ -139,7 +140,8 @@ class LowerTiers:
     def read(self, block_hashes: Sequence[int], held: int, limit: int) -> Reads:
         """Of a prompt's blocks, of which `held` are in the engine's memory: those up to `limit` that lower tiers have
         next. A read that fails takes its latency, and ends them."""
-        reads, at = Reads(), held
+        reads = Reads()
+        at = held
         while at < limit and (tier := self._holder(block_hashes[at])) is not None:
             end = at
             while end < limit and self._holder(block_hashes[end]) is tier:

@@ -23,7 +23,8 @@ MARK = "\ue000medium\ue000"
 
 _PATCH = 28  # pixels of a side that make one token, as of Qwen2.5-VL
 _OTHER_TOKENS = 256  # of what is no picture whose size can be read
-_WIDE_FROM, _WIDE_BITS = 1_000_000, (1 << 62) - 1
+_WIDE_FROM = 1_000_000
+_WIDE_BITS = (1 << 62) - 1
 _WIDE_IDS = 4
 _MAX_NAMED = 1024
 _IMAGE = "image"
@@ -38,7 +39,8 @@ _KINDS = {
     "file": "file",
 }
 _WHITE = (255, 255, 255)  # behind pictures with an alpha channel
-_PNG_RGB, _RGB_COMPONENTS = 2, 3
+_PNG_RGB = 2
+_RGB_COMPONENTS = 3
 
 
 class MediaError(ValueError):
@@ -105,7 +107,8 @@ class MediaLoader:
         kind = _KINDS.get(str(part.get("type")))
         if kind is None:
             return None
-        given, name = _content_of(part), part.get("uuid")
+        given = _content_of(part)
+        name = part.get("uuid")
         if given is None:
             found = self._named.get(name) if isinstance(name, str) else None
             if found is None:
@@ -129,14 +132,16 @@ class MediaLoader:
         if size is None:
             return _named_by(kind, raw)
         width, height, rgb = size
-        columns, rows = max(1, round(width / _PATCH)), max(1, round(height / _PATCH))
+        columns = max(1, round(width / _PATCH))
+        rows = max(1, round(height / _PATCH))
         return RenderedMedium(kind, identify_picture(raw, self._model, rgb=rgb), columns * rows)
 
 
 def identify_picture(raw: bytes, model: str, *, rgb: bool) -> str:
     """Return vLLM's identifier of a picture: a digest of its arguments in the order of their names."""
     item: Any = raw if rgb else {"io_config": {"image_mode": b"RGB", "rgba_background_color": _WHITE}, "data": raw}
-    image, name = _encoded(b"image") + _encoded(item), _encoded(model.encode())
+    image = _encoded(b"image") + _encoded(item)
+    name = _encoded(model.encode())
     return blake3(_framed(b"image") + image + _framed(b"model_id") + name).hexdigest()
 
 
@@ -182,7 +187,8 @@ def _named_by(kind: str, content: bytes) -> RenderedMedium:
 
 def place_media(pieces: Sequence[Sequence[int]], media: Sequence[RenderedMedium], *, wide: bool) -> MediaPrompt:
     """Return the prompt of tokenized pieces of text with a medium between each two of them."""
-    tokens, placed = list(pieces[0]), []
+    tokens = list(pieces[0])
+    placed = []
     for medium, piece in zip(media, pieces[1:], strict=True):
         placed.append(PlacedMedium(medium, len(tokens)))
         ids = _wide_ids(medium.identifier) if wide else [PLACEHOLDER]

@@ -88,22 +88,27 @@ class _Record:
     __slots__ = ("count", "depth", "gap", "last", "uses")
 
     def __init__(self, depth: int, now: int) -> None:
-        self.depth, self.last = depth, now
-        self.count, self.uses = 1, 1.0
+        self.depth = depth
+        self.last = now
+        self.count = 1
+        self.uses = 1.0
         self.gap: float | None = None
 
     def use_again(self, now: int, span: float) -> None:
         gap = now - self.last
         self.gap = gap if self.gap is None else self.gap + _NEW_GAP * (gap - self.gap)
         self.uses = 1.0 + self.uses * 0.5 ** (gap / span)
-        self.count, self.last = self.count + 1, now
+        self.count = self.count + 1
+        self.last = now
 
 
 #: Share of the latest time between two uses in what is usual; and what was used once is taken to be used again after so
 #: many times the usual time of all, since most of it is not.
-_NEW_GAP, _UNSEEN_GAP = 0.3, 4.0
+_NEW_GAP = 0.3
+_UNSEEN_GAP = 4.0
 #: Blocks remembered for each that there is room for, and the share of them that is ranked at a time.
-_REMEMBERED, _BATCH = 4, 1 / 32
+_REMEMBERED = 4
+_BATCH = 1 / 32
 
 
 class Ranking:
@@ -126,21 +131,25 @@ class Ranking:
         self._records: OrderedDict[int, _Record] = OrderedDict()
         self._now = self._new = 0
         self._blocks = 0  # of all prompts
-        self._gaps, self._gap_count = 0, 0
+        self._gaps = 0
+        self._gap_count = 0
         self._next: list[tuple[int, int]] = []  # block and its last use when it was ranked, the first to go last
 
     def note_prompt(self, block_hashes: Sequence[int]) -> None:
         """These blocks, a prompt's from its beginning on, were used together."""
         self._now += 1
         self._blocks += len(block_hashes)
-        records, now, span = self._records, self._now, self._span()
+        records = self._records
+        now = self._now
+        span = self._span()
         for depth, block in enumerate(block_hashes, 1):
             record = records.get(block)
             if record is None:
                 records[block] = _Record(depth, now)
                 self._new += 1
             else:
-                self._gaps, self._gap_count = self._gaps + now - record.last, self._gap_count + 1
+                self._gaps = self._gaps + now - record.last
+                self._gap_count = self._gap_count + 1
                 record.use_again(now, span)
                 records.move_to_end(block)
         while len(records) > _REMEMBERED * self._capacity:
@@ -169,7 +178,9 @@ class Ranking:
 
     def _key(self) -> Callable[[int], tuple[float, ...]]:
         """The largest goes first; of a prompt's blocks the last one."""
-        records, now, unknown = self._records, self._now, _Record(1, 0)
+        records = self._records
+        now = self._now
+        unknown = _Record(1, 0)
         if self._eviction is Eviction.LRU:
             return lambda block: (-self._last_use(block), records.get(block, unknown).depth)
         if self._eviction is Eviction.LFU:
@@ -177,7 +188,9 @@ class Ranking:
         if self._future is not None and self._eviction is Eviction.OPTIMUM:
             next_use = self._future.next_use
             return lambda block: (next_use(block), records.get(block, unknown).depth)
-        span, weights, size = self._span(), self._weights, self._blocks / max(1, now)
+        span = self._span()
+        weights = self._weights
+        size = self._blocks / max(1, now)
         unseen = _UNSEEN_GAP * self._gaps / self._gap_count if self._gap_count else span
 
         def key(block: int) -> tuple[float, ...]:

@@ -67,7 +67,9 @@ class Scheduler:
 
     def limit_decode_steps(self, wanted: int) -> int:
         """The most steps, up to `wanted`, that every decoding sequence can take in the free blocks."""
-        steps, block_size, copies = wanted, self._settings.block_size, self.forks.blocks_to_copy
+        steps = wanted
+        block_size = self._settings.block_size
+        copies = self.forks.blocks_to_copy
         while steps > 1 and len(self.decoding) * (steps // block_size + 1) + copies > self.cache.free_blocks:
             if self._blocks_to_decode(steps) <= self.cache.free_blocks:
                 break
@@ -212,7 +214,8 @@ class Scheduler:
         return reads.blocks
 
     def _start(self, sequence: Sequence, hits: int, read: int, now: float) -> None:
-        request, block_size = sequence.request, self._settings.block_size
+        request = sequence.request
+        block_size = self._settings.block_size
         self.waiting.remove(sequence)
         sequence.blocks = self.cache.acquire(request.block_hashes, hits)
         sequence.hashed = hits
@@ -236,7 +239,8 @@ class Scheduler:
         missing = self._blocks_for(tokens) - len(sequence.blocks)
         if missing > 0:
             sequence.blocks += self.cache.allocate(missing)
-        first, hashes = sequence.hashed, sequence.request.block_hashes
+        first = sequence.hashed
+        hashes = sequence.request.block_hashes
         last = min(tokens // self._settings.block_size, len(hashes))
         if last > first and self._settings.prefix_caching:
             parent = hashes[first - 1] if first else None
@@ -257,7 +261,8 @@ class Scheduler:
 
     def _keep_states(self, sequence: Sequence, first: int, last: int) -> None:
         """Of a hybrid model, with the blocks from `first` up to `last`."""
-        checkpoints, size = self._settings.checkpoints, self._settings.block_size
+        checkpoints = self._settings.checkpoints
+        size = self._settings.block_size
         if checkpoints is None:
             return
         ends = checkpoints.find_ends(

@@ -102,7 +102,8 @@ class Sequence:
         self, first: int, last: int, block_size: int, *, parent: int | None, lookahead_tokens: int = 0
     ) -> BlockStored:
         """The event for blocks `first` up to, not including, `last`."""
-        request, end = self.request, last * block_size + lookahead_tokens
+        request = self.request
+        end = last * block_size + lookahead_tokens
         return BlockStored(
             block_hashes=tuple(request.block_hashes[first:last]),
             parent=parent,

@@ -89,7 +89,9 @@ class SglangMetrics:
         self._stages.labels(**labels, stage="prefill_forward").observe(output.at - output.admitted_at)
 
     def _values(self, engine: Engine) -> dict[str, float]:
-        load, totals, settings = engine.load, engine.counters, self._settings
+        load = engine.load
+        totals = engine.counters
+        settings = self._settings
         return {
             "num_running_reqs": load.running,
             "num_queue_reqs": load.waiting,
@@ -186,7 +188,8 @@ def _publisher(
 
 def with_event_ports(settings: SglangSettings) -> SglangSettings:
     """With ports for the events of several ranks, which have to be neighbours, where none are given."""
-    events, size = settings.kv_events, settings.dp_size
+    events = settings.kv_events
+    size = settings.dp_size
     if events is None or size == 1 or events.port:
         return settings
     first = _free_ports(2 * size, host=events.host)

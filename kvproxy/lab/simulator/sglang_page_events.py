@@ -37,7 +37,9 @@ class PageEncoder:
             yield from self._pages(event)
 
     def _pages(self, event: BlockStored) -> Iterator[dict[str, Any]]:
-        parent, size, tokens = event.parent, self._page_size, event.token_ids
+        parent = event.parent
+        size = self._page_size
+        tokens = event.token_ids
         for number, page_hash in enumerate(event.block_hashes):
             page = tokens[number * size : (number + 1) * size + self._paired]
             keys = list(pairwise(page)) if self._paired else page

@@ -102,12 +102,14 @@ class RadixPages:
         """Takes `count` pages, evicting leaves where none is spare."""
         while len(self._spare) < count:
             self._evict()
-        pages, self._spare = self._spare[:count], self._spare[count:]
+        pages = self._spare[:count]
+        self._spare = self._spare[count:]
         return pages
 
     def store(self, blocks: Sequence[int], event: BlockStored) -> None:
         """Puts full pages of a sequence that uses them into the tree, and announces those it had not."""
-        parent, held = event.parent, 0
+        parent = event.parent
+        held = 0
         for page, page_hash in zip(blocks, event.block_hashes, strict=True):
             node = self._nodes.get(page_hash)
             if node is None:
@@ -170,7 +172,8 @@ class RadixPages:
 
     def take_events(self) -> list[KvEvent]:
         """Everything that happened since the last call."""
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
     def _use(self, node: _Node) -> None:

@@ -194,7 +194,8 @@ class SglangPlanner:
     def _request(self, body: Mapping[str, Any], prompt: Sequence[int], request_id: str, choice: int) -> SimRequest:
         output_tokens, reason = self._output_length(body, len(prompt))
         token_ids = (*prompt, *self._answer(prompt, choice, output_tokens))
-        settings, salt = self._settings, body.get("cache_salt")
+        settings = self._settings
+        salt = body.get("cache_salt")
         hashes = hash_pages(token_ids, settings.page_size, paired=settings.paired, namespace=salt or "")
         return SimRequest(
             id=request_id,

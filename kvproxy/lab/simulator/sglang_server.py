@@ -98,7 +98,8 @@ class SglangApp(HttpApp):
         await self._stack.aclose()
 
     def _build_routes(self) -> dict[tuple[str, str], Handler]:
-        chat, completion = self._answer_chat, self._answer_completion
+        chat = self._answer_chat
+        completion = self._answer_completion
         prefix = "get_" if self.settings.old_names else ""
         routes: dict[tuple[str, str], Handler] = {
             ("POST", "/v1/chat/completions"): chat,
@@ -299,8 +300,13 @@ class SglangApp(HttpApp):
             await self._answer_ping(call)
 
     async def _answer_health_generate(self, call: HttpCall) -> None:
-        request = SimRequest(id=f"{HEALTH_CHECK}{self._rng.getrandbits(64)}", block_hashes=(), prompt_tokens=1,
-                             output_tokens=1, token_ids=(0, 0))  # fmt: skip
+        request = SimRequest(
+            id=f"{HEALTH_CHECK}{self._rng.getrandbits(64)}",
+            block_hashes=(),
+            prompt_tokens=1,
+            output_tokens=1,
+            token_ids=(0, 0),
+        )
         with self._next_rank().runner.run_requests([request]) as group:
             await asyncio.sleep(self.settings.health_step_s)
             well = group.ended and not group.failed and not self.faults.values.engine_dead

@@ -95,7 +95,8 @@ class SglangGenerate:
 
     def build_body(self, answer: Answer) -> dict[str, Any]:
         """One prompt's answer."""
-        whole, usage = answer.read_choice(0), answer.count_usage()
+        whole = answer.read_choice(0)
+        usage = answer.count_usage()
         reason = None if whole.finish_reason is None else {"type": whole.finish_reason, "length": whole.generated}
         return {
             "text": whole.text,

@@ -150,7 +150,8 @@ class _Stream:
         self._group = group
         self._shape = shape
         self._chunks = 0
-        values, take = state.faults.values, state.faults.use_up
+        values = state.faults.values
+        take = state.faults.use_up
         self._cut_after = values.cut_after_chunks if take("cut_next") else None
         self._error_after = values.error_after_chunks if take("error_next") else None
 

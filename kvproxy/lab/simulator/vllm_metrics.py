@@ -173,12 +173,14 @@ class VllmMetrics:
 
     def render_exposition(self) -> bytes:
         """The text a scrape gets."""
-        load, totals = self._engine.load, self._engine.counters
+        load = self._engine.load
+        totals = self._engine.counters
         self._set("num_requests_running", load.running)
         self._set("num_requests_waiting", load.waiting)
         self._set("num_requests_waiting_by_reason", load.waiting, "capacity")
         self._set("kv_cache_usage_perc", load.kv_usage)
-        hits, read = totals.prefix_cache_hits, totals.external_prefix_cache_hits
+        hits = totals.prefix_cache_hits
+        read = totals.external_prefix_cache_hits
         self._count("prefix_cache_queries", totals.prefix_cache_queries)
         self._count("prefix_cache_hits", hits)
         self._count("external_prefix_cache_hits", read)
@@ -247,7 +249,9 @@ class VllmMetrics:
         self._last_token_at.pop(output.request_id, None)
         first = generation.first
         assert first is not None, "an engine reports a first token before it finishes"
-        request, observe, decode_s = generation.request, self._histograms, output.at - first.at
+        request = generation.request
+        observe = self._histograms
+        decode_s = output.at - first.at
         observe["request_queue_time_seconds"].observe(first.admitted_at - first.submitted_at)
         observe["request_prefill_time_seconds"].observe(first.at - first.admitted_at)
         observe["request_prompt_tokens"].observe(request.prompt_tokens)
@@ -267,7 +271,8 @@ class VllmMetrics:
         self._gauges[name].labels(**self._labels, **({label: extra} if label else {})).set(value)
 
     def _count(self, name: str, total: float, extra: str = "") -> None:
-        label, key = COUNTERS[name][1], (name, extra)
+        label = COUNTERS[name][1]
+        key = (name, extra)
         grown = total - self._published.get(key, 0.0)
         self._published[key] = total
         self._counters[name].labels(**self._labels, **({label: extra} if label else {})).inc(grown)

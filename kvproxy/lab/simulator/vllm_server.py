@@ -88,7 +88,8 @@ class VllmApp(HttpApp):
     ) -> None:
         self._on_prefilled = on_prefilled
         began_at = wall_clock()
-        tokenizer, engine = Tokenizer(word_pieces=settings.word_pieces), Engine(settings.engine)
+        tokenizer = Tokenizer(word_pieces=settings.word_pieces)
+        engine = Engine(settings.engine)
         self._publisher = self._build_publisher(settings, wall_clock)
         self._runner = EngineRunner(engine, clock=clock, on_events=self._publish, on_output=self._observe)
         self.state = VllmState(

@@ -84,7 +84,8 @@ class Faults:
         if self.values.engine_dead:
             runner.kill()
         if publisher is not None:
-            publisher.lose_next, publisher.repeat_next = self.values.lose_events, self.values.repeat_events
+            publisher.lose_next = self.values.lose_events
+            publisher.repeat_next = self.values.repeat_events
         return asdict(self.values)
 
     async def stall(self, seconds: float) -> None:

@@ -166,7 +166,9 @@ def _decoded(body: dict[str, Any]) -> EndpointSettings:
 
 def describe_routing(cluster: Cluster, now: float) -> dict[str, object]:
     """Policy, parameters with their ranges, what was learned, and the router queue (None: there is none)."""
-    policy, settings, queue = cluster.policy, cluster.policy.settings, cluster.queue
+    policy = cluster.policy
+    settings = cluster.policy.settings
+    queue = cluster.queue
     return {
         "policy": cluster.policy_name,
         "parameters": {} if settings is None else settings.model_dump(),
@@ -213,7 +215,8 @@ class RoutingRoutes:
             raise RequestRefused(422, *problems)
         for name, policy, before, after in planned:
             policy.settings = after
-            old, new = before.model_dump(), after.model_dump()
+            old = before.model_dump()
+            new = after.model_dump()
             changed = {key: {"before": old[key], "after": new[key]} for key in new if old[key] != new[key]}
             self._audit.write_line(request, "routing.change", cluster=name, parameters=changed)
 

@@ -25,7 +25,8 @@ def find_refused_file(reloader: ConfigReloader | None, now: float) -> Iterator[t
     refusal = None if reloader is None else reloader.refusal
     if reloader is None or refusal is None:
         return
-    first, more = refusal.errors[0], len(refusal.errors) - 1
+    first = refusal.errors[0]
+    more = len(refusal.errors) - 1
     place = f"{first.line}:{first.column} " if first.line else ""
     rest = f", and {more} more" if more else ""
     what = (

@@ -9,8 +9,12 @@ from kvproxy.cluster.endpoint import DOWN, Condition
 from kvproxy.operate.admin.operated import AdminTarget, Event
 
 #: Seconds for which an event is shown, and how many are kept.
-KEPT_S, KEPT = 3600.0, 200
-_BAD, _WARN, _GOOD, _NEUTRAL = "down", "warn", "good", ""
+KEPT_S = 3600.0
+KEPT = 200
+_BAD = "down"
+_WARN = "warn"
+_GOOD = "good"
+_NEUTRAL = ""
 
 
 class EventLog:

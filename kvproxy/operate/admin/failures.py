@@ -12,7 +12,9 @@ from kvproxy.proxy.request.observer import FailureTally, Tally
 
 #: A share of failed requests from here on is a finding (and so many of them), and from there on a problem. The alert
 #: KvproxyErrors has the first of them too.
-FAILED_SHARE, FAILED_LEAST, FAILED_MOST = 0.05, 3, 0.5
+FAILED_SHARE = 0.05
+FAILED_LEAST = 3
+FAILED_MOST = 0.5
 #: Causes, and engines of a cause, that one finding names.
 _NAMED = 3
 _LOG = "look at the failed among the last decisions, and at the log"

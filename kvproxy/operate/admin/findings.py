@@ -106,7 +106,8 @@ def find_unsteered_ranks(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFind
     """A finding for every engine with ranks that it refused, or that only its metrics show."""
     for name, cluster in clusters.items():
         for engine in cluster.engines:
-            ranks, where = engine.ranks, f"{name}/{engine.id}"
+            ranks = engine.ranks
+            where = f"{name}/{engine.id}"
             if ranks.refused:
                 what = f"the engine refused the data-parallel rank {_listed(ranks.refused)}, which gets no requests"
                 yield ConfigFinding("warning", where, what, f"set data_parallel.ranks to {_listed(ranks.candidates)}")
@@ -166,7 +167,8 @@ def _streams(streams: EventStreams | None, name: str, cluster: Cluster, now: flo
     effect = "what it holds is known only by what was routed there"
     fix = "is its events port open? `kvproxy doctor` listens to it"
     for one, reason in broken if len(broken) <= NAMED else ():
-        key, where = ("stream", name, str(one.id)), f"{name}/{one.id}"
+        key = ("stream", name, str(one.id))
+        where = f"{name}/{one.id}"
         yield source_trouble(key, where, f"KV events: {reason}; {effect}", fix, patience_s=_STREAM_PATIENCE_S)
     if len(broken) > NAMED:
         silent = list_names([one for one, _ in broken])

@@ -25,7 +25,8 @@ K = TypeVar("K", bound=Hashable)
 INTERVAL_S = 1.0
 KEPT = 300
 #: Samples that become one of the hour, and how many of those are kept.
-COARSE, HOUR_KEPT = 10, 360
+COARSE = 10
+HOUR_KEPT = 360
 
 
 def count_by_label(counter: Counter, label: str) -> dict[str, float]:
@@ -98,7 +99,9 @@ class History(BackgroundTask):
 
     def take_sample(self) -> None:
         """One sample, of all since the one before."""
-        recent, metrics, now = self._sampled.recent, self._sampled.metrics, self._sampled.clock()
+        recent = self._sampled.recent
+        metrics = self._sampled.metrics
+        now = self._sampled.clock()
         p50, p95 = list_quantiles(recent.ttfts_since(self._last_at))
         counters = (
             metrics.group(RequestMetrics).prompt_tokens,
@@ -108,7 +111,8 @@ class History(BackgroundTask):
         )
         counts = [count_total(counter) for counter in counters]
         prompt, cached, predicted, saved = (after - before for after, before in zip(counts, self._last, strict=True))
-        self._last_at, self._last = now, counts
+        self._last_at = now
+        self._last = counts
         failed = (recent.take_failures(), self._take_attempt_failures())
         self.samples.append(
             HistorySample(now, recent.take_tally(), p50, p95, prompt, cached, predicted, saved, *failed)
@@ -126,7 +130,8 @@ class History(BackgroundTask):
             for sample in metric.samples:
                 key = sample.labels["cluster"], sample.labels["endpoint"]
                 counted[key] = counted.get(key, 0) + int(sample.value)
-        before, self._attempt_failures = self._attempt_failures, counted
+        before = self._attempt_failures
+        self._attempt_failures = counted
         grown = {key: value - min(value, before.get(key, 0)) for key, value in counted.items()}
         return {key: value for key, value in grown.items() if value}
 

@@ -40,11 +40,15 @@ FILES = {
     **{f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in _SCRIPTS},
 }
 DECISIONS = 15
-HOT, CAUSES = 8, 8
+HOT = 8
+CAUSES = 8
 #: Events of the last hour that the page shows; as coarse samples are taken, the first minute of the hour, and its age.
-EVENTS, _MINUTE, _HOUR_AGO_S = 20, 6, 3300.0
+EVENTS = 20
+_MINUTE = 6
+_HOUR_AGO_S = 3300.0
 #: Viewers within this time share one answer, and the search for hot prefixes is repeated no more often than that.
-SHARED_S, HOT_AGAIN_S = 0.5, 5.0
+SHARED_S = 0.5
+HOT_AGAIN_S = 5.0
 #: What `?span=` may ask for: five minutes by the second, or an hour by ten.
 SPANS = ("5m", "1h")
 
@@ -84,7 +88,8 @@ class LiveView:
         return [Route("/live", self._live, methods=["GET"])]
 
     async def _live(self, request: Request) -> Response:
-        now, span = self._operated.clock(), request.query_params.get("span", SPANS[0])
+        now = self._operated.clock()
+        span = request.query_params.get("span", SPANS[0])
         if span not in SPANS:
             raise RequestRefused(400, Problem("span", "there is no such span", f"allowed: {', '.join(SPANS)}"))
         made_at, body = self._answers.get(span, (now - SHARED_S, b""))
@@ -133,7 +138,8 @@ class LiveView:
 
     def _update_findings(self, now: float) -> list[tuple[Trouble, float]]:
         samples = self._history.last_minute(now)
-        minute, failures = add_tallies(one.tally for one in samples), add_tallies(one.failures for one in samples)
+        minute = add_tallies(one.tally for one in samples)
+        failures = add_tallies(one.failures for one in samples)
         return self._troubles.update_findings(now, minute, failures)
 
     def _ttft(self, now: float) -> dict[str, float | None]:
@@ -155,7 +161,8 @@ class LiveView:
         return sum(sample.saved_s for sample in self._history.last_minute(now))
 
     def _endpoints(self, now: float, minute: Tally) -> list[dict[str, object]]:
-        operated, routed = self._operated, count_by_endpoint(minute)
+        operated = self._operated
+        routed = count_by_endpoint(minute)
         errors = add_tallies(one.attempt_failures for one in self._history.last_minute(now))
         ttfts = operated.recent.ttfts_by_endpoint(now - 60.0)
         return [
@@ -191,8 +198,12 @@ class LiveView:
             return None
         book = kvcache.state.leases
         tokens = sum(book.tenant_tokens.values())
-        return {"prompts": len(book.leases), "tokens": tokens, "kept": book.results["kept"],
-                "broken": book.results["broken"]}  # fmt: skip
+        return {
+            "prompts": len(book.leases),
+            "tokens": tokens,
+            "kept": book.results["kept"],
+            "broken": book.results["broken"],
+        }
 
     @staticmethod
     def _breaks(kvcache: KvCache, now: float) -> dict[str, object]:

@@ -56,7 +56,8 @@ class PickRoutes:
             raise RequestRefused(
                 429, Problem("reserve", "too many reservations are open", "settle them with /pick/ID/done")
             )
-        placement, now = self._placement(question, inference, facts, target), operated.clock()
+        placement = self._placement(question, inference, facts, target)
+        now = operated.clock()
         decision = placement.decide(now)
         pick = placement.take(decision, now) if question.reserve else None
         if isinstance(decision, Refusal):
@@ -72,7 +73,8 @@ class PickRoutes:
     def _placement(
         self, question: Question, inference: InferenceRequest, facts: RequestFacts | None, target: RouteTarget
     ) -> ExternalPlacement:
-        clock, service = self._operated.clock, self._operated.kvcache
+        clock = self._operated.clock
+        service = self._operated.kvcache
         exchange = Exchange(received_at=clock(), policy=question.policy)
         exchange.inference = msgspec.structs.replace(inference, stream=question.first_token)
         if facts is not None and service is not None:
@@ -124,8 +126,10 @@ def _unknown() -> RequestRefused:
 
 
 def _shown(decision: Decision[Endpoint], cluster: Cluster) -> dict[str, object]:
-    request, costs = decision.request, decision.costs
-    facts, endpoint = request.facts, decision.endpoint
+    request = decision.request
+    costs = decision.costs
+    facts = request.facts
+    endpoint = decision.endpoint
     return {
         "cluster": cluster.name,
         "endpoint": endpoint.id,

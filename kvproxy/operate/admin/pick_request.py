@@ -22,7 +22,8 @@ from kvproxy.proxy.reservations import Ended
 
 DEFAULT_PATH = "/v1/chat/completions"
 _MAX_REST_BYTES = 64 * 1024
-DEFAULT_LEASE_S, MAX_LEASE_S = 60.0, 3600.0
+DEFAULT_LEASE_S = 60.0
+MAX_LEASE_S = 3600.0
 
 
 class Question(msgspec.Struct, forbid_unknown_fields=True):

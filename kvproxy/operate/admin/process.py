@@ -23,7 +23,8 @@ from kvproxy.proxy.settings import LogLevel
 
 REDACTED = "**********"
 #: Seconds of simulations that a run of the adviser has.
-_BUDGET_S, _MAX_BUDGET_S = 60.0, 600.0
+_BUDGET_S = 60.0
+_MAX_BUDGET_S = 600.0
 #: Settings of other people's filters are plain data: whatever is called like a secret is taken for one.
 _SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|credential|authorization)s?$")
 #: Values under such a name that are plainly counts or switches.

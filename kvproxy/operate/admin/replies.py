@@ -67,7 +67,8 @@ async def on_http_error(request: Request, raised: Exception) -> Response:
 
 async def receive_body(request: Request, *, most: int = MAX_BODY_BYTES) -> bytes:
     """The request's body, of at most `most` bytes; RequestRefused otherwise."""
-    pieces, size = Pieces(), 0
+    pieces = Pieces()
+    size = 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > most:

@@ -111,7 +111,8 @@ def _down(key: tuple[str, ...], where: str, what: str) -> Trouble:
 
 
 def _why(endpoint: Endpoint, now: float) -> str:
-    condition, metrics = endpoint.condition(now), endpoint.metrics
+    condition = endpoint.condition(now)
+    metrics = endpoint.metrics
     last = f", last error: {metrics.last_failure.replace('_', ' ')}" if metrics.last_failure else ""
     if condition is Condition.UNHEALTHY:
         probe = _PROBE.get(metrics.last_probe, "")

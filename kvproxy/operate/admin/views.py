@@ -47,7 +47,8 @@ def list_decisions(
 
 
 def _shown(operated: AdminTarget, decision: RecentRequest) -> dict[str, object]:
-    now, outcome = operated.clock(), decision.outcome
+    now = operated.clock()
+    outcome = decision.outcome
     ended = operated.wall_clock() - timedelta(seconds=now - decision.ended_at)
     return {
         "number": decision.number,
@@ -77,7 +78,8 @@ def _shown(operated: AdminTarget, decision: RecentRequest) -> dict[str, object]:
 
 def _candidates(decision: RecentRequest) -> list[dict[str, object]]:
     """What the last pick chose among, the cheapest first: what each would have cost and was believed to hold."""
-    outcome, facts = decision.outcome, decision.facts
+    outcome = decision.outcome
+    facts = decision.facts
     rows: list[tuple[float, dict[str, object]]] = []
     for index, endpoint in enumerate(outcome.candidates):
         cost = outcome.costs[index] if outcome.costs else None
@@ -108,7 +110,8 @@ class DecisionRoutes:
         ]
 
     async def _decisions(self, request: Request) -> Response:
-        limit, result = read_limit(request, default=100, most=MAX_LIMIT), request.query_params.get("result", "")
+        limit = read_limit(request, default=100, most=MAX_LIMIT)
+        result = request.query_params.get("result", "")
         if result and result not in RESULTS:
             raise RequestRefused(400, Problem("result", "there is no such result", f"allowed: {', '.join(RESULTS)}"))
         wanted = request.query_params.get("request_id", "")
@@ -164,7 +167,8 @@ class CacheRoutes:
         return reply_json({"prefixes": await hot_prefixes(self._service(), limit)})
 
     async def _leases(self, request: Request) -> Response:
-        service, now = self._service(), self._operated.clock()
+        service = self._service()
+        now = self._operated.clock()
         return reply_json({"leases": leases(service, now), "promises": promises(service, now)})
 
     async def _breaks(self, request: Request) -> Response:
@@ -176,7 +180,8 @@ class CacheRoutes:
 
     async def _set_priority(self, request: Request) -> Response:
         """One prefix, by the name that the audit log gives it."""
-        actions, name = self._service().actions, request.path_params["prefix"]
+        actions = self._service().actions
+        name = request.path_params["prefix"]
         if not _PREFIX.fullmatch(name):
             raise RequestRefused(
                 404, Problem("prefix", "not the name of a prefix", "16 hex digits, as in the audit log")

@@ -20,7 +20,8 @@ from kvproxy.proxy.filters.registry import discover
 #: Names the configuration file where the command line names none.
 CONFIG_VARIABLE = "KVPROXY_CONFIG"
 DEFAULT_FILE = "config.yaml"
-_DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", 8888
+_DEFAULT_HOST = "127.0.0.1"
+_DEFAULT_PORT = 8888
 _COLOURS = {"error": "\x1b[31m", "warning": "\x1b[33m", "note": "\x1b[36m"}
 
 
@@ -80,7 +81,8 @@ class ConfigSource:
         if not self.endpoints:
             hint = "`kvproxy init` writes a config.yaml; or give -c FILE, or --endpoint ID=URL once per engine"
             raise ConfigError([Problem("", "nothing to serve", hint)])
-        host, port = self.host or _DEFAULT_HOST, _DEFAULT_PORT if self.port is None else self.port
+        host = self.host or _DEFAULT_HOST
+        port = _DEFAULT_PORT if self.port is None else self.port
         return load_endpoints(self.endpoints, host=host, port=port, policy=self.policy), []
 
 

@@ -82,7 +82,8 @@ def print_report(report: DoctorReport, out: TextIO, *, as_json: bool, verbose: b
     if as_json:
         print_json(report, out)
     else:
-        width, colour = shutil.get_terminal_size().columns, out.isatty() and "NO_COLOR" not in os.environ
+        width = shutil.get_terminal_size().columns
+        colour = out.isatty() and "NO_COLOR" not in os.environ
         print_table(report, out, width=width, colour=colour, verbose=verbose)
 
 

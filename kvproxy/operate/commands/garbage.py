@@ -23,16 +23,19 @@ from kvproxy.base.types import Clock
 
 #: New objects before the youngest are looked at, and how many times before those that stayed are looked at again: what
 #: is looked at together is the product at most, some five milliseconds of it.
-YOUNG_OBJECTS, YOUNG_ROUNDS = 10_000, 2
+YOUNG_OBJECTS = 10_000
+YOUNG_ROUNDS = 2
 #: Of all objects, the collector's own rule never looks at the oldest.
 _NEVER = 2**31 - 1
 
 #: A look at everything that is expected to take so long needs no quiet moment.
 SHORT_S = 0.01
 #: How often everything is looked at, in a quiet moment; and whatever it takes.
-EVERY_S, AT_LATEST_S = 600.0, 86_400.0
+EVERY_S = 600.0
+AT_LATEST_S = 86_400.0
 #: How often a quiet moment is looked for, and how often the heap is trimmed in one.
-LOOK_S, TRIM_EVERY_S = 1.0, 60.0
+LOOK_S = 1.0
+TRIM_EVERY_S = 60.0
 
 _THRESHOLDS = YOUNG_OBJECTS, YOUNG_ROUNDS, _NEVER
 
@@ -40,7 +43,8 @@ _THRESHOLDS = YOUNG_OBJECTS, YOUNG_ROUNDS, _NEVER
 MAPPED_BYTES = 128 * 1024
 #: Free memory at the heap's end that stays for what comes next.
 KEPT_BYTES = 8 * 1024 * 1024
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 
 
 class GarbageCollections(BackgroundTask):

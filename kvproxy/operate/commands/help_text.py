@@ -133,7 +133,8 @@ def hide_options(name: str, parser: argparse.ArgumentParser) -> Iterator[None]:
         return
     hidden = [one for one in parser._actions if one.dest not in usual | {"help", "help_all"}]
     empty = [group for group in parser._action_groups if all(one in hidden for one in group._group_actions)]
-    helps, descriptions = [one.help for one in hidden], [group.description for group in empty]
+    helps = [one.help for one in hidden]
+    descriptions = [group.description for group in empty]
     try:
         for action in hidden:
             action.help = argparse.SUPPRESS

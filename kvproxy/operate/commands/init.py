@@ -38,7 +38,8 @@ _WORDS = {
     "ReadTimeout": "nothing came in time",
     "RemoteProtocolError": "it does not speak plain http",
 }
-_MODELS, _READY = "/v1/models", "/ready"
+_MODELS = "/v1/models"
+_READY = "/ready"
 _WHY = {
     _MODELS: f"no /health, so {_MODELS} is probed",
     _READY: f"its /health generates a token, so {_READY} is probed",

@@ -70,12 +70,15 @@ class AdviceRunner:
             self._advice = await asyncio.to_thread(json.loads, output)
             self._state = "done"
         except TimeoutError:
-            self._state, self._error = "failed", "it took too long"
+            self._state = "failed"
+            self._error = "it took too long"
         except (OSError, ValueError) as error:
-            self._state, self._error = "failed", str(error)
+            self._state = "failed"
+            self._error = str(error)
         except Exception as error:
             log.exception("a run of the adviser is broken")
-            self._state, self._error = "failed", type(error).__name__
+            self._state = "failed"
+            self._error = type(error).__name__
 
 
 async def _output_of(command: Sequence[str]) -> bytes:
@@ -100,7 +103,8 @@ async def _output_of(command: Sequence[str]) -> bytes:
 
 async def _read(process: asyncio.subprocess.Process, stream: asyncio.StreamReader) -> bytes:
     """To its end; a process that says too much is ended, and what is too long is longer than the bound by a byte."""
-    pieces, size = [], 0
+    pieces = []
+    size = 0
     while piece := await stream.read(1 << 16):
         size += len(piece)
         if size <= _MAX_BYTES:

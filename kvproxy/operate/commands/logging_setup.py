@@ -69,7 +69,8 @@ class _DroppingQueueHandler(logging.handlers.QueueHandler):
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         """The message is fixed now, since what it is made of may change; its exception is left to the writer."""
-        record.msg, record.args = record.getMessage(), None
+        record.msg = record.getMessage()
+        record.args = None
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:

@@ -64,12 +64,14 @@ class FileReloader:
         self.loaded_at = clock()
         self.refusal: RefusedFile | None = None
         self.events: deque[Event] = deque(maxlen=_KEPT_EVENTS)
-        self._clock, self._wall_clock = clock, wall_clock
+        self._clock = clock
+        self._wall_clock = wall_clock
         self._proxy = proxy
         self._source = source
         self._interval_s = interval_s
         self._one_at_a_time = asyncio.Lock()
-        self._reading, self._looking = TimedThread("configuration"), TimedThread("watch the configuration")
+        self._reading = TimedThread("configuration")
+        self._looking = TimedThread("watch the configuration")
         self._watching: asyncio.Task[None] | None = None
         self._seen = self._signature()
 
@@ -125,7 +127,8 @@ class FileReloader:
         return Reloaded(errors=tuple(errors))
 
     def _note_applied(self) -> None:
-        self.loaded_at, self.refusal = self._clock(), None
+        self.loaded_at = self._clock()
+        self.refusal = None
         self.events.append(Event(self.loaded_at, "good", f"{self.file_name or 'configuration'} reloaded"))
 
     def _file_age_s(self) -> float:

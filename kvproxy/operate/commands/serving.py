@@ -232,8 +232,11 @@ def fit_connections(wanted: int, *, open_files: int) -> int:
         return wanted
     logger.warning(
         "open files are limited to %d: %d client connections are served at once instead of limits.connections=%d "
-        "(raise the limit: `ulimit -n`, LimitNOFILE)", open_files, fit, wanted,
-    )  # fmt: skip
+        "(raise the limit: `ulimit -n`, LimitNOFILE)",
+        open_files,
+        fit,
+        wanted,
+    )
     return fit
 
 

@@ -18,12 +18,14 @@ from kvproxy.operate.commands.operate import AdminAddress, AdminRefused, ask_adm
 
 INTERVAL_S = 1.0
 #: The terminal's other screen without a cursor, and back.
-_OTHER_SCREEN, _BACK = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+_OTHER_SCREEN = "\x1b[?1049h\x1b[?25l"
+_BACK = "\x1b[?25h\x1b[?1049l"
 _COLOURS = {"good": "32", "warn": "33", "down": "31;1", "quiet": "2"}
 #: Findings that change nothing tonight.
 _FOLDED = frozenset({"note", "ok"})
 _DOWN = frozenset({"unhealthy", "ejected", "breaker_open"})
-_DECISIONS, _EVENTS = 8, 5
+_DECISIONS = 8
+_EVENTS = 5
 Cell = tuple[str, str]  # text, colour name or ""
 _ENDPOINT_HEADS = (
     "ENDPOINT",
@@ -140,9 +142,11 @@ def render_page(live: Mapping[str, Any], *, colour: bool = False) -> str:
 
 
 def _headline(live: Mapping[str, Any]) -> str:
-    minute, history = live["last_minute"], live["history"]
+    minute = live["last_minute"]
+    history = live["history"]
     ttft = next((value for value in reversed(history["ttft_p50_s"]) if value is not None), None)
-    prompt, cached = sum(history["prompt_tokens"]), sum(history["cached_tokens"])
+    prompt = sum(history["prompt_tokens"])
+    cached = sum(history["cached_tokens"])
     predicted = sum(history["predicted_tokens"])
     state = live["state"]
     since = "" if state["since_s"] is None else f" for {_span(state['since_s'])}"
@@ -178,10 +182,12 @@ def _finding(one: Mapping[str, Any]) -> str:
 
 
 def _endpoint(live: Mapping[str, Any], one: Mapping[str, Any]) -> list[Cell]:
-    engine, cache = {} if one["condition"] in _DOWN else one.get("engine") or {}, one.get("cache") or {}
+    engine = {} if one["condition"] in _DOWN else one.get("engine") or {}
+    cache = one.get("cache") or {}
     learned = live["routing"].get(one["cluster"], {}).get("learned", {})
     slowness = learned.get("slowness", {}).get(one["id"]) if one["condition"] not in _DOWN else None
-    waiting, errors = engine.get("waiting"), one["errors_last_minute"]
+    waiting = engine.get("waiting")
+    errors = one["errors_last_minute"]
     return [
         (one["id"], ""),
         _state(one),
@@ -218,7 +224,8 @@ def _state(one: Mapping[str, Any]) -> Cell:
 
 
 def _routing(live: Mapping[str, Any], name: str, one: Mapping[str, Any]) -> str:
-    learned, minute = one["learned"], live["clusters"].get(name, {"requests": 0, "failed": 0})
+    learned = one["learned"]
+    minute = live["clusters"].get(name, {"requests": 0, "failed": 0})
     facts = [f"{name}: {one['policy']}"]
     if len(live["routing"]) > 1:
         facts.append(f"{minute['requests']:,} requests in the last minute, {minute['failed']:,} failed")
@@ -243,7 +250,10 @@ def _queues(routing: Mapping[str, Any]) -> list[list[Cell]]:
 
 
 def _queue(name: str, queue: Mapping[str, Any]) -> list[Cell]:
-    depth, limit, oldest, released = queue["depth"], queue["limit"], queue["oldest_wait_s"], queue["released"]
+    depth = queue["depth"]
+    limit = queue["limit"]
+    oldest = queue["oldest_wait_s"]
+    released = queue["released"]
     state: Cell = ("holds requests", "good") if depth else ("empty", "")
     if depth >= limit:
         state = ("full", "down")
@@ -372,7 +382,8 @@ def describe_capacities(endpoints: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _unlike_told(one: Mapping[str, Any]) -> bool:
     cache = one.get("cache") or {}
-    told, learned = cache.get("told_capacity_blocks", 0), cache.get("approximate_capacity_blocks", 0)
+    told = cache.get("told_capacity_blocks", 0)
+    learned = cache.get("approximate_capacity_blocks", 0)
     return bool(told) and not 1 / _NOTABLE < learned / told < _NOTABLE
 
 
@@ -402,7 +413,9 @@ def describe_adapters(endpoints: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
     for one in endpoints:
         if adapters := one.get("adapters"):
-            count, loaded, slots = len(adapters["served"]), adapters["loaded"], adapters["slots"]
+            count = len(adapters["served"])
+            loaded = adapters["loaded"]
+            slots = adapters["slots"]
             room = f" of {slots} slots" if slots else ""
             line = f"{one['id']} serves {count} adapter{'s' * (count != 1)}, {len(loaded)}{room} loaded"
             lines.append(f"{line}: {_some(loaded)}" if loaded else line)

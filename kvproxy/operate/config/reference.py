@@ -90,11 +90,14 @@ def _rows(model: type[Model], prefix: str) -> Iterator[tuple[str, str, str, str]
 
 def _inner(annotation: Any) -> tuple[type[Model] | None, str]:
     """The model a field holds, and how its elements are written: `[]` for lists, `.NAME` for mappings."""
-    kind, suffix = bare_type(annotation), ""
+    kind = bare_type(annotation)
+    suffix = ""
     if get_origin(kind) is tuple:
-        kind, suffix = bare_type(get_args(kind)[0]), "[]"
+        kind = bare_type(get_args(kind)[0])
+        suffix = "[]"
     elif get_origin(kind) is not None and get_origin(kind) is not Literal:
-        kind, suffix = bare_type(get_args(kind)[1]), ".NAME"
+        kind = bare_type(get_args(kind)[1])
+        suffix = ".NAME"
     is_model = isinstance(kind, type) and issubclass(kind, Model) and kind.__name__ != "FilterSpec"
     return (kind, suffix) if is_model else (None, "")
 

@@ -26,7 +26,8 @@ def find_faults(config: Config) -> list[Finding]:
 
 
 def _listeners(config: Config) -> Iterator[Finding]:
-    listen, admin = config.listen, config.admin
+    listen = config.listen
+    admin = config.admin
     if not listen.host:
         yield error_at(("listen", "host"), "must not be empty", "0.0.0.0 is every interface")
     if not admin.enabled:
@@ -78,7 +79,8 @@ def _routes(config: Config) -> Iterator[Finding]:
     for index, route in enumerate(config.routes):
         at: Path = ("routes", index)
         if route.cluster not in config.clusters:
-            hint, follows = _clusters_hint(route.cluster, config), () if config.clusters else CLUSTERS_ARE_FROM
+            hint = _clusters_hint(route.cluster, config)
+            follows = () if config.clusters else CLUSTERS_ARE_FROM
             yield error_at((*at, "cluster"), f"there is no cluster {route.cluster!r}", hint, follows=follows)
         if not route.prefix.startswith("/"):
             yield error_at((*at, "prefix"), "must start with /")
@@ -142,7 +144,8 @@ def _intervals(config: Config) -> Iterator[Finding]:
         if getattr(config.timeouts, name) == 0:
             yield error_at(("timeouts", name), "must be longer than 0")
     for name, cluster in config.clusters.items():
-        health, at = cluster.health, ("clusters", name, "health")
+        health = cluster.health
+        at = ("clusters", name, "health")
         if health.max_eject_for < health.eject_for:
             yield error_at((*at, "max_eject_for"), "shorter than eject_for")
         if health.active and (health.interval == 0 or health.timeout == 0):

@@ -36,7 +36,9 @@ def find_cluster_faults(config: Config) -> Iterator[Finding]:
 
 
 def _discovery(settings: DiscoverySettings, at: Path) -> Iterator[Finding]:
-    file, kubernetes, etcd = settings.file, settings.kubernetes, settings.etcd
+    file = settings.file
+    kubernetes = settings.kubernetes
+    etcd = settings.etcd
     if file is not None and not FilePath(file.path).is_file():
         yield warning_at((*at, "file", "path"), "the file does not exist yet")
     given: list[tuple[Path, str]] = []

@@ -115,7 +115,8 @@ def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Fi
         fault = url_fault(url) if url else ""
         if fault:
             yield error_at((*at, name), fault)
-    strategy, plan = settings.cache_strategy, (*at, "cache_strategy")
+    strategy = settings.cache_strategy
+    plan = (*at, "cache_strategy")
     if not settings.lmcache_endpoint:
         for name in ("enable_pinning", "enable_compression", "enable_eviction"):
             if getattr(strategy, name):

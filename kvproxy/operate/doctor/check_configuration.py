@@ -58,7 +58,8 @@ class LimitsCheck:
     where = "this host"
 
     async def collect_findings(self) -> Sequence[Finding]:
-        config, deployment = self.deployment.config, self.deployment
+        config = self.deployment.config
+        deployment = self.deployment
         needed = config.limits.connections + len(deployment.engines) * config.pool.max_connections + _OTHER_FILES
         if deployment.kvcache is not None and deployment.kvcache.lmcache_endpoint:
             needed += 2 * deployment.kvcache.max_connections

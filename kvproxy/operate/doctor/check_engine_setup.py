@@ -101,7 +101,8 @@ class RanksCheck(EngineCheck):
     calls = TRIAL_CALLS + MAX_TRIED
 
     async def collect_findings(self) -> Sequence[Finding]:
-        engine, shown = self.engine, await self.engine.shown_ranks()
+        engine = self.engine
+        shown = await self.engine.shown_ranks()
         if not engine.data_parallel.steer:
             return [ok(self.where, f"balances over its {len(shown)} data-parallel ranks by itself")] if shown else []
         answers = await engine.try_ranks()

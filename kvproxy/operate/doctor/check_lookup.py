@@ -125,7 +125,9 @@ class BudgetCheck:
 def judge_lookup_times(where: str, lookups_s: Sequence[float], tokenize_s: float, budget_s: float) -> Finding:
     """The verdict on how long lookups took; a prompt that is not remembered is tokenized within the same budget."""
     ordered = sorted(lookups_s)
-    p50, p99 = ordered[len(ordered) // 2], ordered[int(0.99 * (len(ordered) - 1) + 0.5)]  # of a few: the slowest
+    # of a few: the slowest
+    p50 = ordered[len(ordered) // 2]
+    p99 = ordered[int(0.99 * (len(ordered) - 1) + 0.5)]
     slowest = "p99" if len(ordered) >= _FOR_P99 else "the slowest"
     took = f"{len(ordered)} lookups took {_ms(p50)} (median) and {_ms(p99)} ({slowest}) of {_ms(budget_s)}"
     fix = f"bring LMCache nearer to the proxy, or set `lookup_routing_timeout` to {_ms(2 * p99)} or more"

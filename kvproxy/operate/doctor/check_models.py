@@ -196,7 +196,8 @@ class DuplicatesCheck:
         second = await gather_facts(tuple(first), lambda engine: engine.exposition_now())
         windows: dict[EngineFacts, Window] = {}
         for engine in second:
-            earlier, later = parse_counters(first[engine]), parse_counters(second[engine])
+            earlier = parse_counters(first[engine])
+            later = parse_counters(second[engine])
             if earlier is not None and later is not None and earlier.used:
                 windows[engine] = earlier, later
         if len(windows) < 2:

@@ -103,7 +103,8 @@ class ApiCheck(EngineCheck):
 
 
 def _no_api(engine: EngineFacts, error: ClientError) -> Finding:
-    where, had_key = engine.where, engine.endpoint.api_key is not None
+    where = engine.where
+    had_key = engine.endpoint.api_key is not None
     if isinstance(error, Refused) and error.status in _KEY_STATUSES:
         if had_key:
             return problem(where, f"refuses the endpoint's key ({error.status})", "correct `api_key` of the endpoint")

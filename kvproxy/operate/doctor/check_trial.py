@@ -82,7 +82,8 @@ class TokenizeCheck(EngineCheck):
 
 def judge_tokenize(where: str, trial: Trial, *, needed: bool) -> Finding:
     """The verdict on one trial."""
-    tokens, make = trial.tokenized, problem if needed else warning
+    tokens = trial.tokenized
+    make = problem if needed else warning
     if isinstance(tokens, NotSupported) and tokens.status in (400, 422):
         fix = "upgrade it (older SGLangs tokenize prompts alone); until then its prompts are matched as text"
         return make(where, f"/tokenize takes no chats: {tokens}", fix)
@@ -91,7 +92,8 @@ def judge_tokenize(where: str, trial: Trial, *, needed: bool) -> Finding:
         return make(where, "has no /tokenize", fix) if needed else ok(where, "has no /tokenize, which nothing needs")
     if isinstance(tokens, ClientError):
         return make(where, f"/tokenize fails: {tokens}", "read the engine's log; without it nothing can be looked up")
-    counted, exact = trial.first.prompt_tokens, trial.first.token_ids
+    counted = trial.first.prompt_tokens
+    exact = trial.first.token_ids
     if len(tokens) == counted and (not exact or exact == tokens):
         return ok(where, f"/tokenize agrees with the engine ({counted} tokens)")
     what = f"/tokenize makes {len(tokens)} tokens of a prompt that the engine counts as {counted}"
@@ -114,13 +116,16 @@ class CachingCheck(EngineCheck):
 
 def judge_caching(where: str, trial: Trial, kind: EngineKind = EngineKind.VLLM) -> Finding:
     """The verdict on one trial. What the answer says goes before what metrics say, since those count others too."""
-    cached, counted = trial.second.cached_tokens, trial.second.prompt_tokens
-    turn_on, show = _TURN_ON[kind], _SHOW[kind]
+    cached = trial.second.cached_tokens
+    counted = trial.second.prompt_tokens
+    turn_on = _TURN_ON[kind]
+    show = _SHOW[kind]
     if cached:
         said = f"{cached} of {counted} prompt tokens came from its cache the second time"
         step = _block_tokens(trial)
         return ok(where, f"{said}; it {_in_steps(step)}" if step >= LEAST_STEP_TOKENS else said)
-    configured, hits = caching_enabled(trial), _hits(trial)
+    configured = caching_enabled(trial)
+    hits = _hits(trial)
     if trial.longer is not None and trial.longer.cached_tokens:
         return _in_long_steps(where, trial, trial.longer)
     if configured is False:
@@ -174,7 +179,8 @@ def _hits(trial: Trial) -> int | None:
     """Tokens that the engine counted as reused meanwhile; None when it does not count."""
     if trial.before is None or trial.after is None:
         return None
-    before, after = trial.before.prefix_hits_tokens, trial.after.prefix_hits_tokens
+    before = trial.before.prefix_hits_tokens
+    after = trial.after.prefix_hits_tokens
     return None if before is None or after is None else after - before
 
 

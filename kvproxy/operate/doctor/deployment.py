@@ -126,9 +126,11 @@ async def gather_facts(
 
 
 async def _endpoints(name: str, cluster: ClusterSettings) -> tuple[list[EndpointSettings], list[Finding]]:
-    endpoints, findings = list(cluster.endpoints), []
+    endpoints = list(cluster.endpoints)
+    findings = []
     for source in sources_of(cluster.discovery):
-        where, place = f"cluster {name}", f"clusters.{name}.discovery.{source.name}"
+        where = f"cluster {name}"
+        place = f"clusters.{name}.discovery.{source.name}"
         try:
             found, left_out = split_answer(await source.discovery.endpoints(), refuse=lambda _: "")
             endpoints += found
@@ -137,7 +139,8 @@ async def _endpoints(name: str, cluster: ClusterSettings) -> tuple[list[Endpoint
             ]
             trouble = await _hear_trouble(source) if source.follow is not None else ""
         except (ClientError, DiscoveryError, OSError) as error:
-            found, trouble = (), str(error)
+            found = ()
+            trouble = str(error)
             refused = isinstance(error, Refused) and error.status == _FORBIDDEN
         else:
             refused = f"({_FORBIDDEN}" in trouble

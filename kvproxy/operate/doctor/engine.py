@@ -153,7 +153,8 @@ class EngineFacts:
         key = endpoint.api_key
         authorization = None if key is None else f"Bearer {key.get_secret_value()}"
         self._headers = {} if authorization is None else {"authorization": authorization}
-        url, timeout_s = str(self.origin), tools.timeouts.exchange_s
+        url = str(self.origin)
+        timeout_s = tools.timeouts.exchange_s
         self.vllm = VllmClient(self._http, url, authorization, timeout_s=timeout_s)
         self.api = Api(self._http, url, service="vllm", authorization=authorization)
 
@@ -336,7 +337,8 @@ class EngineFacts:
 
     async def _ask_health(self) -> HealthReply:
         timeout_s = self.tools.timeouts.exchange_s
-        sent, began = self.tools.wall_clock(), self.tools.clock()
+        sent = self.tools.wall_clock()
+        began = self.tools.clock()
         try:
             response = await self._http.get(
                 f"{self.origin}{self._health_path}", headers=self._headers, timeout=httpx.Timeout(timeout_s)

@@ -126,5 +126,6 @@ async def open_streams(*, clock: Clock, wall_clock: Clock) -> AsyncIterator[Watc
 
 def _is_part(event: BlockStored, tokens: Sequence[int]) -> bool:
     """Whether the event's blocks are blocks of this prompt."""
-    size, ids = event.block_tokens, list(event.token_ids)
+    size = event.block_tokens
+    ids = list(event.token_ids)
     return bool(ids) and any(list(tokens[i : i + len(ids)]) == ids for i in range(0, len(tokens), size))

@@ -52,7 +52,9 @@ class LmcacheFacts:
         self.settings = settings
         self.tools = tools
         self.origin = Origin.parse(settings.lmcache_endpoint)
-        http, url, timeout_s = tools.make_client(self.origin), str(self.origin), tools.timeouts.exchange_s
+        http = tools.make_client(self.origin)
+        url = str(self.origin)
+        timeout_s = tools.timeouts.exchange_s
         self.api = Api(http, url, service="lmcache")
         self._controller = LMCacheControllerClient(http, url, lookup_timeout_s=timeout_s)
         self._coordinator = LMCacheCoordinatorClient(http, url, lookup_timeout_s=timeout_s)
@@ -88,8 +90,10 @@ class LmcacheFacts:
 
     async def time_lookups(self, trial: Trial, *, times: int = 20) -> list[float]:
         """Seconds that lookups of this prompt take, one after another, as the proxy makes them."""
-        provider, clock = await self.make_provider(), self.tools.clock
-        prefix, timeout_s = Prefix(token_array(list(trial.tokens)), trial.model), self.tools.timeouts.exchange_s
+        provider = await self.make_provider()
+        clock = self.tools.clock
+        prefix = Prefix(token_array(list(trial.tokens)), trial.model)
+        timeout_s = self.tools.timeouts.exchange_s
         took = []
         for _ in range(times + 1):  # the first may have to open a connection
             started = clock()
@@ -116,8 +120,11 @@ class LmcacheFacts:
             usage = await self._coordinator.fetch_usage()
             modules = [module for one in usage.instances for module in one.modules]
             own_disks = any(module.tier == "l2" and module.backend != "p2p" for module in modules)
-            levers = ("a shared store" if usage.shared_modules else "", "each other's memory" if peers else "",
-                      "their own disks" if own_disks else "")  # fmt: skip
+            levers = (
+                "a shared store" if usage.shared_modules else "",
+                "each other's memory" if peers else "",
+                "their own disks" if own_disks else "",
+            )
             found = " and ".join(lever for lever in levers if lever)
             return f"prefetches from {found}" if found else ""
         instances = sorted(await self.list_instances())
@@ -142,8 +149,10 @@ class LmcacheFacts:
         return ProviderName.CONTROLLER
 
     async def _find(self, engine: EngineFacts) -> LookupAnswer:
-        kind, trial = await self.find_kind(), await engine.try_generating()
-        tokens, timeouts = token_array(list(trial.tokens)), self.tools.timeouts
+        kind = await self.find_kind()
+        trial = await engine.try_generating()
+        tokens = token_array(list(trial.tokens))
+        timeouts = self.tools.timeouts
         for attempt in range(timeouts.lookup_tries):
             if attempt:
                 await asyncio.sleep(timeouts.lookup_pause_s)

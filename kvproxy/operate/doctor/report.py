@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Protocol, TextIO
 
-_MARK_WIDTH, _CHECK_WIDTH, _MIN_TEXT = 9, 18, 40
+_MARK_WIDTH = 9
+_CHECK_WIDTH = 18
+_MIN_TEXT = 40
 
 
 class Severity(StrEnum):

@@ -27,7 +27,8 @@ _STEP_WORDS = 7
 
 #: So many data-parallel ranks are tried of one engine: the first ones.
 MAX_TRIED = 16
-_BEYOND, _BAD_REQUEST = 1000, 400
+_BEYOND = 1000
+_BAD_REQUEST = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,8 @@ def count_words(plan: TrialPlan, metrics: EngineMetrics | None, max_model_len: i
 
 async def run_trial(target: TrialTarget, plan: TrialPlan) -> Trial:
     """Raises ClientError when the engine does not answer the prompt."""
-    tools, timeouts = target.tools, target.tools.timeouts
+    tools = target.tools
+    timeouts = target.tools.timeouts
     before = await target.scrape()
     text = make_prompt(tools.rng, words=count_words(plan, before, target.model.max_model_len))
     async with open_streams(clock=tools.clock, wall_clock=tools.wall_clock) as listening:
@@ -225,7 +227,8 @@ async def try_ranks(target: TrialTarget, ranks: Sequence[int]) -> RankAnswers:
     chat = await send_small(target)
     tried = sorted(ranks)[:MAX_TRIED]
     first = tried[0] if tried[0] and not await _takes(target, tried[0], chat=chat) else 0  # it may count its own from 0
-    taken, refused = {}, []
+    taken = {}
+    refused = []
     for rank in tried:
         if await _takes(target, rank - first, chat=chat):
             taken[rank] = rank - first

@@ -95,7 +95,8 @@ def list_light_checks(deployment: Deployment, problems: Sequence[Problem] = ()) 
 
 
 def _quiet(deployment: Deployment, problems: Sequence[Problem], *, trial: bool) -> Iterator[Check]:
-    wall_clock, lmcache = deployment.tools.wall_clock, deployment.lmcache
+    wall_clock = deployment.tools.wall_clock
+    lmcache = deployment.lmcache
     yield ConfigurationCheck(problems, deployment.undiscovered)
     yield LimitsCheck(deployment)
     yield PublicCheck(deployment.config)

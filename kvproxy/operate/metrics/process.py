@@ -42,6 +42,8 @@ class ProcessMetrics(MetricGroup):
         self.worker_restarts = Counter("kvproxy_worker_restarts", "Workers started again after they ended", registry=r)
         self.worker_hangs = Counter("kvproxy_worker_hangs", "Workers killed since they hung", registry=r)
         self.loop_lag = Histogram(
-            "kvproxy_event_loop_lag_seconds", "How late the event loop woke a task, sampled four times a second",
-            buckets=LAG_BUCKETS_S, registry=r,
-        )  # fmt: skip
+            "kvproxy_event_loop_lag_seconds",
+            "How late the event loop woke a task, sampled four times a second",
+            buckets=LAG_BUCKETS_S,
+            registry=r,
+        )

@@ -57,11 +57,20 @@ def explain_decision(decision: Mapping[str, Any]) -> str:
 
 
 def _heading(receipt: Receipt) -> Iterator[str]:
-    about = [receipt.kind or "request", *(
-        f"{name} {printable(value)}" for name, value in (
-            ("model", receipt.model), ("client", receipt.client), ("tenant", receipt.tenant),
-            ("session", receipt.session), ("cluster", receipt.cluster)) if value
-    )]  # fmt: skip
+    about = [
+        receipt.kind or "request",
+        *(
+            f"{name} {printable(value)}"
+            for name, value in (
+                ("model", receipt.model),
+                ("client", receipt.client),
+                ("tenant", receipt.tenant),
+                ("session", receipt.session),
+                ("cluster", receipt.cluster),
+            )
+            if value
+        ),
+    ]
     yield f"Request {printable(receipt.request_id) or '(without an id)'}, ended {receipt.time}"
     yield f"  {', '.join(about)}{', streamed' if receipt.stream else ''}"
     if receipt.prompt_tokens is not None:
@@ -214,7 +223,8 @@ def _remembered_candidates(decision: Mapping[str, Any]) -> Iterator[str]:
         return
     rows = [("", "endpoint", "cost", "cached", "known from")]
     for one in candidates:
-        source, age_s = one.get("source"), one.get("age_s")
+        source = one.get("source")
+        age_s = one.get("age_s")
         rows.append(
             (
                 ">" if one.get("endpoint") == decision.get("endpoint") else "",

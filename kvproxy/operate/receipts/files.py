@@ -68,7 +68,8 @@ class RotatingFile:
             if self._size + held and self._size + held + len(line) > self._max_bytes:
                 self._append(b"".join(batch))
                 self._rotate()
-                batch, held = [], 0
+                batch = []
+                held = 0
             batch.append(line)
             held += len(line)
         self._append(b"".join(batch))
@@ -76,7 +77,8 @@ class RotatingFile:
     def close(self) -> None:
         """Idempotent."""
         if self._file is not None:
-            file, self._file = self._file, None
+            file = self._file
+            self._file = None
             os.close(file)
 
     def _append(self, data: bytes) -> None:
@@ -136,7 +138,8 @@ def list_workers(path: Path) -> list[Path]:
 
 def list_files(path: Path) -> Iterator[Path]:
     """The file and its predecessors, the newest first; FileNotFoundError when there is none."""
-    number, found = 0, False
+    number = 0
+    found = False
     while (each := rotated_path(path, number)).exists() or number == 0:
         if each.exists():
             found = True
@@ -181,8 +184,11 @@ class ReceiptReader:
         found: dict[str, list[Receipt]] = {}
         for path in chain(*map(list_files, list_workers(self.path))):
             with path.open("rb") as lines:
-                here = [one for one in self._receipts(line for line in lines if wanted in line)
-                        if one.request_id.startswith(request_id)]  # fmt: skip
+                here = [
+                    one
+                    for one in self._receipts(line for line in lines if wanted in line)
+                    if one.request_id.startswith(request_id)
+                ]
             for one in reversed(here):
                 if one.request_id in found or one.request_id == request_id or len(found) < _MAX_SIMILAR:
                     found.setdefault(one.request_id, []).append(one)

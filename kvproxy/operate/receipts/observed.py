@@ -52,7 +52,8 @@ class AttemptLog(RequestObserver):
 
     def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
         """Note the decision and what it was made of."""
-        self.facts, self.head = decision.request.facts, decision.request.prompt_head
+        self.facts = decision.request.facts
+        self.head = decision.request.prompt_head
         if len(self.decisions) < MAX_ATTEMPTS:
             self.decisions.append(_noted(decision, now))
 
@@ -75,7 +76,8 @@ class AttemptLog(RequestObserver):
 
 
 def _noted(decision: Decision[Endpoint], now: float) -> Placed:
-    speeds, costs = decision.speeds, decision.costs
+    speeds = decision.speeds
+    costs = decision.costs
     chosen = _recorded(decision)
     request = decision.request
     candidates = [_candidate(decision.candidates[i], costs[i] if costs else None, speeds, request, now) for i in chosen]
@@ -96,7 +98,8 @@ def _recorded(decision: Decision[Endpoint]) -> Sequence[int]:
     count = len(decision.candidates)
     if count <= MAX_CANDIDATES:
         return range(count)
-    costs, index = decision.costs, decision.index
+    costs = decision.costs
+    index = decision.index
     others = (i for i in range(count) if i != index)
     best = nsmallest(MAX_CANDIDATES - 1, others, key=costs.__getitem__ if costs else None)
     return sorted([*best, index])
@@ -105,9 +108,11 @@ def _recorded(decision: Decision[Endpoint]) -> Sequence[int]:
 def _candidate(
     endpoint: Endpoint, cost: float | None, speeds: SpeedModel | None, request: PickRequest, now: float
 ) -> ReceiptCandidate:
-    load, adapter_s = endpoint.load, request.adapter_s
+    load = endpoint.load
+    adapter_s = request.adapter_s
     slowness = None if speeds is None else speeds.slowness(endpoint.id, now)
-    held, onboarding_s = request.facts.by_endpoint.get(endpoint.id), 0.0
+    held = request.facts.by_endpoint.get(endpoint.id)
+    onboarding_s = 0.0
     if held is not None and held.lower and speeds is not None:
         onboarding_s = onboarding_s_of(held, request.facts.prompt_tokens, endpoint.id, speeds)
     backlog = load.backlog(None if speeds is None else speeds.seconds, slowness or 1.0, now)

@@ -157,7 +157,8 @@ _SHARE = 4
 def prefix_depths(blocks: int) -> tuple[int, ...]:
     """Depths at which a prompt of so many blocks is named, its end included; multiples of powers of two, so that
     prompts of different lengths have them in common."""
-    depths, depth = [], 0
+    depths = []
+    depth = 0
     while depth < blocks:
         near = min(depth, blocks - depth) // _SHARE
         step = 1 << max(0, near.bit_length() - 1)
@@ -169,7 +170,8 @@ def prefix_depths(blocks: int) -> tuple[int, ...]:
 def encode_prefixes(blocks: Sequence[int], *, key: bytes) -> str:
     """The hashes at the depths of a prompt with these blocks, under `key`: a prompt that is guessed cannot be
     recognised without it, and all processes that have it give it the same names."""
-    keyed, hashes = blake2b(digest_size=_BYTES, key=key), []
+    keyed = blake2b(digest_size=_BYTES, key=key)
+    hashes = []
     for depth in prefix_depths(len(blocks)):
         one = keyed.copy()  # half the time of making it anew
         one.update(blocks[depth - 1].to_bytes(8, "little"))

@@ -52,7 +52,8 @@ class FinishedRequest:
 
 def compose_receipt(over: FinishedRequest, *, ended: datetime, hashed: Hash, key: bytes | None = None) -> Receipt:
     """Its receipt; `ended` is the wall clock's time of its end. Prefixes are hashed with `key`; None: not noted."""
-    outcome, observed = over.outcome, over.observed
+    outcome = over.outcome
+    observed = over.observed
     facts = observed.facts
     prefixes = "" if key is None else encode_prefixes(facts.blocks, key=key)
     return Receipt(

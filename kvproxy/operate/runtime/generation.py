@@ -149,7 +149,8 @@ class Generation:
         self.chain: ASGIApp = build_chain(specs, self._not_found, context=context, types=types)
         self.kvcaches: dict[str, KvCache] = context.kvcaches
         self._on_serving = context.on_serving
-        self.budgets, self.limits = context.budgets, context.limits
+        self.budgets = context.budgets
+        self.limits = context.limits
         #: In the order they are entered; some may be running already, in the generation before.
         self.parts: list[AbstractAsyncContextManager[object]] = [*self.clusters.values(), *context.lifetimes]
 
@@ -159,7 +160,8 @@ class Generation:
         one replaces."""
         lost: dict[str, dict[str, object]] = {}
         for name, cluster in self.clusters.items():
-            settings, policy = self.config.clusters[name], cluster.policy
+            settings = self.config.clusters[name]
+            policy = cluster.policy
             changed = runtime_overrides(policy, configured(cluster.settings, cluster.settings.policy))
             if settings != cluster.settings:
                 cluster.reconfigure(settings, probe=self._probe(settings))

@@ -58,7 +58,8 @@ class AccessLogFilter(Step):
         self._rng = rng
         self._lines = LineBatch(logging.getLogger(LOGGER)) if lines is None else lines
         self._word = lru_cache(_REMEMBERED_WORDS)(printable)
-        self._time, self._time_ends_at = "", float("-inf")
+        self._time = ""
+        self._time_ends_at = float("-inf")
 
     def after(self, exchange: Exchange, downstream: Downstream) -> None:
         """The line of a request that is to be logged."""
@@ -68,7 +69,8 @@ class AccessLogFilter(Step):
         passed_over = self._sample < 1.0 and self._rng.random() >= self._sample and result_of(end, status) != FAILED
         if passed_over or not self._lines.wanted:
             return
-        scope, now = downstream.scope, self.clock()
+        scope = downstream.scope
+        now = self.clock()
         line = fields(
             exchange,
             method=scope["method"],
@@ -88,7 +90,8 @@ class AccessLogFilter(Step):
     def _time_at(self, now: float) -> str:
         """The time as text, worked out once for all lines of a millisecond."""
         if now >= self._time_ends_at:
-            self._time, self._time_ends_at = format_time(self._wall_clock()), now + 0.001
+            self._time = format_time(self._wall_clock())
+            self._time_ends_at = now + 0.001
         return self._time
 
 
@@ -215,7 +218,8 @@ def printable(text: str) -> str:
 
 def build(app: ASGIApp, settings: AccessLogSettings, context: FilterContext) -> ASGIApp:
     """The filter around `app`, and its lines among the context's lifetimes."""
-    lines, log_is_json = LineBatch(logging.getLogger(LOGGER)), context.config.log.format == "json"
+    lines = LineBatch(logging.getLogger(LOGGER))
+    log_is_json = context.config.log.format == "json"
     context.lifetimes.append(lines)
     return AccessLogFilter(
         app,

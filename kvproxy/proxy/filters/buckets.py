@@ -36,7 +36,8 @@ class TokenBucket:
     def resize(self, *, rate_per_s: float, capacity: float, now: float) -> None:
         """Another rate and size from now on, as full as before; a debt grows and shrinks with the size as well."""
         self._level = self.level(now) * (capacity / self.capacity)
-        self.rate_per_s, self.capacity = rate_per_s, capacity
+        self.rate_per_s = rate_per_s
+        self.capacity = capacity
 
     def charge(self, amount: float, now: float) -> None:
         """Take `amount`, whatever is there, as far as debts go."""

@@ -74,6 +74,7 @@ class EmbeddedChoice(msgspec.Struct, eq=False):
         self._settle(AttemptOutcome.CANCELLED)
 
     def _settle(self, outcome: AttemptOutcome) -> None:
-        pick, self.pick = self.pick, None
+        pick = self.pick
+        self.pick = None
         if pick is not None:
             pick.settle(outcome, self.clock())

@@ -63,7 +63,8 @@ class InferenceRequestFilter(Step):
 
     def after(self, exchange: Exchange, downstream: Downstream) -> None:
         """The body is held no longer."""
-        held, exchange.held_bytes = exchange.held_bytes, 0
+        held = exchange.held_bytes
+        exchange.held_bytes = 0
         if held:
             self._reader.release(held)
 
@@ -108,8 +109,10 @@ class InferenceRequestFilter(Step):
 
     def _headers(self, headers: Headers) -> tuple[int, bool, Caller]:
         """Declared length (0 when it says none), whether the body is compressed, and the caller."""
-        sent, names = dict(headers), self._session_headers.names
-        length, coding = sent.get(b"content-length", b""), sent.get(b"content-encoding", b"")
+        sent = dict(headers)
+        names = self._session_headers.names
+        length = sent.get(b"content-length", b"")
+        coding = sent.get(b"content-encoding", b"")
         caller = NO_CALLER
         if not names.isdisjoint(sent):
             caller = self._session_headers.read({name: sent[name] for name in names & sent.keys()})

@@ -185,7 +185,8 @@ class KvCacheLearning(RequestObserver, msgspec.Struct, eq=False):
 
     def finished(self, exchange: Exchange, now: float) -> None:
         """Learn from it, and do what is to be done about it."""
-        result, state = result_of(exchange), self._service.state
+        result = result_of(exchange)
+        state = self._service.state
         self._service.finished(self._facts, result, lease=self._lease)
         if self._lease is not None:
             exchange.outcome.lease = self._lease.result

@@ -255,7 +255,9 @@ class KVCacheMiddleware:
         life.filters = self._filters(service)
 
     async def _end(self, life: _Life) -> None:
-        service, life.service, life.filters = life.service, None, None
+        service = life.service
+        life.service = None
+        life.filters = None
         if service is not None:
             await service.__aexit__()
 
@@ -363,16 +365,20 @@ class _UsageTap(RequestObserver):
             self._choice.first_piece()
             if self._kind in _SAID_FIRST:
                 self._first = bytes(piece[:_KEPT_BYTES])
-        self._previous, self._last = self._last, bytes(piece[-_KEPT_BYTES:])
+        self._previous = self._last
+        self._last = bytes(piece[-_KEPT_BYTES:])
 
     def ended(self, exchange: Exchange, status: int, crash: str) -> None:
-        outcome, chosen = exchange.outcome, self._choice.pick
+        outcome = exchange.outcome
+        chosen = self._choice.pick
         served = self._state.get(SERVED_KEY) or self._endpoint or (chosen.endpoint.id if chosen is not None else "")
         outcome.endpoint = EndpointId(served) if served else None
         usage = read_usage(self._previous[-_TAIL_BYTES:] + self._last, self._first)
         if usage is not None:
-            outcome.prompt_tokens, outcome.cached_tokens = usage.prompt_tokens, usage.cached_tokens
-            outcome.completion_tokens, outcome.media_tokens = usage.completion_tokens, usage.media_tokens
+            outcome.prompt_tokens = usage.prompt_tokens
+            outcome.cached_tokens = usage.cached_tokens
+            outcome.completion_tokens = usage.completion_tokens
+            outcome.media_tokens = usage.media_tokens
         if exchange.inference is not None and exchange.inference.continuable:
             outcome.response_id = read_response_id(self._first)
         self._choice.end(outcome.cached_tokens)

@@ -49,14 +49,16 @@ class RateLimitFilter(Step):
 
     def show(self) -> None:
         """The gauges read it from now on."""
-        bounds, buckets = self.metrics.group(BoundMetrics), self._buckets
+        bounds = self.metrics.group(BoundMetrics)
+        buckets = self._buckets
         buckets.serve()
         bounds.queue_depth.labels("rate_limit").set_function(lambda: len(buckets))
         bounds.queue_limit.labels("rate_limit").set(buckets.max_keys)
 
     def before(self, exchange: Exchange, downstream: Downstream) -> None:
         """The request is counted, or refused."""
-        now, scope = self.clock(), downstream.scope
+        now = self.clock()
+        scope = downstream.scope
         buckets = self._buckets.of(bucket_key(exchange.tenant, scope), now)
         if any(bucket.wait_s(1.0, now) for bucket in buckets):
             raise self._refusal(buckets, now)
@@ -134,8 +136,10 @@ def tokens_used(exchange: Exchange, answered: int, sent_bytes: int) -> int:
     prompt's bytes (all of the body where that says nothing) and the answer (`answered`: about how many tokens it took);
     what was refused before or by the engine costs nothing.
     """
-    outcome, inference = exchange.outcome, exchange.inference
-    prompt, completion = outcome.prompt_tokens, outcome.completion_tokens
+    outcome = exchange.outcome
+    inference = exchange.inference
+    prompt = outcome.prompt_tokens
+    completion = outcome.completion_tokens
     refused = outcome.end == "completed" and outcome.status >= 400
     if prompt is None and completion is None and (refused or outcome.end == "local_reply"):
         return 0

@@ -40,7 +40,8 @@ class RequestIdFilter(Step):
 
     def before(self, exchange: Exchange, downstream: Downstream) -> None:
         """Take the client's id if it is one and may be trusted, else a new one, which gives way to one in the body."""
-        header, scope = self._header, downstream.scope
+        header = self._header
+        scope = downstream.scope
         headers: Headers = scope["headers"]
         given = [pair for pair in headers if pair[0] == header] if header in map(_NAME, headers) else []
         if self._trust_client and len(given) == 1 and is_request_id(given[0][1].decode("latin-1")):

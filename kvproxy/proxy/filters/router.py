@@ -60,7 +60,9 @@ class RouterParts:
 
 def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> RouterFilter:
     """The router for these settings; `inner` is never called, since the router answers everything."""
-    config, services, metrics = context.config, context.services, context.metrics
+    config = context.config
+    services = context.services
+    metrics = context.metrics
     retry = config.retry
     request_id = next((spec.settings for spec in config.filters if spec.name == "request_id"), None)
     policy_header = settings.policy_header.lower().encode()
@@ -154,7 +156,8 @@ class RouterFilter:
 
     async def _answer(self, exchange: Exchange, downstream: Downstream) -> None:
         """A path that not every request asks for: a page of the proxy's own, the models, or routed after all."""
-        parts, scope = self._parts, downstream.scope
+        parts = self._parts
+        scope = downstream.scope
         path: str = scope["path"]
         if path not in parts.public.exact and await parts.public.answered(scope, downstream.send):
             parts.metrics.observe_end(exchange)
@@ -168,7 +171,9 @@ class RouterFilter:
 
     async def _route(self, exchange: Exchange, downstream: Downstream) -> None:
         """Forwards the request, or answers in place of an engine."""
-        parts, scope, body = self._parts, downstream.scope, None
+        parts = self._parts
+        scope = downstream.scope
+        body = None
         exchange.observers += self._observers
         exchange.hooks |= self._hooks
         exchange.trusted = exchange.trusted or parts.trust_clients
@@ -229,7 +234,8 @@ class RouterFilter:
 
     def _target(self, exchange: Exchange, scope: Scope) -> RouteTarget:
         """Where the request goes. Raises LocalReply where there is no such place, or not by the policy asked for."""
-        parts, model = self._parts, exchange.inference.model if exchange.inference else ""
+        parts = self._parts
+        model = exchange.inference.model if exchange.inference else ""
         target = parts.routes.resolve(scope["path"], model)
         if target is None:
             if model:
@@ -269,7 +275,8 @@ class RouterFilter:
         if downstream.status:
             await self._end_stream(exchange, error, downstream)
         elif isinstance(why, HeldReply):
-            exchange.outcome.status, exchange.outcome.end = why.status, "completed"
+            exchange.outcome.status = why.status
+            exchange.outcome.end = "completed"
             why.endpoint.metrics.count_request(why.status)
             await downstream.start(why.status, why.headers, why.body, more=False)
         else:
@@ -277,8 +284,10 @@ class RouterFilter:
 
     async def _end_stream(self, exchange: Exchange, error: GaveUp, downstream: Downstream) -> None:
         """Send the failure as an event: the client has the head of a stream already, and nothing came behind it."""
-        why, kind = error.why, exchange.inference.kind if exchange.inference else None
-        exchange.outcome.status, exchange.outcome.end = downstream.status, "upstream_died"
+        why = error.why
+        kind = exchange.inference.kind if exchange.inference else None
+        exchange.outcome.status = downstream.status
+        exchange.outcome.end = "upstream_died"
         if not isinstance(why, HeldReply):
             reply = reply_of(why, error.cluster, exchange.outcome.endpoint, self._clock())
             event = error_event(kind, message=str(reply), reason=reply.reason)

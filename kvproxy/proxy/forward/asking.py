@@ -72,7 +72,8 @@ class Asking(msgspec.Struct, eq=False):
 
     def ask_engine(self, pick: Pick) -> Coroutine[None, None, Answer]:
         """The engine's answer. (A coroutine around `_send` would be resumed with it.)"""
-        endpoint, head = pick.endpoint, self.head
+        endpoint = pick.endpoint
+        head = self.head
         if endpoint.authorization is not None:
             head = head.with_credential(endpoint.authorization)
         if self.exchange.trace_parent:
@@ -149,7 +150,8 @@ class Asking(msgspec.Struct, eq=False):
             on_head=functools.partial(self.on_head, pick),
             repeated=head.repeated,
         )
-        status, first = response.status, b""
+        status = response.status
+        first = b""
         try:
             if status < 500:  # the first piece is there, or the end
                 first = response.take() or b""
@@ -193,7 +195,9 @@ def with_priority(body: bytes, exchange: Exchange, cluster: Cluster, pick: Pick,
     and the guard has cut a client's own.
     """
     exchange.outcome.engine_priority = None  # an earlier attempt's
-    inference, endpoint, now = exchange.inference, pick.endpoint, cluster.priority.clock()
+    inference = exchange.inference
+    endpoint = pick.endpoint
+    now = cluster.priority.clock()
     if inference is None or inference.kind not in _ORDERED or not (inference.model or inference.prompt.parts):
         return b"", 0
     if not endpoint.priority.sends(now):

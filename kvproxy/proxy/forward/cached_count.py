@@ -64,7 +64,8 @@ class CachedCount(msgspec.Struct, eq=False):
         """What of a stream goes down now: whole events."""
         if self._off:
             return piece
-        piece, self._held = self._held + piece, b""
+        piece = self._held + piece
+        self._held = b""
         if not piece.endswith(_EVENT_ENDS):
             end = max((at + len(mark) for mark in _EVENT_ENDS if (at := piece.rfind(mark)) >= 0), default=0)
             self._off = len(piece) - end > MAX_HELD_BYTES
@@ -76,7 +77,8 @@ class CachedCount(msgspec.Struct, eq=False):
 
     def finish(self, rest: bytes) -> bytes:
         """The end of a stream, or the whole of another answer."""
-        rest, self._held = self._held + rest, b""
+        rest = self._held + rest
+        self._held = b""
         return self._with_count(rest)
 
     def _with_count(self, answer: bytes) -> bytes:
@@ -86,7 +88,8 @@ class CachedCount(msgspec.Struct, eq=False):
         usage = read_usage(answer, head)
         if usage is None or usage.prompt_tokens is None:
             return answer
-        cached, predicted = usage.cached_tokens, None
+        cached = usage.cached_tokens
+        predicted = None
         if cached is None and self._shared.predicted:
             cached = predicted = predict_cached(self._exchange, usage.prompt_tokens)
         if cached is None:
@@ -102,7 +105,9 @@ class CachedCount(msgspec.Struct, eq=False):
 def predict_cached(exchange: Exchange, prompt_tokens: int) -> int | None:
     """Of a prompt that has so many tokens by the engine's count, what was believed to be cached where it went. None:
     nothing is known of it. The last token is always computed."""
-    facts, endpoint, inference = exchange.facts, exchange.outcome.endpoint, exchange.inference
+    facts = exchange.facts
+    endpoint = exchange.outcome.endpoint
+    inference = exchange.inference
     if facts is None or endpoint is None or inference is None or inference.continues is not None:
         return None
     if not facts.prompt_tokens:

@@ -106,7 +106,8 @@ class Delivery(msgspec.Struct, eq=False):
     def pass_head(self, pick: Pick, response: UpstreamResponse) -> None:
         """Send the head of an event stream before its first event: clients and proxies before this one see that the
         engine took the request. Another engine may still be tried behind it."""
-        connection, inference = self.downstream.connection, self.exchange.inference
+        connection = self.downstream.connection
+        inference = self.exchange.inference
         if connection is None or self.began or inference is None or not inference.stream:
             return
         if response.status == 200 and connection.writable and is_event_stream(response.headers):
@@ -213,9 +214,12 @@ class Forwarding(Placement, kw_only=True):
 
     def make_question(self) -> PickRequest:
         """As of Placement: without the endpoints that failed already, or with the one that is to be asked again."""
-        earlier, excluded, instead = self._earlier, NO_ENDPOINTS, None
+        earlier = self._earlier
+        excluded = NO_ENDPOINTS
+        instead = None
         if earlier is not None:
-            excluded, instead = earlier.excluded, earlier.again or self._holder
+            excluded = earlier.excluded
+            instead = earlier.again or self._holder
         if self._asking.own_rank is not None:
             excluded |= self._asking.other_ranks()
         return make_pick_request(self.exchange, self._model, excluded=excluded, instead=instead)
@@ -317,7 +321,8 @@ class Forwarding(Placement, kw_only=True):
         """Whether another engine is to be asked for a model that this one may not know: once a request."""
         if self._asked_elsewhere or not self._model or self.exchange.inference is None:
             return False
-        engine, endpoints = pick.endpoint.engine, self.cluster.endpoints
+        engine = pick.endpoint.engine
+        endpoints = self.cluster.endpoints
         return any(one.engine is not engine and one.serves(self._model) for one in endpoints)
 
     def _unknown_model(self, pick: Pick, response: UpstreamResponse, body: bytes) -> _Next:
@@ -337,8 +342,10 @@ class Forwarding(Placement, kw_only=True):
 
     def _blame_suspects(self, *, proven: bool = False) -> None:
         """What fails in the same way on several endpoints and is served by none says nothing about any of them."""
-        verdicts, now = self.cluster.verdicts, self._shared.clock()
-        suspects, self._suspects = self._suspects, []
+        verdicts = self.cluster.verdicts
+        now = self._shared.clock()
+        suspects = self._suspects
+        self._suspects = []
         for pick, how in suspects:
             shared = not proven and any(
                 kind == how and one.endpoint.engine is not pick.endpoint.engine for one, kind in suspects
@@ -375,7 +382,8 @@ class Forwarding(Placement, kw_only=True):
         pick.settle(AttemptOutcome.CANCELLED, now=self._shared.clock())  # its probes have judged the endpoint
         self._last = error = EndpointUnhealthy(f"{pick.endpoint.id} became unhealthy before it answered")
         pick.endpoint.metrics.attempt_failure(error.reason)
-        refusal, self._given_back = self._given_back or "", None
+        refusal = self._given_back or ""
+        self._given_back = None
         return self._after_failure(error.reason, refusal)
 
     def _why_no_retry(self, *, unprocessed: bool) -> str:
@@ -438,7 +446,8 @@ class Forwarding(Placement, kw_only=True):
             pick.endpoint.metrics.attempt_failure(error.reason)
         pick.endpoint.metrics.count_request(response.status)
         pick.settle(verdict, now=now)
-        policies, outcome = self.cluster.policies, self.exchange.outcome
+        policies = self.cluster.policies
+        outcome = self.exchange.outcome
         if policies.hears_reuse and outcome.cached_tokens is not None:
             self.cluster.observe_reuse(pick, outcome.cached_tokens, now)
         if succeeded and outcome.completion_tokens is not None:

@@ -40,7 +40,8 @@ ENGINE_HEADERS = frozenset(
 _OF_THIS_ONE = frozenset({b"content-length", b"traceparent", b"tracestate"})
 #: What clients send with every request is worked out once. It comes from them, so the memory starts over when it is
 #: full, and long heads are not kept. (A dict: every request asks.)
-_MAX_REMEMBERED, _MAX_REMEMBERED_BYTES = 1024, 4096
+_MAX_REMEMBERED = 1024
+_MAX_REMEMBERED_BYTES = 4096
 _Sent = tuple[tuple[bytes, bytes], ...]
 #: The fields as sent, the client's address and scheme, and whether it is trusted.
 _Sender = tuple[_Sent, str, str, bool]

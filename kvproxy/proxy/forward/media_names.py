@@ -79,7 +79,8 @@ def _look_into(body: bytes, value: Span, rename: Rename | None, depth: int, *, m
 def _look_into_object(body: bytes, value: Span, rename: Rename | None, depth: int, *, media: bool) -> Steps[list[Edit]]:
     members = (yield from find_members(body, _is_wanted_in_media if media else _is_wanted, inside=value)).found
     media = media or any(member.name in _OF_PARTS for member in members)
-    edits, cut = [], []
+    edits = []
+    cut = []
     for member in members:
         if member.name not in MEDIA_NAMES:
             edits += yield from _look_into(body, member.value, rename, depth, media=True)

@@ -31,7 +31,8 @@ class _ClusterSeries:
         self.cached_tokens: CounterCell = group.cached_tokens.labels(cluster)
         self.completion_tokens: CounterCell = group.completion_tokens.labels(cluster)
         self.window = catalog.group(CacheUseMetrics).hit_windows.of(cluster)
-        self._catalog, self._cluster = catalog, cluster
+        self._catalog = catalog
+        self._cluster = cluster
         self._tiers: dict[Tier, tuple[CounterCell, CounterCell]] = {}
         self.count_tier(Tier.DEVICE, 0)
 
@@ -39,7 +40,8 @@ class _ClusterSeries:
         """So many tokens of a prompt were believed to be on it."""
         cells = self._tiers.get(tier)
         if cells is None:
-            cache, labels = self._catalog.group(CacheUseMetrics), (self._cluster, tier.value)
+            cache = self._catalog.group(CacheUseMetrics)
+            labels = (self._cluster, tier.value)
             cells = self._tiers[tier] = (cache.tier_hits.labels(*labels), cache.tier_hit_tokens.labels(*labels))
         if tokens:
             cells[0].value += 1.0
@@ -110,7 +112,8 @@ class RouteMetrics(RequestObserver):
         latency.duration.observe(duration_s)
         if outcome.ttft_s is None:
             return
-        tokens, inference = outcome.completion_tokens, exchange.inference
+        tokens = outcome.completion_tokens
+        inference = exchange.inference
         if inference is None or not inference.stream:
             latency.whole.observe(outcome.ttft_s)
             return
@@ -122,12 +125,14 @@ class RouteMetrics(RequestObserver):
         self, exchange: Exchange, series: _ClusterSeries, cluster: Cluster | None, model: str, now: float
     ) -> None:
         outcome = exchange.outcome
-        facts, endpoint = exchange.facts, outcome.endpoint
+        facts = exchange.facts
+        endpoint = outcome.endpoint
         if outcome.ttft_s is not None and facts is not None and endpoint is not None:
             held = facts.by_endpoint.get(endpoint)
             if held is not None:
                 _count_tiers(series, held)
-        prompt, cached = outcome.prompt_tokens, outcome.cached_tokens
+        prompt = outcome.prompt_tokens
+        cached = outcome.cached_tokens
         if outcome.completion_tokens:
             series.completion_tokens.value += outcome.completion_tokens
         if not prompt:

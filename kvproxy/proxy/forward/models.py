@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 PATH = "/v1/models"
 _TIMEOUTS = Timeouts(connect_s=1.0, first_byte_s=2.0, idle_s=2.0)
 #: Of one engine's list, and its objects and lists together (a model has three).
-_MAX_LIST_BYTES, _MAX_LIST_VALUES = 1024 * 1024, 20_000
+_MAX_LIST_BYTES = 1024 * 1024
+_MAX_LIST_VALUES = 20_000
 #: A list is answered from memory for this long, so that a busy client does not multiply into every engine.
 _FRESH_S = 2.0
 #: Clients whose own lists are remembered meanwhile.
@@ -37,9 +38,11 @@ _REFUSALS = frozenset({401, 403})
 ADAPTER_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 
 #: Models told apart by metrics although no configuration names them, and the longest name of one.
-MAX_LISTED, MAX_NAME = 50, 200
+MAX_LISTED = 50
+MAX_NAME = 200
 #: The engines are asked so long after a request for a model that is not known, and not again before that much later.
-DELAY_S, AGAIN_S = 1.0, 60.0
+DELAY_S = 1.0
+AGAIN_S = 60.0
 #: Engines that have adapters are asked again after so long: adapters are loaded and unloaded while they run.
 FOLLOW_S = 30.0
 
@@ -107,7 +110,8 @@ class ModelList:
         """Send the list, or one model of it (`/v1/models/NAME`); 404 for an unknown one, the engines' own 401 or 403
         if all that answered refused the client, 503 when none answered."""
         listed = await self._list_for(scope["headers"])
-        rows, refusal = listed.rows, listed.refusal
+        rows = listed.rows
+        refusal = listed.refusal
         wanted = scope["path"][len(PATH) + 1 :]
         if not rows and refusal is not None:
             await _send(send, refusal.status, refusal.headers, refusal.body)

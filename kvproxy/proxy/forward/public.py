@@ -74,7 +74,8 @@ class PublicSide:
 
     async def answered(self, scope: Scope, send: Send) -> bool:
         """Whether this request, whose path is not among `exact`, was answered here."""
-        path, reads = scope["path"], scope["method"] in ("GET", "HEAD")
+        path = scope["path"]
+        reads = scope["method"] in ("GET", "HEAD")
         if path == self._health_path and not reads:
             message = f"`{path}` answers GET and HEAD."
             await self._refuse(scope, send, 405, "method_not_allowed", message, [(b"allow", b"GET, HEAD")])

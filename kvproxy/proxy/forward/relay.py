@@ -57,7 +57,9 @@ class Relay(msgspec.Struct, eq=False):
 
     async def run(self, headers: Headers, first: bytes) -> UpstreamError | None:
         """The failure that cut the response short; None when it was complete. The client knows either way."""
-        response, downstream, outcome = self._response, self._downstream, self._exchange.outcome
+        response = self._response
+        downstream = self._downstream
+        outcome = self._exchange.outcome
         status = outcome.status = response.status
         chunk = self._first = first
         if self._count is not None and not self._count.streams:
@@ -112,7 +114,8 @@ class Relay(msgspec.Struct, eq=False):
 
     async def _pass_comments(self, on_event: Callable[[], None]) -> None:
         """Pass pieces on until one is an event, or the end came."""
-        response, comments_only = self._response, True
+        response = self._response
+        comments_only = True
         while comments_only and not response.complete:
             piece = await response.next_chunk()
             if piece:
@@ -126,7 +129,9 @@ class Relay(msgspec.Struct, eq=False):
     async def _hold(self, first: bytes) -> bytes:
         """An answer that is not streamed, whole, so that its length can change; of a longer one, or one that breaks
         off, its beginning."""
-        response, pieces, held_bytes = self._response, [first], len(first)
+        response = self._response
+        pieces = [first]
+        held_bytes = len(first)
         with contextlib.suppress(UpstreamError):  # told behind what came before it
             while not response.complete and held_bytes <= MAX_HELD_BYTES:
                 pieces.append(await response.next_chunk())
@@ -174,7 +179,8 @@ def read_end(
     exchange: Exchange, status: int, headers: Headers, *, first: bytes, tail: bytes, post: bool
 ) -> UpstreamError | None:
     """What an answer's `first` piece and its `tail` say: token counts, for the outcome, or the error that it is."""
-    inference, outcome = exchange.inference, exchange.outcome
+    inference = exchange.inference
+    outcome = exchange.outcome
     if inference is None:
         if not (post and _may_tell_usage(headers)):  # no body hides it
             return None

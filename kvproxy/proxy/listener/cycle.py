@@ -189,7 +189,8 @@ class RequestCycle(msgspec.Struct, eq=False):
             self._left_bytes = left_bytes = left_bytes - len(piece)
             if left_bytes < 0 or (left_bytes and not more):
                 raise RuntimeError("the response body is not as long as its content-length")
-        head, self._head = self._head, b""
+        head = self._head
+        self._head = b""
         if self._bodiless:
             piece = b""
         end = b""
@@ -245,7 +246,9 @@ class RequestCycle(msgspec.Struct, eq=False):
     # the parts
 
     def _take_pieces(self) -> bytes:
-        pieces, self._pieces, self._buffered_bytes = self._pieces, [], 0
+        pieces = self._pieces
+        self._pieces = []
+        self._buffered_bytes = 0
         if self._connection.reading_paused:
             self._connection.read_on()
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -280,7 +283,8 @@ class RequestCycle(msgspec.Struct, eq=False):
         self.response_started = True
 
     def _flush_head(self) -> None:
-        head, self._head = self._head, b""
+        head = self._head
+        self._head = b""
         if head:
             self._connection.transport.write(head)
 

@@ -290,7 +290,8 @@ class RequestParser:
         if url != self._url:
             url = self._url
             parts = httptools.parse_url(url)
-            raw_path, query = parts.path or b"/", parts.query or b""
+            raw_path = parts.path or b"/"
+            query = parts.query or b""
             path = raw_path.decode("latin-1")
             path = self._root_path + (unquote(path) if "%" in path else path)
             raw_path = self._root_path.encode("ascii") + raw_path

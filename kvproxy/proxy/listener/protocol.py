@@ -161,7 +161,8 @@ class ClientProtocol(asyncio.Protocol):
 
     def open_request(self, scope: Scope, *, keep_alive: bool, expects_continue: bool) -> RequestCycle:
         """The request begins at once, or in its turn behind those before it."""
-        head_request, http_1_0 = scope["method"] == "HEAD", scope["http_version"] == "1.0"
+        head_request = scope["method"] == "HEAD"
+        http_1_0 = scope["http_version"] == "1.0"
         keep_alive = keep_alive and self._closes_after_s is None
         cycle = RequestCycle(self, self.loop, head_request, http_1_0, keep_alive, expects_continue)
         self._unwanted_bytes = 0
@@ -183,7 +184,8 @@ class ClientProtocol(asyncio.Protocol):
 
     def read_on(self) -> None:
         while self._unparsed and not self._held_up:
-            piece, self._unparsed = self._unparsed[:_PIECE_BYTES], self._unparsed[_PIECE_BYTES:]
+            piece = self._unparsed[:_PIECE_BYTES]
+            self._unparsed = self._unparsed[_PIECE_BYTES:]
             self._feed(piece)
         if self.reading_paused and not self._held_up:
             self.reading_paused = False
@@ -204,7 +206,8 @@ class ClientProtocol(asyncio.Protocol):
         await waiter
 
     def wake(self) -> None:
-        waiters, self.waiters = self.waiters, []
+        waiters = self.waiters
+        self.waiters = []
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -264,7 +267,8 @@ class ClientProtocol(asyncio.Protocol):
 
     def _client_left(self) -> None:
         """Tells the requests on this connection; those whose turn has not come never begin."""
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         self._queue.clear()
         if running is not None:
             running.client_left()
@@ -302,7 +306,8 @@ class ClientProtocol(asyncio.Protocol):
         self._cancel_watch()
         if self._ending:
             return
-        limits, now = self._limits, self.loop.time()
+        limits = self._limits
+        now = self.loop.time()
         keep_alive_s = limits.keep_alive_s if self._closes_after_s is None else self._closes_after_s
         next_look_s = min(filter(None, (limits.head_timeout_s, keep_alive_s)), default=0.0)
         if self._running is None:

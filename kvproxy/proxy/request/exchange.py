@@ -29,7 +29,8 @@ FAILED = "failed"
 RESULTS = ("ok", FAILED, "client_error", "client_left")
 
 #: Causes of failures beside those of local replies: an engine's own error, and an answer without its end.
-ENGINE_5XX, BROKEN_OFF = "engine_5xx", "broken_off"
+ENGINE_5XX = "engine_5xx"
+BROKEN_OFF = "broken_off"
 #: The local reply for a request that the router queue has no place for.
 QUEUE_FULL = "queue_full"
 
@@ -218,9 +219,11 @@ class RandomHex:
 
     def take(self, digits: int) -> str:
         """The next `digits` (at most 4096)."""
-        at, end = self._at, self._at + digits
+        at = self._at
+        end = self._at + digits
         if end > len(self._stock):
             self._stock = self._draw(_DRAWN_BYTES).hex()
-            at, end = 0, digits
+            at = 0
+            end = digits
         self._at = end
         return self._stock[at:end]

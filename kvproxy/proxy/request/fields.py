@@ -18,7 +18,8 @@ _KEEPING = ("prompt_cache_retention", "prompt_cache_options", "cache_control")
 #: Fields, of whatever kind of body, that may name a session or a cache group, or say how long prompts are to be kept.
 NAMING = (*_COMMON, *_KEEPING, "client_metadata", "conversation", "metadata")
 #: What is meant by "in_memory": OpenAI keeps such a prompt for 5 to 10 minutes after its last use.
-_IN_MEMORY_S, _UNITS_S = 300.0, {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_IN_MEMORY_S = 300.0
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _request_id = re.compile("[!-~]{1,128}").fullmatch
 _duration = re.compile(r"(\d{1,6})([smhd])").fullmatch
 

@@ -168,8 +168,11 @@ class RecentDecisions(RequestObserver):
 
     def finished(self, exchange: Exchange, now: float) -> None:
         """The request is over."""
-        outcome, inference, facts = exchange.outcome, exchange.inference, exchange.facts
-        facts, endpoint = facts or NO_FACTS, outcome.endpoint
+        outcome = exchange.outcome
+        inference = exchange.inference
+        facts = exchange.facts
+        facts = facts or NO_FACTS
+        endpoint = outcome.endpoint
         if len(facts.by_endpoint) > MAX_REMEMBERED:
             held = None if endpoint is None else facts.by_endpoint.get(endpoint)
             facts = OverlapFacts(facts.prompt_tokens, {} if endpoint is None or held is None else {endpoint: held})
@@ -215,12 +218,14 @@ class RecentDecisions(RequestObserver):
 
     def take_failures(self) -> FailureTally:
         """Requests since the last call that were not served, by cause."""
-        failures, self._failures = self._failures, {}
+        failures = self._failures
+        self._failures = {}
         return failures
 
     def take_tally(self) -> Tally:
         """Requests since the last call, all of them: more than are kept here, maybe. What records must also take."""
-        tally, self._tally = self._tally, {}
+        tally = self._tally
+        self._tally = {}
         return tally
 
 

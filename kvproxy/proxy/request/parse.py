@@ -147,7 +147,8 @@ class _Reader:
         return self._request(data, prompt, caller), found
 
     def _request(self, data: Common, prompt: Prompt, caller: Caller) -> InferenceRequest:
-        model, salt = data.model or "", data.cache_salt
+        model = data.model or ""
+        salt = data.cache_salt
         named = self._naming(data) != self._unnamed
         session = caller.session or (data.session() if named else None)
         continues, continuable = data.history() if isinstance(data, Responses) else (None, False)

@@ -42,7 +42,8 @@ MAX_SESSION_KEY = 128
 #: A longer header with JSON in it is not looked into.
 _MAX_JSON = 8192
 #: What of a `user-agent` is looked at, and how many of them are remembered.
-_AGENT_BYTES, _REMEMBERED_AGENTS = 48, 256
+_AGENT_BYTES = 48
+_REMEMBERED_AGENTS = 256
 
 #: How the `user-agent` of each kind of client begins, in lower case; the longer of two that match comes first.
 _AGENTS = (
@@ -125,7 +126,8 @@ class SessionHeaders:
         caller = NO_CALLER if agent is None else _caller_of(agent[:_AGENT_BYTES])
         if len(headers) == (agent is not None):
             return caller
-        client, ends = caller.client, headers.get(_FINAL, b"").strip().lower() == b"true"
+        client = caller.client
+        ends = headers.get(_FINAL, b"").strip().lower() == b"true"
         for schema in self._schemas:
             for name in schema.root:
                 if root := _text(headers, name):

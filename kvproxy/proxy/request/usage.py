@@ -187,7 +187,8 @@ def _last(tail: bytes, name: bytes) -> _Usage | None:
 def _places(tail: bytes, name: bytes) -> Iterator[tuple[int, bytes, bool]]:
     """Where this name is, the last one first; what begins there, up to the end of its answer or event; and whether it
     may stand one level down."""
-    position, left = len(tail), _MAX_READ_BYTES
+    position = len(tail)
+    left = _MAX_READ_BYTES
     for _ in range(_MAX_PLACES):
         position = tail.rfind(name, 0, position)
         if position < 0:
@@ -304,7 +305,8 @@ def write_cached(answer: bytes, kind: RequestKind, *, prompt: int, cached: int) 
     for position, rest, wraps in _places(answer, b'"usage"'):
         if (counts := _counts_at_top(rest, wraps=wraps)) is not None:
             usage = _raw_usage(rest, wraps=wraps)
-            fresh, written = max(0, prompt - cached - (counts.cache_creation_input_tokens or 0)), usage
+            fresh = max(0, prompt - cached - (counts.cache_creation_input_tokens or 0))
+            written = usage
             with contextlib.suppress(
                 *_INVALID
             ):  # beside the counts there may be what only a lenient reader passes over

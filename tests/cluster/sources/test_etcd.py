@@ -178,7 +178,7 @@ def test_a_value_that_is_no_endpoint(value: bytes, complaint: str) -> None:
 async def test_a_key_names_no_file_and_no_credential(
     follow: Follow, etcd: tuple[FakeEtcd, dict[str, object]], field: dict[str, object]
 ) -> None:
-    """Unless the operator allows it for this source: any writer writes a key would have the proxy send any file away."""
+    """Unless the operator allows it for this source: a writer of one key could make the proxy send any file away."""
     fake, settings = etcd
     fake.range["kvs"] = [
         {"key": text("/e/a"), "value": text("http://127.0.0.1:1")},
