@@ -105,10 +105,13 @@ class Tools:
 
 
 #: OpenSSL's X509_V_ERR_ numbers.
-_NOT_YET_VALID, _EXPIRED, _SELF_SIGNED, _SELF_SIGNED_CHAIN, _NO_ISSUER, _WRONG_HOST, _WRONG_ADDRESS = (
-    *(9, 10, 18, 19, 20),
-    *(62, 64),
-)
+_NOT_YET_VALID = 9
+_EXPIRED = 10
+_SELF_SIGNED = 18
+_SELF_SIGNED_CHAIN = 19
+_NO_ISSUER = 20
+_WRONG_HOST = 62
+_WRONG_ADDRESS = 64
 
 
 @dataclass(frozen=True, slots=True)
