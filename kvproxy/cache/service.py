@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, Protocol, Self
 
+from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, InferenceRequest
 from kvproxy.base.upstream.pool import UpstreamPool
@@ -18,6 +19,7 @@ from kvproxy.cache.actions.signals import HostUse
 from kvproxy.cache.actions.strategy_runner import StrategyRunner
 from kvproxy.cache.breakers import OperationBreakers
 from kvproxy.cache.engines import Engines
+from kvproxy.cache.feature import CacheFeature, CacheObservers, CacheParts, find_needs
 from kvproxy.cache.feedback.predictions import PredictionFeedback
 from kvproxy.cache.feedback.trust import LossReason
 from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics
@@ -71,11 +73,15 @@ class KvCache:
         sample_host: Callable[[], HostUse] = signals.sample_host,
         state: CacheState | None = None,
         streams: EventStreams | None = None,
+        features: Sequence[CacheFeature] | None = None,
     ) -> None:
+        rng = random.Random() if rng is None else rng
         self.settings = settings
         self.clusters = clusters
         self._metrics = metrics
-        self._acts = _acts(settings)
+        features = installed(CacheFeature) if features is None else features
+        needs = find_needs(features, settings)
+        self._acts = _acts(settings) or needs.uses
         self.state = CacheState.empty(metrics=metrics, clock=clock) if state is None else state
         self._pool = UpstreamPool(max_connections=settings.max_connections, clock=clock)
         self._engines = Engines(self._pool, timeout_s=settings.request_timeout, tokenizer_url=settings.vllm_endpoint)
@@ -87,6 +93,7 @@ class KvCache:
             engines=self._engines,
             breakers=self.breakers,
             streams=streams,
+            keyed=needs.uses,
             metrics=metrics,
             clock=clock,
         )
@@ -114,15 +121,32 @@ class KvCache:
             breakers=self.breakers,
             pressure=self.scraper.pressure,
             metrics=metrics,
+            counts_uses=needs.uses,
             clock=clock,
-            rng=random.Random() if rng is None else rng,
+            rng=rng,
         )
         self.on_demand: OnDemand | None = None
-        self.warmer, self.warming = self._make_preparations(clock, random.Random() if rng is None else rng)
+        self.warmer, self.warming = self._make_preparations(clock, rng)
         self.snapshot = warm_restart(
             settings.snapshot, self.state, clusters=clusters, metrics=metrics, clock=clock, wall_clock=wall_clock
         )
         self.leasing = self.actions.leasing = self._make_leasing(clock) if settings.leases.enabled else None
+        self.observers = CacheObservers(
+            features,
+            CacheParts(
+                settings=settings,
+                clusters=clusters,
+                state=self.state,
+                overlap=self.overlap,
+                actions=self.actions,
+                engines=self._engines,
+                signals=self.scraper.signals,
+                metrics=metrics,
+                clock=clock,
+                rng=rng,
+            ),
+        )
+        self.actions.on_tokens = self.observers.on_tokens
         self._running = AsyncExitStack()
 
     def _make_preparations(self, clock: Clock, rng: random.Random) -> tuple[Warmer, Warming | None]:
@@ -195,6 +219,7 @@ class KvCache:
     async def __aexit__(self, *_: object) -> None:
         if self.leasing is not None and self.leasing.book.owner is self.leasing:
             self.leasing.release_all()
+        self.observers.close()
         await self._running.aclose()
 
     def show(self) -> None:
@@ -212,6 +237,7 @@ class KvCache:
         self._metrics.group(HoldingMetrics).index_bytes.labels("prefixes").set_function(lambda: hotness.held_bytes)
         if self.snapshot is not None:
             self.snapshot.show(self._metrics)
+        self.observers.bind_gauges(self._metrics)
 
     async def look_up(self, facts: RequestFacts) -> None:
         """Ask the lookup service within what is left of the routing deadline, and complete the facts."""
@@ -278,6 +304,8 @@ class KvCache:
             self.leasing.tick()
         if self.warming is not None:
             self.warming.tick()
+        for tick in self.observers.ticks:
+            tick()
         await self.overlap.tier_counts.refresh()
 
 

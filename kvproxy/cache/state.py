@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock
@@ -19,6 +20,8 @@ from kvproxy.cache.settings import KvCacheSettings, TokenCacheSettings
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.features.hygiene.prefix_breaks import PrefixBreaks
 from kvproxy.features.leases.leases import LeaseBook
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +45,7 @@ class CacheState:
     #: Told the model, the prompt's keys, its bytes and its tokens of what an engine counted.
     on_counted: Callable[[str, Sequence[int], int, int], None] | None = None
     fresh: bool = True  # no service has run with it: a snapshot may still fill it
+    _of_features: dict[type, object] = field(default_factory=dict)
     _hotness: tuple[object, Hotness] | None = None
     _record: tuple[str, ActionRecord] | None = None
     _tokens: tuple[TokenCacheSettings, TokenMemory] | None = None
@@ -53,6 +57,13 @@ class CacheState:
         predictions = PredictionStats(metrics, clock=clock)
         breaks = PrefixBreaks(metrics, clock=clock)
         return cls(predictions, breaks, CacheLosses(metrics, clock=clock))
+
+    def of(self, kind: type[T]) -> T:
+        """A feature's own state, made on first use."""
+        found = self._of_features.get(kind)
+        if not isinstance(found, kind):
+            found = self._of_features[kind] = kind()
+        return found
 
     def index(self, cluster: str, *, endpoints: int) -> IndexState:
         """The cluster's, made on first use for so many endpoints."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from kvproxy.cache.feature import CacheFeature
 from kvproxy.cluster.feature import ClusterFeature
 from kvproxy.proxy.feature import ProxyFeature
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from kvproxy.proxy.filters.chain import FilterType
 
 
-class Feature(ClusterFeature, ProxyFeature):
+class Feature(ClusterFeature, CacheFeature, ProxyFeature):
     """One optional capability: a folder, its line in `kvproxy/features/__init__.py`, and nothing anywhere else."""
 
     def verify(self, config: Config) -> Iterable[Finding]:

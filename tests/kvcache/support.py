@@ -9,7 +9,7 @@ import random
 import time
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId, InferenceRequest, RequestKind
 from kvproxy.cache.actions.signals import HostUse
+from kvproxy.cache.feature import CacheFeature
 from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.overlap.kv_event_streams import utc_seconds
 from kvproxy.cache.service import KvCache
@@ -196,6 +197,7 @@ async def running(
     wall_clock: Clock = utc_seconds,
     host: HostUse = HostUse(0.0, 0.0),
     state: CacheState | None = None,
+    features: Sequence[CacheFeature] | None = None,
 ) -> AsyncIterator[Service]:
     """A service, entered, and read by its gauges; `state` may be that of an earlier one."""
     metrics = Metrics()
@@ -206,6 +208,7 @@ async def running(
         clock=clock,
         wall_clock=wall_clock,
         state=state,
+        features=features,
         rng=random.Random(1),
         sample_host=lambda: host,
     )
@@ -222,6 +225,7 @@ async def world(
     clock: Clock = time.monotonic,
     host: HostUse = HostUse(0.0, 0.0),
     instances: Mapping[str, str] | None = None,
+    features: Sequence[CacheFeature] | None = None,
     **changes: Any,
 ) -> AsyncIterator[Service]:
     """Engines and LMCache on loopback, and a service that knows them; `changes` are settings."""
@@ -234,4 +238,5 @@ async def world(
         if lmcache is not None:
             changes = {"lmcache_endpoint": await served(lmcache), **changes}
         cluster = cluster_of(urls, clock=clock, instances=instances)
-        yield await stack.enter_async_context(running(settings(**changes), cluster, clock=clock, host=host))
+        service = running(settings(**changes), cluster, clock=clock, host=host, features=features)
+        yield await stack.enter_async_context(service)

@@ -83,3 +83,14 @@ async def test_a_cluster_that_left_is_forgotten() -> None:
             assert set(state.indexes) == {"default"}
         state.keep_only({})
         assert state.index("default", endpoints=1).approximate.entries == 0
+
+
+def test_a_feature_keeps_one_state_of_its_own(clock: FakeClock) -> None:
+    """Made on first use, and the same for every service after that."""
+
+    class Book:
+        """Anything."""
+
+    state = CacheState.empty(metrics=Metrics(), clock=clock)
+    assert state.of(Book) is state.of(Book)
+    assert CacheState.empty(metrics=Metrics(), clock=clock).of(Book) is not state.of(Book)

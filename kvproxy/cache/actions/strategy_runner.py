@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -41,6 +41,9 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.features.leases.leasing import Leasing
 from kvproxy.features.transfers.transfers import Transfers
 
+#: Facts of a request, the longest message prefix of its prompt, the prompt's tokens, and the endpoint that computed it.
+OnTokens = Callable[[RequestFacts, KnownPrefix, TokenIds, Endpoint], None]
+
 
 class StrategyRunner:
     """The strategies that are switched on, what they know of prefixes (`hotness`), and the queue their actions go
@@ -57,6 +60,7 @@ class StrategyRunner:
         breakers: OperationBreakers,
         pressure: PressureOf,
         metrics: Metrics,
+        counts_uses: bool,
         clock: Clock,
         rng: random.Random,
     ) -> None:
@@ -76,9 +80,12 @@ class StrategyRunner:
         self.executor = ActionExecutor(
             settings, jobs=self.jobs, lookups=lookups, breakers=breakers, metrics=metrics, clock=clock, rng=rng
         )
-        self._counts_uses = settings.warming.enabled or settings.transfers.ahead or settings.leases.enabled
+        self._counts_uses = (
+            counts_uses or settings.warming.enabled or settings.transfers.ahead or settings.leases.enabled
+        )
         self.transfers: Transfers | None = None
         self.leasing: Leasing | None = None  # told of prompts whose tokens are known
+        self.on_tokens: Sequence[OnTokens] = ()  # of features, once a prompt's tokens are known
         self._tokens = tokens
         self._lookups = lookups
         self._pressure = pressure
@@ -205,6 +212,8 @@ class StrategyRunner:
             self.leasing.hold(used[-1], endpoint)
         if self.transfers is not None:
             self.transfers.expect_turn(facts, used[-1], tokens)
+        for note in self.on_tokens:
+            note(facts, used[-1], tokens, endpoint)
         now = self._clock()
         served = Served(endpoint.instance_id, used)
         taken = {one.head for one in used if one.tokens}

@@ -108,8 +108,9 @@ class LocalIndexes:
     """The approximate index, fed by what was routed; the precise index, fed by KV events; and the heat of blocks.
 
     `exact` names the endpoints whose event streams miss nothing. With `follows_events` the approximate index also
-    keeps which requests are under way; with `lookups` there is a service whose word is put to the test; with `leases`
-    prompts are kept for their return. Two of them may share one `state`, and what is `followed`.
+    keeps which requests are under way; with `lookups` there is a service whose word is put to the test; with `keyed`
+    prompts are known by the keys of their messages in any case. Two of them may share one `state`, and what is
+    `followed`.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class LocalIndexes:
         learn_capacity: bool = True,
         follows_events: bool = True,
         lookups: bool = True,
-        leases: bool = False,
+        keyed: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
         self.state = state
@@ -138,7 +139,7 @@ class LocalIndexes:
         self.store_readers: Callable[[], Iterable[EndpointId]] = tuple  # of what engines report in a shared store
         self.denied = DeniedPlacements(clock)  # by what engines reused
         self._lookups = lookups
-        self._keyed = follows_events or lookups or leases  # these know prompts by their messages' keys
+        self._keyed = follows_events or lookups or keyed  # these know prompts by their messages' keys
         followed = FollowedEvents() if followed is None else followed
         self.followed = followed
         self.precise = followed.precise

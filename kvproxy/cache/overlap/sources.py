@@ -47,6 +47,7 @@ class OverlapSources:
         engines: Engines,
         breakers: OperationBreakers,
         streams: EventStreams | None,
+        keyed: bool,
         metrics: Metrics,
         clock: Clock,
     ) -> None:
@@ -68,7 +69,7 @@ class OverlapSources:
                 learn_capacity=settings.learn_capacity,
                 follows_events=settings.kv_events,
                 lookups=bool(settings.lmcache_endpoint),
-                leases=settings.leases.enabled,
+                keyed=keyed or settings.leases.enabled,
                 clock=clock,
             )
             for name, cluster in clusters.items()

@@ -189,6 +189,7 @@ class LiveView:
             "breakers": kvcache.breakers.states(),
             "hot": self._hot,
             "breaks": self._breaks(kvcache, now),
+            **kvcache.observers.describe("live", now),
         }
 
     @staticmethod

@@ -169,7 +169,8 @@ class CacheRoutes:
     async def _leases(self, request: Request) -> Response:
         service = self._service()
         now = self._operated.clock()
-        return reply_json({"leases": leases(service, now), "promises": promises(service, now)})
+        described = service.observers.describe("leases", now)
+        return reply_json({"leases": leases(service, now), "promises": promises(service, now), **described})
 
     async def _breaks(self, request: Request) -> Response:
         return reply_json(prefix_breaks(self._service(), self._operated.clock()))

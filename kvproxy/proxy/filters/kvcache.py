@@ -10,8 +10,10 @@ from typing import Protocol
 import msgspec
 from starlette.types import ASGIApp, Scope
 
+from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, EndpointId
+from kvproxy.cache.feature import CacheFeature, find_needs
 from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.overlap.kv_event_streams import EventStreams, follow_events
 from kvproxy.cache.service import KvCache
@@ -57,6 +59,7 @@ def needs_facts(settings: KvCacheSettings, cluster: ClusterSettings) -> bool:
         or any(prefers(settings, policy) for policy in policies if policy is not None)
         or bool(settings.preference_header or settings.lmcache_endpoint or settings.snapshot.path)
         or settings.kv_events
+        or find_needs(installed(CacheFeature), settings).facts
     )
 
 
@@ -151,6 +154,9 @@ def use_facts(service: KvCache, facts: RequestFacts, exchange: Exchange, *, pref
     exchange.facts_source = learning.refresh
     if watch is not None:
         exchange.attach(watch)
+    for make in service.observers.watches:
+        if (observer := make(facts)) is not None:
+            exchange.attach(observer)
     if service.on_demand is not None:
         follow_copy(service.on_demand, exchange, facts)
     exchange.observers += (learning,)

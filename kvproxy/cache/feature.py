@@ -1,0 +1,137 @@
+"""Features, as far as the cache service meets them: observers of one service, and what the core keeps for them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+from kvproxy.base.feature import BaseFeature
+
+if TYPE_CHECKING:
+    from kvproxy.base.metrics.groups import Metrics
+    from kvproxy.base.types import Clock
+    from kvproxy.cache.actions.hotness import KnownPrefix
+    from kvproxy.cache.actions.signals import Signals
+    from kvproxy.cache.actions.strategy_runner import OnTokens, StrategyRunner
+    from kvproxy.cache.clients.tokens import TokenIds
+    from kvproxy.cache.engines import Engines
+    from kvproxy.cache.overlap.facts import RequestFacts
+    from kvproxy.cache.overlap.sources import OverlapSources
+    from kvproxy.cache.settings import KvCacheSettings
+    from kvproxy.cache.state import CacheState
+    from kvproxy.cluster.cluster import Cluster
+    from kvproxy.cluster.endpoint import Endpoint
+
+#: Answers of the admin listener that features add keys to: `cache` of `/live`, and `/cache/leases`.
+View = Literal["live", "leases"]
+
+
+class CacheNeeds(NamedTuple):
+    """What the core does only on demand, since it costs memory or time."""
+
+    facts: bool = False  # match requests against what endpoints hold, where no policy wants it
+    uses: bool = False  # count uses of prefixes, and keep the tokens of their prompts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheParts:
+    """Parts of one cache service, which is being made: those that observers may use as long as it lives."""
+
+    settings: KvCacheSettings
+    clusters: Mapping[str, Cluster]
+    state: CacheState
+    overlap: OverlapSources
+    actions: StrategyRunner
+    engines: Engines
+    signals: Signals
+    metrics: Metrics
+    clock: Clock
+    rng: random.Random
+
+
+class RequestWatch(Protocol):
+    """An observer of one request (`proxy.request.observer.RequestObserver`), as far as this room knows it."""
+
+    @property
+    def hooks(self) -> frozenset[str]: ...
+
+
+class CacheObserver:
+    """Observes one cache service as long as it lives; hooks that a class does not override are not called.
+
+    None of them may wait. A reload makes a new service beside the one that drains: `bind_gauges` marks the one that
+    counts.
+    """
+
+    def watch(self, facts: RequestFacts) -> RequestWatch | None:
+        """The observer of one request, whose facts are known; None: none. Its `finished` comes before the service
+        learns from the request, and so before `tokens_known`."""
+
+    def tokens_known(self, facts: RequestFacts, prefix: KnownPrefix, tokens: TokenIds, endpoint: Endpoint) -> None:
+        """This endpoint has computed a prompt; its longest message prefix and its tokens are known."""
+
+    def tick(self) -> None:
+        """Between requests, after each reading of the engines' metrics."""
+
+    def bind_gauges(self, metrics: Metrics) -> None:
+        """The gauges read this observer from now on."""
+
+    def close(self) -> None:
+        """The service ends; its queue of actions still takes some."""
+
+
+class CacheFeature(BaseFeature):
+    """What a feature adds to the cache service."""
+
+    def needs(self, settings: KvCacheSettings) -> CacheNeeds:
+        """What it needs of the core, by these settings."""
+        return CacheNeeds()
+
+    def observe_cache(self, parts: CacheParts) -> CacheObserver | None:
+        """Its observer of this service; None: it has none, since it is switched off."""
+        return None
+
+    def describe_cache(self, observer: CacheObserver | None, view: View, now: float) -> Mapping[str, object]:
+        """Keys it adds to an answer of the admin listener, also where it is switched off (None)."""
+        return {}
+
+
+class CacheObservers:
+    """The observers of one service by feature, with their hooks resolved once: a hook that none has costs nothing."""
+
+    def __init__(self, features: Sequence[CacheFeature], parts: CacheParts) -> None:
+        self._features = features
+        made = ((feature.name, feature.observe_cache(parts)) for feature in features)
+        self.by_feature = {name: one for name, one in made if one is not None}
+        self.watches: Sequence[Callable[[RequestFacts], RequestWatch | None]] = self._resolve("watch")
+        self.ticks: Sequence[Callable[[], None]] = self._resolve("tick")
+        self.on_tokens: Sequence[OnTokens] = self._resolve("tokens_known")
+
+    def bind_gauges(self, metrics: Metrics) -> None:
+        """The gauges read these from now on."""
+        for one in self.by_feature.values():
+            one.bind_gauges(metrics)
+
+    def close(self) -> None:
+        """The service ends."""
+        for one in self.by_feature.values():
+            one.close()
+
+    def describe(self, view: View, now: float) -> dict[str, object]:
+        """Keys that all installed features add to an answer."""
+        described: dict[str, object] = {}
+        for feature in self._features:
+            described |= feature.describe_cache(self.by_feature.get(feature.name), view, now)
+        return described
+
+    def _resolve(self, hook: str) -> Sequence[Any]:
+        own = getattr(CacheObserver, hook)
+        return [getattr(one, hook) for one in self.by_feature.values() if getattr(type(one), hook) is not own]
+
+
+def find_needs(features: Iterable[CacheFeature], settings: KvCacheSettings) -> CacheNeeds:
+    """What these need of the core together."""
+    found = [feature.needs(settings) for feature in features]
+    return CacheNeeds(facts=any(one.facts for one in found), uses=any(one.uses for one in found))
