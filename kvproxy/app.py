@@ -167,14 +167,14 @@ class Proxy:
         return self.adopt(await self.prepare(config))
 
     async def prepare(self, config: Config) -> Generation:
-        """The first half of a reload: everything that may fail. `adopt` or `discard` what it gives."""
+        """Return the first half of a reload: everything that may fail. `adopt` or `discard` what it gives."""
         after = Generation(config, self._shared, self._states)
         await self._reloader.begin_generation(after)
         await asyncio.sleep(0)  # thousands of endpoints take long enough without what was built
         return after
 
     def adopt(self, after: Generation) -> Reloaded:
-        """The second half: serve by it from now on."""
+        """Return the second half: serve by it from now on."""
         before = self._generation
         lost = after.begin_serving()
         self._generation = after
@@ -243,7 +243,7 @@ class Proxy:
 
 
 def build(config: Config) -> Proxy:
-    """The ASGI app for a configuration. Raises ConfigError with every problem found."""
+    """Return the ASGI app for a configuration. Raises ConfigError with every problem found."""
     return Proxy(config)
 
 

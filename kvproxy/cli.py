@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _load(target: str) -> Callable[[argparse.Namespace], int]:
-    """The function that `module:name` names; only the command that is called gets imported, since --help must be
+    """Return the function that `module:name` names; only the command that is called gets imported, since --help must be
     quick."""
     module, _, name = target.partition(":")
     function: Callable[[argparse.Namespace], int] = getattr(import_module(f"kvproxy.{module}"), name)
@@ -57,7 +57,7 @@ class _Parser(argparse.ArgumentParser):
     """Names the nearest choice where one is misspelt; of many options its help shows the usual ones."""
 
     def format_help(self) -> str:
-        """What `--help` prints."""
+        """Return what `--help` prints."""
         with hide_options(self.prog.rpartition(" ")[2], self):
             return super().format_help()
 

@@ -51,8 +51,8 @@ async def run_in_slices(
     pause_s: float = 0.0,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> T:
-    """The result of all the steps: they hold the event loop for `slice_s` at a time, and the last of these for as long
-    as it takes; then the loop is left alone for `pause_s`, at least for a turn."""
+    """Return the result of all the steps: they hold the event loop for `slice_s` at a time, and the last of these for
+    as long as it takes; then the loop is left alone for `pause_s`, at least for a turn."""
     while True:
         until = clock() + slice_s
         try:

@@ -25,5 +25,5 @@ class BaseFeature:
     settings: ClassVar[Mapping[type[Model], Sequence[type[Model]]]] = {}
 
     def list_metrics(self) -> Sequence[type[MetricGroup]]:
-        """Groups that exist from the start, whether the feature is on or off."""
+        """Group that exist from the start, whether the feature is on or off."""
         return ()

@@ -37,7 +37,7 @@ def installed(kind: type[F]) -> Sequence[F]:
 
 @cache
 def all_features() -> Features:
-    """Loads them, once for a process."""
+    """Load them, once for a process."""
     found = load_features([*_shipped(), *_of_other_distributions()])
     for name, why in found.failed.items():
         log.warning("feature %s is left out: %s", name, why)

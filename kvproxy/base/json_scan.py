@@ -95,8 +95,8 @@ class Edit(NamedTuple):
 
 
 async def run_in_turns(steps: Steps[T], pace: asyncio.Lock) -> T:
-    """The result, with a turn for others before, between and after the steps; of those that share a `pace` one goes on
-    at a time."""
+    """Return the result, with a turn for others before, between and after the steps; of those that share a `pace` one
+    goes on at a time."""
     async with pace:
         while True:
             await asyncio.sleep(0)
@@ -110,7 +110,7 @@ async def run_in_turns(steps: Steps[T], pace: asyncio.Lock) -> T:
 
 
 def run_at_once(steps: Steps[T]) -> T:
-    """The result, where no other task has to wait."""
+    """Return the result, where no other task has to wait."""
     while True:
         try:
             next(steps)
@@ -120,7 +120,8 @@ def run_at_once(steps: Steps[T]) -> T:
 
 
 def find_members(data: bytes, wanted: Callable[[str], bool], *, inside: Span | None = None) -> Steps[Members]:
-    """The members of the object that `data` is, or of the one `inside`, whose names are wanted. Raises Unreadable."""
+    """Return the members of the object that `data` is, or of the one `inside`, whose names are wanted. Raises
+    Unreadable."""
     walk = _Walk(data)
     start = inside.start if inside else len(_BYTE_ORDER_MARK) if data.startswith(_BYTE_ORDER_MARK) else 0
     opening = yield from walk.skip_space(start)
@@ -156,7 +157,7 @@ def find_members(data: bytes, wanted: Callable[[str], bool], *, inside: Span | N
 
 
 def find_items(data: bytes, array: Span, most: int) -> Steps[list[Span]]:
-    """The items of the array at that place; if there are more than `most`, one more that is all the rest. Raises
+    """Return the items of the array at that place; if there are more than `most`, one more that is all the rest. Raises
     Unreadable."""
     if data[array.start : array.start + 1] != b"[":
         raise Unreadable("not an array")
@@ -179,7 +180,7 @@ def find_items(data: bytes, array: Span, most: int) -> Steps[list[Span]]:
 
 
 def cut_members(found: Iterable[Member]) -> list[Edit]:
-    """What cuts those members of one object out, each with a comma and the space beside it."""
+    """Return what cuts those members of one object out, each with a comma and the space beside it."""
     edits: list[Edit] = []
     for cut, member in enumerate(found):
         if member.place == cut:  # no member before it stays
@@ -190,7 +191,8 @@ def cut_members(found: Iterable[Member]) -> list[Edit]:
 
 
 def apply_edits(data: bytes, edits: Iterable[Edit]) -> Steps[bytes]:
-    """The text with those changes, which are in order. New memory costs more than copying to it: 31 MiB take 20 ms."""
+    """Return the text with those changes, which are in order. New memory costs more than copying to it: 31 MiB take 20
+    ms."""
     whole = memoryview(data)
     result = BytesIO()
     done = 0
@@ -205,8 +207,8 @@ def apply_edits(data: bytes, edits: Iterable[Edit]) -> Steps[bytes]:
 
 
 def replace_model(data: bytes, model: str, *, named: str) -> bytes | None:
-    """The object with its top-level `model`, which is `named`, replaced and every other byte as it was; None if that
-    takes `scan_to_replace_model`."""
+    """Return the object with its top-level `model`, which is `named`, replaced and every other byte as it was; None if
+    that takes `scan_to_replace_model`."""
     if named == model:
         return data
     if len(data) > MAX_DECODED_BYTES:
@@ -227,7 +229,7 @@ def replace_model(data: bytes, model: str, *, named: str) -> bytes | None:
 
 
 def scan_to_replace_model(data: bytes, model: str) -> Steps[bytes]:
-    """The same for any object. Raises Unreadable."""
+    """Return the same for any object. Raises Unreadable."""
     object_ = yield from find_members(data, "model".__eq__)
     value = msgspec.json.encode(model)
     edits = [Edit(*member.value, value) for member in object_.found]
@@ -372,7 +374,7 @@ class _Walk:
 
 
 def _backslashes(data: bytes, quote: int) -> int:
-    """The number of backslashes before that quote."""
+    """Return the number of backslashes before that quote."""
     for look in (16, 1024, 65536):
         before = data[max(0, quote - look) : quote]
         backslashes = len(before) - len(before.rstrip(b"\\"))
@@ -382,7 +384,8 @@ def _backslashes(data: bytes, quote: int) -> int:
 
 
 def _name(data: bytes, start: int, end: int) -> str:
-    """The name without escapes; of a very long one its beginning, which is longer than any name that is looked for."""
+    """Return the name without escapes; of a very long one its beginning, which is longer than any name that is looked
+    for."""
     name = data[start : min(end, start + MAX_NAME_BYTES)]
     whole = end - start == len(name)
     if not whole:

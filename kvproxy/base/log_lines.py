@@ -17,7 +17,7 @@ def format_time(moment: datetime) -> str:
 
 
 def format_console_line(time: str, level: str, message: str) -> str:
-    """A line for people; `level` as logging names it."""
+    """Return a line for people; `level` as logging names it."""
     return f"{time} {level:<7} {message}"
 
 

@@ -25,7 +25,7 @@ class TimedThread:
         self._busy = False
 
     async def call(self, work: Callable[[], T], *, timeout_s: float) -> T:
-        """What `work` answers or raises. OSError (a TimeoutError at first) while an earlier call still hangs."""
+        """Return what `work` answers or raises. OSError (a TimeoutError at first) while an earlier call still hangs."""
         if self._busy:
             raise OSError(errno.EBUSY, "an earlier call still hangs")
         loop = asyncio.get_running_loop()

@@ -43,7 +43,7 @@ def count_lower(lower: LowerTokens) -> int:
 
 
 def cut_lower(lower: LowerTokens, tokens: int) -> LowerTokens:
-    """The first `tokens` of them; what is farthest is taken to come last."""
+    """Return the first `tokens` of them; what is farthest is taken to come last."""
     kept = []
     for tier, here in lower:
         if tokens > 0:
@@ -53,7 +53,7 @@ def cut_lower(lower: LowerTokens, tokens: int) -> LowerTokens:
 
 
 def skip_lower(lower: LowerTokens, tokens: int) -> LowerTokens:
-    """What is left without the first `tokens` of them."""
+    """Return what is left without the first `tokens` of them."""
     left = []
     for tier, here in lower:
         if here > tokens:
@@ -81,11 +81,11 @@ class ClientConnection(Protocol):
     """False: the client takes less than was written; await `drain` before the next write. True once it left."""
 
     def take_body(self) -> bytes | None:
-        """The whole request body, once and uncopied, if all of it has arrived; None: await `receive` for it."""
+        """Return the whole request body, once and uncopied, if all of it has arrived; None: await `receive` for it."""
         ...
 
     def on_disconnect(self, callback: Callable[[], None] | None) -> None:
-        """Calls back (at once, if it happened already) when the client leaves before its response is complete.
+        """Call back (at once, if it happened already) when the client leaves before its response is complete.
 
         One callback at a time; None takes it back.
         """
@@ -102,7 +102,7 @@ class ClientConnection(Protocol):
         ...
 
     async def drain(self) -> None:
-        """Waits until `writable`."""
+        """Wait until `writable`."""
         ...
 
 

@@ -51,7 +51,7 @@ class OperationBreakers:
         self._outages: dict[str, Outage] = {}
 
     def breaker(self, operation: str) -> Breaker:
-        """The operation's breaker."""
+        """Return the operation's breaker."""
         breaker = self._breakers.get(operation)
         if breaker is None:
             breaker = Breaker(
@@ -67,7 +67,7 @@ class OperationBreakers:
         return {operation: breaker.state.value for operation, breaker in sorted(self._breakers.items())}
 
     def now(self) -> float:
-        """What the times of outages are by."""
+        """Return the present time of the clock that dates outages."""
         return self._clock()
 
     @property

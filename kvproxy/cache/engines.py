@@ -43,7 +43,7 @@ class Engines:
         await self.http.aclose()
 
     def client(self, engine: Engine) -> VllmClient:
-        """The engine's API, with its own credential and no other."""
+        """Return the engine's API, with its own credential and no other."""
         client = self._clients.get(engine)
         if client is None:
             origin = engine.origin
@@ -54,7 +54,8 @@ class Engines:
         return client
 
     def find_tokenizer(self, endpoints: Sequence[Endpoint]) -> tuple[VllmClient, Endpoint | None] | None:
-        """The engine that tokenizes for these: the configured one, else the least busy of those that may be able to."""
+        """Return the engine that tokenizes for these: the configured one, else the least busy of those that may be able
+        to."""
         if self._tokenizer is not None:
             return self._tokenizer, None
         able = [
@@ -94,7 +95,7 @@ class SharedReadings:
         self._heard[cluster, engine] = (self._clock(), metrics)
 
     def take(self, cluster: str, engine: str) -> EngineMetrics | None:
-        """What was heard since the latest turn."""
+        """Return what was heard since the latest turn."""
         heard_at, metrics = self._heard.pop((cluster, engine), (0.0, None))
         return metrics if self._clock() - heard_at <= self._max_age_s else None
 

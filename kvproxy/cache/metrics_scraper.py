@@ -110,7 +110,7 @@ class MetricsScraper(BackgroundTask):
             self._intake.take(there, found, metrics)
 
     def pressure(self, instance: str) -> Pressure:
-        """What bears on an LMCache instance: the fullest and busiest of the endpoints under its id."""
+        """Return what bears on an LMCache instance: the fullest and busiest of the endpoints under its id."""
         endpoints = [one for cluster in self._clusters.values() for one in cluster.endpoints]
         readings = [self.signals.pressure(one) for one in endpoints if one.instance_id == instance]
         return Pressure(
@@ -173,14 +173,14 @@ class MetricsScraper(BackgroundTask):
             log.debug("[kvcache] memory of LMCache: %s", error)
 
     def _engine_requests(self) -> Iterator[tuple[tuple[str, ...], float]]:
-        """Requests running and waiting at each engine."""
+        """Yield requests running and waiting at each engine."""
         for labels, metrics in self._readings():
             for state, count in (("running", metrics.running), ("waiting", metrics.waiting)):
                 if count is not None:
                     yield (*labels, state), count
 
     def _readings(self) -> Iterator[tuple[tuple[str, str], EngineMetrics]]:
-        """What engines said that is not too old."""
+        """Yield what engines said that is not too old."""
         for name, cluster in self._clusters.items():
             for endpoint in cluster.endpoints:
                 if (reading := self.signals.latest_scrape(endpoint)) and reading[0] <= self.signals.max_age_s:

@@ -96,6 +96,6 @@ class Provider(Protocol):
         ...
 
     async def memory(self) -> Sequence[TierMemory]:
-        """What is used of it by instance and tier; empty where the service cannot say. Asked again and again: whether
-        it `copies` is as of then."""
+        """Return what is used of it by instance and tier; empty where the service cannot say. Asked again and again:
+        whether it `copies` is as of then."""
         ...

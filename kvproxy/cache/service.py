@@ -150,7 +150,7 @@ class KvCache:
         self._running = AsyncExitStack()
 
     def _make_preparations(self, clock: Clock, rng: random.Random) -> tuple[Warmer, Warming | None]:
-        """What copies and what computes KV before a request needs it."""
+        """Return what copies and what computes KV before a request needs it."""
         settings = self.settings
         metrics = self._metrics
         if settings.transfers.ahead or settings.transfers.on_demand:

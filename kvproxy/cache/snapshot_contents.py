@@ -59,7 +59,7 @@ class Contents:
         self._wall_clock = wall_clock
 
     def take(self, max_bytes: int) -> Generator[None, None, list[bytes]]:
-        """A file's pieces, all but the checksum. The service goes on between the steps."""
+        """Yield a file's pieces, all but the checksum. The service goes on between the steps."""
         taken_at = self._wall_clock()
         kept = []
         for name, cluster in self._clusters.items():
@@ -79,7 +79,7 @@ class Contents:
         return encode(whole, hashes)
 
     def put_back(self, snapshot: Snapshot, *, max_age_s: float) -> Generator[None, None, Returned]:
-        """Raises Unusable when it is too old, damaged, or of other endpoints; then nothing has been changed."""
+        """Raise Unusable when it is too old, damaged, or of other endpoints; then nothing has been changed."""
         kept = snapshot.kept
         away_s = self._wall_clock() - kept.taken_at
         if not -_CLOCK_S <= away_s <= max_age_s:
@@ -159,7 +159,7 @@ def _resume_ranks(cluster: Cluster, kept: Collection[EndpointKept]) -> None:
 
 
 def dump_served(tables: LastServed, now: float, *, max_bytes: int) -> Generator[None, None, TablesKept]:
-    """What of them still stands, a half of the bytes for each table at most."""
+    """Yield what of them still stands, a half of the bytes for each table at most."""
     entries = list(tables.entries())
     sessions = [(session, served) for session, _, served in reversed(entries) if session]
     responses = [(response, served) for _, response, served in reversed(entries) if response]

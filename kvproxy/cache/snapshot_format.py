@@ -111,18 +111,18 @@ _decoder = msgspec.msgpack.Decoder(Kept)
 
 
 def encode(kept: Kept, hashes: Iterable[bytes]) -> list[bytes]:
-    """The file in pieces, all but its checksum. `hashes` are the clusters' one after another."""
+    """Return the file in pieces, all but its checksum. `hashes` are the clusters' one after another."""
     contents = msgspec.msgpack.encode(kept)
     return [_HEAD.pack(_MAGIC, VERSION, len(contents)) + contents, *hashes]
 
 
 def pack_checksum(seen: xxh3_64) -> bytes:
-    """The last piece of the file, over all pieces before it."""
+    """Return the last piece of the file, over all pieces before it."""
     return _CHECKSUM.pack(seen.intdigest())
 
 
 def decode(data: bytes) -> Snapshot:
-    """Raises Unusable for anything that this version did not write, whole and with the same hashes."""
+    """Raise Unusable for anything that this version did not write, whole and with the same hashes."""
     if len(data) < _HEAD.size + _CHECKSUM.size or not data.startswith(_MAGIC):
         raise Unusable(Outcome.NOT_A_SNAPSHOT)
     _, version, contents_bytes = _HEAD.unpack_from(data)

@@ -53,7 +53,7 @@ class CacheState:
 
     @classmethod
     def empty(cls, *, metrics: Metrics, clock: Clock) -> CacheState:
-        """The state of a first start."""
+        """Return the state of a first start."""
         predictions = PredictionStats(metrics, clock=clock)
         breaks = PrefixBreaks(metrics, clock=clock)
         return cls(predictions, breaks, CacheLosses(metrics, clock=clock))
@@ -66,7 +66,7 @@ class CacheState:
         return found
 
     def index(self, cluster: str, *, endpoints: int) -> IndexState:
-        """The cluster's, made on first use for so many endpoints."""
+        """Return the cluster's, made on first use for so many endpoints."""
         known = self.indexes.get(cluster)
         if known is None:
             known = self.indexes[cluster] = IndexState(endpoints=endpoints)
@@ -87,15 +87,15 @@ class CacheState:
         return self._hotness[1]
 
     def action_record(self, settings: KvCacheSettings) -> ActionRecord:
-        """What stands at the LMCache of these settings."""
+        """Return what stands at the LMCache of these settings."""
         if self._record is None or self._record[0] != settings.lmcache_endpoint:
             priorities = None if self._record is None else self._record[1].priorities
             self._record = (settings.lmcache_endpoint, ActionRecord(priorities))
         return self._record[1]
 
     def lease_book(self, settings: KvCacheSettings) -> LeaseBook:
-        """What is kept at the LMCache of these settings. The service that had it kept at another one ends that there;
-        what conversations do is known in both."""
+        """Return what is kept at the LMCache of these settings. The service that had it kept at another one ends that
+        there; what conversations do is known in both."""
         if self._leases_at not in (None, settings.lmcache_endpoint):
             before = self.leases
             self.leases = LeaseBook()

@@ -53,7 +53,7 @@ def cache_status(service: KvCache) -> dict[str, object]:
 
 
 def troubles(service: KvCache) -> list[dict[str, object]]:
-    """What of the sources and services does not work, the longest first.
+    """Return what of the sources and services does not work, the longest first.
 
     `kind` is `service` (of `what`: lookup, tokenize, pin, ...) or `event_stream` (of `what`: an endpoint's rank).
     """
@@ -87,7 +87,8 @@ def troubles(service: KvCache) -> list[dict[str, object]]:
 
 
 def prefix_breaks(service: KvCache, now: float) -> dict[str, object]:
-    """What broke the prefixes of returning sessions since the start, the dearest cause first, and the latest breaks."""
+    """Return what broke the prefixes of returning sessions since the start, the dearest cause first, and the latest
+    breaks."""
     breaks = service.state.breaks
     return {
         "returned": breaks.returned,
@@ -209,7 +210,7 @@ def _index_status(service: KvCache, cluster: Cluster) -> dict[str, object]:
 
 
 def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[str, object]:
-    """What is believed of one endpoint, and how far. Blocks of the approximate index are text, not tokens."""
+    """Return what is believed of one endpoint, and how far. Blocks of the approximate index are text, not tokens."""
     overlap = service.overlap
     indexes = overlap.indexes[cluster]
     streams = {} if overlap.streams is None else overlap.streams.streams(endpoint)
@@ -235,7 +236,7 @@ def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[s
 
 
 def engine_status(service: KvCache, endpoint: Endpoint) -> dict[str, object] | None:
-    """What the engine's own metrics said last; None before that."""
+    """Return what the engine's own metrics said last; None before that."""
     reading = service.scraper.signals.latest_scrape(endpoint)
     if reading is None:
         return None

@@ -125,7 +125,7 @@ class LoadTimes:
         self._mean_s[state] += weight * (min(max(late_s, 0.0), _MOST_S) - self._mean_s[state])
 
     def expected_s(self, state: AdapterState) -> float:
-        """What it costs to place a request where that is so."""
+        """Return what it costs to place a request where that is so."""
         return max(0.0, self._mean_s[state] - self._mean_s[AdapterState.RUNNING])
 
 
@@ -205,7 +205,7 @@ class KnownAdapters:
         return placement
 
     def estimates(self) -> dict[str, object] | None:
-        """What was learned, for people; None where there are no adapters."""
+        """Return what was learned, for people; None where there are no adapters."""
         if not self.names:
             return None
         return {

@@ -173,11 +173,11 @@ class Cluster:
         return self.policies.speeds
 
     def find_named(self, name: EndpointId) -> Sequence[Endpoint]:
-        """The member of this id, or the ranks of the engine of this id; () for none."""
+        """Return the member of this id, or the ranks of the engine of this id; () for none."""
         return self._members.find_named(name)
 
     def of_engine(self, engine: Engine) -> Sequence[Endpoint]:
-        """The members that are this engine, or its ranks."""
+        """Return the members that are this engine, or its ranks."""
         return self._members.of_engine(engine)
 
     def reconfigure(self, settings: ClusterSettings, *, probe: Probe | None) -> None:
@@ -241,7 +241,8 @@ class Cluster:
         return bool(endpoints)
 
     def add_endpoint(self, endpoint: EndpointSettings) -> bool:
-        """An operator's endpoint, beside the sources'; False when there are too many. ValueError as in `apply`."""
+        """Return an operator's endpoint, beside the sources'; False when there are too many. ValueError as in
+        `apply`."""
         added = self._members.add_endpoint(endpoint)
         self._follow()
         return added

@@ -73,7 +73,7 @@ def sources_of(
     rng: Random | None = None,
     sleep: Sleep = asyncio.sleep,
 ) -> list[Source]:
-    """The sources a cluster's configuration names."""
+    """Return the sources a cluster's configuration names."""
     file = settings.file
     dns = settings.dns
     rng = rng or Random()
@@ -249,8 +249,8 @@ class Poller:
 def steps_towards(
     wanted: Sequence[EndpointSettings], known: Sequence[EndpointSettings]
 ) -> Iterator[Sequence[EndpointSettings]]:
-    """What to have one after the other, `wanted` at last. First those change that are there, a few in each step, then
-    others come, then they leave. What says the same as before is the same object."""
+    """Yield what to have one after the other, `wanted` at last. First those change that are there, a few in each step,
+    then others come, then they leave. What says the same as before is the same object."""
     before = {one.id: one for one in known}
     wanted = tuple(was if (was := before.get(one.id)) == one else one for one in wanted)
     named = {one.id: one for one in wanted}

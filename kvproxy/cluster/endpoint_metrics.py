@@ -127,7 +127,7 @@ class EndpointMetrics:
             tally.inc()
 
     def _tally(self, counter: Counter, label: str) -> CounterCell | None:
-        """The series, made when there is none yet; None once closed."""
+        """Return the series, made when there is none yet; None once closed."""
         child = self._children.get((counter, label))
         if child is None and not self.closed:
             values = (*self._labels, label)

@@ -42,7 +42,7 @@ class EndpointWait(Generic[AnswerT]):
         self._places: dict[_Place, None] = {}
 
     def __len__(self) -> int:
-        """Requests waiting."""
+        """Return requests waiting."""
         return len(self._places)
 
     @property
@@ -55,8 +55,8 @@ class EndpointWait(Generic[AnswerT]):
         return next((now - place.since for place in [*self._places][:1]), 0.0)
 
     async def wait(self, ask: Callable[[float], AnswerT | None], own_s: float) -> AnswerT | None:
-        """What `ask` answers as soon as that is something, asked whenever there may be an endpoint; None when the time
-        is over. The answer is of this turn of the event loop. Raises QueueFull."""
+        """Return what `ask` answers as soon as that is something, asked whenever there may be an endpoint; None when
+        the time is over. The answer is of this turn of the event loop. Raises QueueFull."""
         now = self._clock()
         if len(self._places) >= self.limit:
             raise QueueFull(max(1.0, self.max_wait_s - self.oldest_wait_s(now)))

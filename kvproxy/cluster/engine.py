@@ -116,7 +116,8 @@ class Health:
         return len(self._failed_clients) < 2
 
     def record_failure(self, now: float) -> bool:
-        """The engine failed a request; whether it now deserves ejection (the cluster decides if it can be spared)."""
+        """Return the engine failed a request; whether it now deserves ejection (the cluster decides if it can be
+        spared)."""
         if now < self._ejected_until:
             return False  # requests from before the ejection, failing late
         self.failures += 1

@@ -70,23 +70,24 @@ class Membership:
         return tuple(self._engines.values())
 
     def find_endpoint(self, endpoint_id: EndpointId) -> Endpoint | None:
-        """The member of this id."""
+        """Return the member of this id."""
         return self._present.get(endpoint_id)
 
     def find_named(self, name: EndpointId) -> Sequence[Endpoint]:
-        """The member of this id, or those of the engine of this id; () for none."""
+        """Return the member of this id, or those of the engine of this id; () for none."""
         if (endpoint := self._present.get(name)) is not None:
             return (endpoint,)
         engine = self._engines.get(name)
         return () if engine is None else self.of_engine(engine)
 
     def of_engine(self, engine: Engine) -> Sequence[Endpoint]:
-        """The members that are the engine, or its ranks; () when it left, as the end of a request may find it."""
+        """Return the members that are the engine, or its ranks; () when it left, as the end of a request may
+        find it."""
         present = (self._present.get(member) for member in engine.members)
         return tuple(endpoint for endpoint in present if endpoint is not None and endpoint.engine is engine)
 
     def named_by(self, source: str) -> Sequence[EndpointSettings] | None:
-        """What the source knew last; None: it has not said anything yet."""
+        """Return what the source knew last; None: it has not said anything yet."""
         return self._sources.get(source)
 
     def keep_sources(self, names: Collection[str]) -> None:
@@ -101,7 +102,7 @@ class Membership:
         self._apply({**self._sources, source: tuple(configs)}, self._removed)
 
     def add_endpoint(self, config: EndpointSettings) -> bool:
-        """An operator's endpoint, until it is removed; False if there are too many. ValueError as in `apply`."""
+        """Return an operator's endpoint, until it is removed; False if there are too many. ValueError as in `apply`."""
         added = [one for one in self._sources.get(OPERATOR, ()) if one.id != config.id]
         if len(added) >= MAX_ADDED:
             return False
@@ -191,11 +192,12 @@ class Membership:
         return endpoint
 
     def _formerly(self, member: _Member) -> list[EndpointId]:
-        """What its engine had before its ranks were known, or known to be others."""
+        """Return what its engine had before its ranks were known, or known to be others."""
         return [one for one in member.engine.members if one in self._present]
 
     def _kept_weights(self, wanted: Mapping[EndpointId, _Member]) -> dict[EndpointId, float]:
-        """An operator's, each until its source names another one; they go over to ranks that were not known before."""
+        """Return an operator's, each until its source names another one; they go over to ranks that were not known
+        before."""
         kept = {}
         configs = self._configs
         for endpoint_id, member in wanted.items() if self._weights else ():
@@ -205,7 +207,7 @@ class Membership:
         return kept
 
     def _engine_at(self, config: EndpointSettings, origin: Origin) -> Engine:
-        """The engine there is at this address, or another one."""
+        """Return the engine there is at this address, or another one."""
         present = self._engines.get(EndpointId(config.id))
         leaving = [one.engine for one in self._draining if one.engine.id == config.id and not one.metrics.closed]
         known = leaving if present is None else [present, *leaving]

@@ -101,7 +101,7 @@ class PolicySet:
         self._list_policies()
 
     def find_policy(self, name: str) -> NamedPolicy:
-        """The policy that a request asks for, where that is on offer; otherwise the cluster's own."""
+        """Return the policy that a request asks for, where that is on offer; otherwise the cluster's own."""
         return self.named.get(name, self.own)
 
     def placed(self, decision: Decision[Endpoint], now: float) -> None:

@@ -96,7 +96,8 @@ class Prober:
             await self._sleep(interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
 
     async def _ask(self, engine: Engine, probe: Probe) -> ProbeOutcome:
-        """A well engine's answer can only come too late where the event loop stands still for most of the timeout."""
+        """Return a well engine's answer can only come too late where the event loop stands still for most of the
+        timeout."""
         asked = asyncio.ensure_future(self._outcome(engine, probe))
         clock = asyncio.get_running_loop().time
         most_s = 0.5 * self._settings.timeout

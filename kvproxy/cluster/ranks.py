@@ -74,7 +74,7 @@ class Ranks:
         return self.asks and bool(self.shown) and not self._found
 
     def number(self, rank: int) -> int:
-        """What the engine calls this rank in a request."""
+        """Return what the engine calls this rank in a request."""
         return rank - self._first
 
     def observe_sources(self, shown: Collection[int], named: Collection[int] | None) -> None:
@@ -95,8 +95,8 @@ class Ranks:
             self._choose()
 
     def record_refusal(self, rank: int, number: int, *, named: bool = True) -> RankRefusal:
-        """The engine refused a request for the rank of this number, and served it without one. `named`: it said that it
-        is for the rank."""
+        """Return the engine refused a request for the rank of this number, and served it without one. `named`: it said
+        that it is for the rank."""
         if rank in self._refused or rank not in self.candidates or number != self.number(rank):
             return RankRefusal.LATE
         self._doubts[rank] += 1

@@ -97,7 +97,7 @@ class RouterQueue:
         self._shown = False
 
     def __len__(self) -> int:
-        """Requests waiting."""
+        """Return requests waiting."""
         return len(self._queue) + len(self._without_endpoint)
 
     @property

@@ -86,7 +86,7 @@ class Routes:
         return targets[0] if targets else None
 
     def _targets(self, path: str, model: str) -> tuple[RouteTarget, ...]:
-        """The routes that may still win; which of them does depends on the models declared at the moment."""
+        """Return the routes that may still win; which of them does depends on the models declared at the moment."""
         matching = [rule for rule in self._rules if rule.matches(path, model)]
         if any(rule.model for rule in matching):
             matching = matching[:1]

@@ -69,7 +69,7 @@ class Screening:
         self._stale_at = -math.inf
 
     def find_pool(self, model: str, now: float) -> Pool:
-        """The endpoints for `model` ("": any)."""
+        """Return the endpoints for `model` ("": any)."""
         if now >= self._stale_at:
             self._refresh(now)
         key = model if not model or model in self.named else None

@@ -314,7 +314,7 @@ class TierWeights(Model):
     """A store that several engines read."""
 
     def of(self, tier: Tier) -> float:
-        """This tier's."""
+        """Return this tier's."""
         return 1.0 if tier is Tier.DEVICE else float(getattr(self, tier.value))
 
 

@@ -28,7 +28,7 @@ PROFILES: Mapping[Profile, tuple[ProfileDefault, ...]] = {
 
 
 def apply_profile(form: Canonical) -> None:
-    """Sets what the file leaves open, and notes it. A profile that does not exist is left for the model to refuse."""
+    """Set what the file leaves open, and notes it. A profile that does not exist is left for the model to refuse."""
     name = form.data.get("profile")
     if not isinstance(name, str) or name not in Profile.__members__.values():
         return
@@ -39,7 +39,7 @@ def apply_profile(form: Canonical) -> None:
 
 
 def _with_default(form: Canonical, default: ProfileDefault, parent: dict[str, Any]) -> dict[str, Any]:
-    """A copy with the setting, unless it is written."""
+    """Return a copy with the setting, unless it is written."""
     written = parent.get(default.section, {})
     if not isinstance(written, dict) or default.key in written:
         _note(form, f"leaves {default.section} as it is written")

@@ -132,7 +132,8 @@ class Shadow:
 
 
 def shadow_of(name: str, settings: ClusterSettings, *, metrics: Metrics, rng: random.Random) -> Shadow | None:
-    """The shadow these settings ask for; its draws of chance take nothing from `rng`'s sequence but one number."""
+    """Return the shadow these settings ask for; its draws of chance take nothing from `rng`'s sequence but
+    one number."""
     if settings.shadow_policy is None:
         return None
     policy = make_policy(settings.shadow_policy, settings, rng=random.Random(rng.random()))

@@ -130,7 +130,7 @@ def write_moved(config: Path, output: Path, plan: SimulationPlan, simulation: Si
 
 
 def move_addresses(text: str, plan: SimulationPlan, simulation: Simulation) -> str:
-    """The configuration's text with the addresses of the stand-ins; comments and everything else stay."""
+    """Return the configuration's text with the addresses of the stand-ins; comments and everything else stay."""
     moves = {one.replaces: simulation.engines[one.name] for one in plan.engines if one.replaces}
     if plan.lmcache_replaces:
         moves[plan.lmcache_replaces] = simulation.lmcache

@@ -112,7 +112,7 @@ def _event_port(address: str) -> int:
 
 
 def _own_port(url: str) -> int:
-    """The port of a plain URL of this machine; 0 for any other, which moves to a free port here."""
+    """Return the port of a plain URL of this machine; 0 for any other, which moves to a free port here."""
     parts = urlsplit(url)
     local = parts.scheme == "http" and is_loopback(parts.hostname or "") and parts.path in ("", "/")
     return (parts.port or 80) if local else 0

@@ -34,5 +34,5 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
         return ()
 
     def list_cluster_checks(self, deployment: Deployment, cluster: str) -> Sequence[Check]:
-        """Checks of `kvproxy doctor` for one cluster that has engines."""
+        """Check of `kvproxy doctor` for one cluster that has engines."""
         return ()

@@ -16,28 +16,28 @@ _SEVERITIES = ("problem", "error", "warning", "note", "ok")
 
 
 def first(values: list[Any]) -> Any:
-    """The first that says anything."""
+    """Return the first that says anything."""
     return next((value for value in values if value is not None), None)
 
 
 def total(values: list[Any]) -> Any:
-    """The sum of what is known."""
+    """Return the sum of what is known."""
     known = known_of(values)
     return sum(known) if known else None
 
 
 def largest(values: list[Any]) -> Any:
-    """The largest of what is known."""
+    """Return the largest of what is known."""
     return max(known_of(values), default=None)
 
 
 def smallest(values: list[Any]) -> Any:
-    """The smallest of what is known."""
+    """Return the smallest of what is known."""
     return min(known_of(values), default=None)
 
 
 def mean(values: list[Any]) -> Any:
-    """The mean of what is known."""
+    """Return the mean of what is known."""
     known = known_of(values)
     return sum(known) / len(known) if known else None
 
@@ -52,7 +52,7 @@ def joined(values: list[Any]) -> list[Any]:
 
 
 def worst(order: Sequence[str]) -> Rule:
-    """The one that comes last in `order`."""
+    """Return the one that comes last in `order`."""
 
     def rule(values: list[Any]) -> Any:
         return max(values, key=lambda one: order.index(one) if one in order else len(order))
@@ -61,7 +61,7 @@ def worst(order: Sequence[str]) -> Rule:
 
 
 def at_most(rule: Rule, count: int) -> Rule:
-    """The first so many."""
+    """Return the first so many."""
     return lambda values: rule(values)[:count]
 
 
@@ -102,7 +102,7 @@ def newest(values: list[Any]) -> list[Any]:
 
 
 def pick(key: Callable[[Any], Any]) -> Rule:
-    """The whole of the one with the largest `key`."""
+    """Return the whole of the one with the largest `key`."""
     return lambda values: max(known_of(values), key=key, default=None)
 
 
@@ -143,7 +143,7 @@ _ONE_EVENT_S = 10.0
 
 
 def merge_events(values: list[Any]) -> list[Any]:
-    """The newest first; what several workers noticed at about the same time once, when the first of them did."""
+    """Return the newest first; what several workers noticed at about the same time once, when the first of them did."""
     kept: list[Any] = []
     latest: dict[str, float] = {}
     for one in sorted(_flat(values), key=lambda event: -event["ago_s"]):
@@ -154,7 +154,7 @@ def merge_events(values: list[Any]) -> list[Any]:
 
 
 def merge_findings(values: list[Any]) -> list[Any]:
-    """What several workers say alike is said once, with the age of the oldest; numbers in it may differ."""
+    """Return equal findings of several workers once, with the age of the oldest; their numbers may differ."""
     found: dict[tuple[str, ...], Any] = {}
     for one in _flat(values):
         key = (one["severity"], one["where"], re.sub(r"[\d.,]+", "#", one["what"]))

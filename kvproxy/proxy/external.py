@@ -67,7 +67,8 @@ class ExternalPlacement(Placement, kw_only=True):
 
 
 def rank_headers(endpoint: Endpoint) -> dict[str, str]:
-    """What the request has to carry to be served there: the data-parallel rank, where that is what was chosen."""
+    """Return what the request has to carry to be served there: the data-parallel rank, where that is what was
+    chosen."""
     return {} if endpoint.rank is None else {RANK_HEADER.decode(): str(endpoint.engine.ranks.number(endpoint.rank))}
 
 
@@ -78,8 +79,8 @@ def address_of(endpoint: Endpoint) -> str:
 
 
 def list_endpoints(cluster: Cluster, asked: PickRequest, chosen: Endpoint, now: float, *, most: int) -> list[Endpoint]:
-    """The chosen endpoint, and up to `most` to go to if it cannot be reached, in order: each is where the same decision
-    leads without those before it. One at the same address, or of another rank number, is none."""
+    """Return the chosen endpoint, and up to `most` to go to if it cannot be reached, in order: each is where the same
+    decision leads without those before it. One at the same address, or of another rank number, is none."""
     found = [chosen]
     excluded = asked.excluded | {chosen.id}
     while len(found) <= most:
@@ -118,7 +119,7 @@ def outside_subset(subset: frozenset[str] | None, cluster: Cluster) -> frozenset
 
 
 def refusal_reply(refusal: Refusal, outside: frozenset[EndpointId]) -> LocalReply:
-    """What the client gets where no endpoint may take its request."""
+    """Return what the client gets where no endpoint may take its request."""
     if refusal is Refusal.MODEL_NOT_SERVED:
         return LocalReply(404, refusal.value, _MESSAGES[404])
     if refusal is Refusal.SATURATED:

@@ -32,5 +32,5 @@ class ProxyFeature(BaseFeature):
     filter_order: ClassVar[Sequence[FilterOrder]] = ()
 
     def build_filter(self, name: str, inner: ASGIApp, settings: Any, context: FilterContext) -> ASGIApp:
-        """The filter around `inner`. Raises ConfigError, with paths relative to its settings."""
+        """Return the filter around `inner`. Raises ConfigError, with paths relative to its settings."""
         raise NotImplementedError(name)

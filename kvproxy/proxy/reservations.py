@@ -97,7 +97,7 @@ class Reservations:
         return held
 
     def first_token(self, name: str) -> bool:
-        """The engine sent its first token; whether there is such a reservation."""
+        """Return the engine sent its first token; whether there is such a reservation."""
         held = self._held.get(name)
         if held is not None:
             held.pick.first_token(self._clock())

@@ -97,7 +97,7 @@ def keep_counts(page: Page) -> Page:
 
 
 def write_page(page: Page) -> bytes:
-    """The text of it."""
+    """Return the text of it."""
     parts: list[str] = []
     for family in page.values():
         parts.append(f"# HELP {family.name} {family.documentation}\n# TYPE {family.name} {family.kind}\n")

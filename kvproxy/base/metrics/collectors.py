@@ -74,7 +74,7 @@ class _Family(Collector, Generic[S]):
         registry.register(self)
 
     def labels(self, *values: object) -> S:
-        """The series of these label values, made on first use; keep it where it is used per request."""
+        """Return the series of these label values, made on first use; keep it where it is used per request."""
         key = tuple(map(str, values))
         if len(key) != len(self._labelnames):
             raise ValueError(f"{self.name} has the labels {self._labelnames}, not {len(key)}")
@@ -101,11 +101,11 @@ class _Family(Collector, Generic[S]):
         return self._expose(())
 
     def collect(self) -> Iterable[Metric]:
-        """What a scrape shows."""
+        """Return what a scrape shows."""
         return self._expose(self._copied())
 
     def texts(self) -> Iterator[str]:
-        """The same as text, series by series."""
+        """Yield the same as text, series by series."""
         yield family_head(self._shown_name(), self.kind, self._documentation)
         for key in list(self._series):
             series = self._series.get(key)
@@ -230,14 +230,14 @@ class CallbackGauge(Collector):
         return [self._family()]
 
     def collect(self) -> Iterable[Metric]:
-        """What a scrape shows."""
+        """Return what a scrape shows."""
         family = self._family()
         for labels, value in self._source():
             family.add_metric(labels, value)
         return [family]
 
     def texts(self) -> Iterator[str]:
-        """The same as text, in one piece: what is read may change at any pause."""
+        """Yield the same as text, in one piece: what is read may change at any pause."""
         name, kind = (f"{self.name}_total", "counter") if self._counts else (self.name, "gauge")
         lines = (f"{name}{self._labels(labels)} {value!r}\n" for labels, value in self._source())
         yield family_head(name, kind, self._documentation) + "".join(lines)

@@ -41,13 +41,13 @@ class Registry(CollectorRegistry):
 
 
 def family_head(name: str, kind: str, documentation: str) -> str:
-    """The two lines before a metric's series."""
+    """Return the two lines before a metric's series."""
     text = documentation.replace("\\", r"\\").replace("\n", r"\n")
     return f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
 
 
 def label_text(names: tuple[str, ...], values: tuple[str, ...]) -> str:
-    """The labels of a series without their braces."""
+    """Return the labels of a series without their braces."""
     return ",".join(f'{name}="{_escaped(value)}"' for name, value in zip(names, values, strict=True))
 
 

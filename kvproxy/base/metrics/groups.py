@@ -33,7 +33,7 @@ class Metrics:
         self._groups: dict[type[MetricGroup], MetricGroup] = {}
 
     def group(self, kind: type[G]) -> G:
-        """The group of this kind, made on first use."""
+        """Return the group of this kind, made on first use."""
         found = self._groups.get(kind)
         if found is None:
             found = self._groups[kind] = kind(self.registry)

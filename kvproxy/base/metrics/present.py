@@ -53,7 +53,7 @@ class HitWindows:
         self._windows: dict[str, HitWindow] = {}
 
     def of(self, cluster: str) -> HitWindow:
-        """The window of this cluster, made on first use."""
+        """Return the window of this cluster, made on first use."""
         window = self._windows.get(cluster)
         if window is None:
             window = self._windows[cluster] = HitWindow()
@@ -64,11 +64,11 @@ class HitWindows:
         return self._ratios(lambda share: share)
 
     def miss_ratios(self) -> Iterable[tuple[tuple[str, ...], float]]:
-        """What is missing to one."""
+        """Return what is missing to one."""
         return self._ratios(lambda share: 1.0 - share)
 
     def sizes(self) -> Iterable[tuple[tuple[str, ...], float]]:
-        """Requests each ratio is taken over."""
+        """Return requests each ratio is taken over."""
         return [((name,), float(len(window))) for name, window in list(self._windows.items())]
 
     def _ratios(self, shown: Callable[[float], float]) -> Iterable[tuple[tuple[str, ...], float]]:

@@ -48,7 +48,7 @@ _PATHS = ("/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses
 
 
 def url_fault(url: str) -> str:
-    """What is wrong with an `http(s)://host[:port][/base]` URL; empty when nothing is.
+    """Return what is wrong with an `http(s)://host[:port][/base]` URL; empty when nothing is.
 
     It is quoted only where it is a bare `host:port`, since others may hold credentials.
     """
@@ -81,7 +81,7 @@ def _parts_fault(parts: SplitResult, port: int | None) -> str:
 
 
 def base_of_copied(url: str) -> str:
-    """The engine's own address in what people copy from a client: without `/v1` and the paths below it."""
+    """Return the engine's own address in what people copy from a client: without `/v1` and the paths below it."""
     url = url.rstrip("/")
     for end in _PATHS:
         url = url.removesuffix(end)
@@ -89,7 +89,7 @@ def base_of_copied(url: str) -> str:
 
 
 def same_origin(url: str) -> tuple[str, str, int, str]:
-    """What makes two valid URLs the same engine: scheme, host, port, base path."""
+    """Return what makes two valid URLs the same engine: scheme, host, port, base path."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     return parts.scheme, (parts.hostname or "").lower(), port, parts.path.rstrip("/")
@@ -99,7 +99,8 @@ _EVERY = frozenset({"0.0.0.0", "::"})
 
 
 def listener_at(origin: tuple[str, str, int, str], listeners: Mapping[str, tuple[str, int]]) -> str:
-    """The name of the listener (name: host and port) that answers at this origin, as `same_origin` gives it; else "".
+    """Return the name of the listener (name: host and port) that answers at this origin, as `same_origin` gives it;
+    else "".
 
     Names are not resolved, save for `localhost` and this machine's own.
     """

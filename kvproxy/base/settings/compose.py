@@ -23,13 +23,13 @@ M = TypeVar("M", bound=Model)
 
 
 def composed(model: type[M]) -> type[M]:
-    """The model, and models within it, with the fields of all installed features."""
+    """Return the model, and models within it, with the fields of all installed features."""
     return cast("type[M]", _compose(model))
 
 
 def part_of(settings: Model, fields: type[M]) -> M:
-    """The settings as a model with the fields that a feature added; their defaults where the core made the settings
-    by itself."""
+    """Return the settings as a model with the fields that a feature added; their defaults where the core made the
+    settings by itself."""
     return settings if isinstance(settings, fields) else fields()
 
 
@@ -46,7 +46,8 @@ def _compose(model: type[Model]) -> type[Model]:
 
 
 def compose_model(model: type[Model], added: tuple[type[Model], ...]) -> type[Model]:
-    """A class that is both the model and those with the added fields; the model itself where nothing is added."""
+    """Return a class that is both the model and those with the added fields; the model itself where nothing
+    is added."""
     changed = {}
     for name, field in model.model_fields.items():
         kind = _replace(field.annotation)
@@ -69,7 +70,7 @@ def _restore(model: type[Model], state: Any) -> Model:
 
 
 def _replace(annotation: Any) -> Any:
-    """The same annotation object where no model in it gets fields."""
+    """Return the same annotation object where no model in it gets fields."""
     if isinstance(annotation, type) and issubclass(annotation, Model):
         return composed(annotation)
     origin = get_origin(annotation)
@@ -85,7 +86,7 @@ def _replace(annotation: Any) -> Any:
 
 
 def _field_of(field: FieldInfo, kind: Any) -> FieldInfo:
-    """The field with the other annotation, and with a default of the new class."""
+    """Return the field with the other annotation, and with a default of the new class."""
     made = copy.copy(field)
     made.annotation = kind
     if isinstance(field.default, Model):

@@ -99,7 +99,7 @@ def decode_model(model: type[M], raw: Any, where: Where) -> Decoded[M]:
 
 
 def _loose_booleans(model: type[Model], tree: Any) -> dict[Path, Any]:
-    """What pydantic would take for a boolean and YAML does not: yes, on, 1 and their like.
+    """Return what pydantic would take for a boolean and YAML does not: yes, on, 1 and their like.
 
     A shell's words for one are fine in a value from the environment.
     """
@@ -191,7 +191,7 @@ def _unknown_key(model: type[Any], path: Path, where: Where) -> Problem:
 
 
 def _shown(given: Any) -> str:
-    """The value as the file has it, cut short; one from the environment is not shown."""
+    """Return the value as the file has it, cut short; one from the environment is not shown."""
     if isinstance(given, dict | list):
         return "a mapping" if isinstance(given, dict) else "a list"
     if isinstance(given, bool):

@@ -135,7 +135,7 @@ Size = Annotated[
 
 
 def read_secret(value: Any) -> Any:
-    """A secret as written, or the text of `{file: PATH}`. Raises ValueError that never quotes it."""
+    """Return a secret as written, or the text of `{file: PATH}`. Raises ValueError that never quotes it."""
     if isinstance(value, dict):
         if set(value) != {"file"} or not isinstance(value["file"], str):
             raise ValueError("expected a secret, or a mapping with just `file: PATH`")

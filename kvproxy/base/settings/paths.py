@@ -72,7 +72,7 @@ class Place:
     below: dict[str, Place] = field(default_factory=dict)
 
     def find_place(self, path: str) -> Place:
-        """The place of a dotted path, else of its nearest parent that was written."""
+        """Return the place of a dotted path, else of its nearest parent that was written."""
         here = self
         while path:
             end = here._longest_key(path)
@@ -90,7 +90,7 @@ class Place:
 
 
 def sort_in_file_order(problems: Iterable[Problem], root: Place) -> list[Problem]:
-    """The problems with their lines and columns, from the top of the file to its end."""
+    """Return the problems with their lines and columns, from the top of the file to its end."""
     placed = []
     for problem in problems:
         if not problem.line:
@@ -101,7 +101,7 @@ def sort_in_file_order(problems: Iterable[Problem], root: Place) -> list[Problem
 
 
 def bare_type(annotation: Any) -> Any:
-    """The type without `Annotated` and without `| None`."""
+    """Return the type without `Annotated` and without `| None`."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return bare_type(get_args(annotation)[0])
@@ -112,7 +112,7 @@ def bare_type(annotation: Any) -> Any:
 
 
 def model_at(model: type[Model], path: Path) -> type[Model] | None:
-    """The model that describes what stands at `path` below `model`, if one does."""
+    """Return the model that describes what stands at `path` below `model`, if one does."""
     current: Any = model
     for part in path:
         current = bare_type(current)
@@ -135,14 +135,14 @@ def keys_of(model: type[Model]) -> list[str]:
 
 
 def closest_word(wrong: str, known: Iterable[str]) -> str | None:
-    """The known word that was probably meant."""
+    """Return the known word that was probably meant."""
     folded = {word.casefold().replace("-", "_"): word for word in known}
     matches = difflib.get_close_matches(wrong.casefold().replace("-", "_"), folded, n=1, cutoff=0.6)
     return folded[matches[0]] if matches else None
 
 
 def spelling_hint(wrong: str, known: Iterable[str]) -> str:
-    """A hint that names the closest known word, else all of them if they are few."""
+    """Return a hint that names the closest known word, else all of them if they are few."""
     known = sorted(known)
     close = closest_word(wrong, known)
     if close is not None:
@@ -176,7 +176,7 @@ def warning_at(path: Path, message: str, hint: str = "", *, follows: tuple[Path,
 
 
 def missing_file(path: Path, name: str) -> Iterator[Finding]:
-    """An error when `name` is no file."""
+    """Yield an error when `name` is no file."""
     if not FilePath(name).is_file():
         yield error_at(path, f"no such file: {name!r}")
 

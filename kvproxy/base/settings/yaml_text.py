@@ -36,7 +36,7 @@ class _Composer(yaml.SafeLoader):
 
 
 def plain_scalar(text: str) -> Any:
-    """What an unquoted YAML scalar means: null, a boolean, a number, or the text itself."""
+    """Return what an unquoted YAML scalar means: null, a boolean, a number, or the text itself."""
     if _NULL.fullmatch(text):
         return None
     if _BOOL.fullmatch(text):
@@ -58,7 +58,7 @@ def parse_yaml(text: str) -> tuple[Any, list[Problem]]:
 
 
 def parse_yaml_with_places(text: str) -> tuple[Any, list[Problem], Place]:
-    """The same, and where each value stands."""
+    """Return the same, and where each value stands."""
     try:
         loader = _Composer(text)
         try:
@@ -91,7 +91,7 @@ class _Builder:
         self._nodes = 0
 
     def build(self, node: yaml.Node, depth: int, place: Place) -> Any:
-        """The data of one node; raises ComposerError beyond the bounds."""
+        """Return the data of one node; raises ComposerError beyond the bounds."""
         self._nodes += 1
         if self._nodes > _MAX_NODES or depth > _MAX_DEPTH:
             bound = f"{_MAX_NODES} values" if self._nodes > _MAX_NODES else f"{_MAX_DEPTH} levels"
@@ -179,7 +179,7 @@ class Substituted(str):
 
 
 def substitute_variables(tree: Any, env: Mapping[str, str], where: Where) -> tuple[Any, list[Problem]]:
-    """The tree with its placeholders replaced, and a problem for each variable that is missing or malformed.
+    """Return the tree with its placeholders replaced, and a problem for each variable that is missing or malformed.
 
     An empty variable counts as unset where a default is given, as in a shell. A missing one leaves empty text.
     """
@@ -224,7 +224,7 @@ def _expand(text: str, env: Mapping[str, str]) -> tuple[str, list[str]]:
 
 
 def retype_scalars(tree: Any) -> Any:
-    """The tree with substituted values read as YAML scalars, for settings that no schema types."""
+    """Return the tree with substituted values read as YAML scalars, for settings that no schema types."""
     if isinstance(tree, dict):
         return {key: retype_scalars(item) for key, item in tree.items()}
     if isinstance(tree, list):

@@ -82,7 +82,7 @@ class IdleTimer:
         self._limit_s = 0.0
 
     def close(self) -> None:
-        """Gives the pending loop timer back."""
+        """Give the pending loop timer back."""
         self._limit_s = 0.0
         if self._handle is not None:
             self._handle.cancel()
@@ -141,7 +141,7 @@ class Connection(asyncio.Protocol):
         early: bool = True,
         on_head: Callable[[UpstreamResponse], None] | None = None,
     ) -> UpstreamResponse:
-        """Sends a request, the part of its body that is not there yet while the response may already come. `early` and
+        """Send a request, the part of its body that is not there yet while the response may already come. `early` and
         `on_head`: as of the response."""
         self._parser.expect_response(request.method)
         self._timeouts = timeouts
@@ -165,7 +165,7 @@ class Connection(asyncio.Protocol):
         return response
 
     async def write(self, data: bytes | memoryview) -> None:
-        """Writes once the engine takes more; it has the first-byte timeout to do so."""
+        """Write once the engine takes more; it has the first-byte timeout to do so."""
         if self._writable is not None:
             if not self._streaming:
                 self._timer.start(self._timeouts.first_byte_s)
@@ -177,7 +177,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(data)
 
     def take(self) -> bytes | None:
-        """The body that arrived; reading goes on if a slow reader had stopped it."""
+        """Return the body that arrived; reading goes on if a slow reader had stopped it."""
         body = self._parser.body
         if not body:
             return None
@@ -190,11 +190,11 @@ class Connection(asyncio.Protocol):
         return data
 
     def cancel(self) -> None:
-        """Gives the response up and closes at once."""
+        """Give the response up and closes at once."""
         self._fail(UpstreamDisconnected("given up by the proxy"))
 
     def close(self) -> None:
-        """Closes at once; a reader that waits for a response gets UpstreamDisconnected."""
+        """Close at once; a reader that waits for a response gets UpstreamDisconnected."""
         self.cancel()
         self._shut()
 
@@ -327,7 +327,7 @@ class Connection(asyncio.Protocol):
             response.fail(error, rest=self._parser.take_body())
 
     def _shut(self) -> None:
-        """Closes the socket, unsent bytes and all: what is left of this exchange has no reader."""
+        """Close the socket, unsent bytes and all: what is left of this exchange has no reader."""
         if self._upload is not None:
             self._upload.cancel()
         if not self.closed:

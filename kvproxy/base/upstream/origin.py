@@ -44,7 +44,7 @@ class Origin:
 
     @classmethod
     def parse(cls, url: str, *, ca_file: str = "", insecure: bool = False, server_name: str = "") -> Origin:
-        """The origin of `http(s)://host[:port][/base/path]`; ValueError for anything that says more or less."""
+        """Return the origin of `http(s)://host[:port][/base/path]`; ValueError for anything that says more or less."""
         parts = urlsplit(url)
         if parts.scheme not in _DEFAULT_PORTS:
             raise ValueError(f"expected http://... or https://..., not {url!r}")

@@ -55,7 +55,7 @@ class OriginPool:
         return len(self._waiting)
 
     def acquire_idle(self) -> Connection | None:
-        """The connection used last, if any was used recently enough."""
+        """Return the connection used last, if any was used recently enough."""
         if not self._idle:
             return None
         connection, since = self._idle.popitem()
@@ -66,7 +66,7 @@ class OriginPool:
         return None
 
     def reserve_slot(self) -> bool:
-        """Takes a slot for a new connection; False when all are taken."""
+        """Take a slot for a new connection; False when all are taken."""
         if self.open >= self._limits.max_connections:
             return False
         self.open += 1
@@ -104,7 +104,8 @@ class OriginPool:
             raise
 
     def adopt_connection(self, connection: Connection) -> bool:
-        """A new connection in a reserved slot, which goes with it from here on; False when it is closed already."""
+        """Return a new connection in a reserved slot, which goes with it from here on; False when it is
+        closed already."""
         if connection.lost:
             self.free_slot()
             return False
@@ -119,12 +120,12 @@ class OriginPool:
             oldest.close()
 
     def close_idle(self) -> None:
-        """Closes every idle connection."""
+        """Close every idle connection."""
         for connection in list(self._idle):
             connection.close()
 
     async def close(self, error: Exception) -> None:
-        """Closes every connection and waits until their sockets are gone; requests in line get the error."""
+        """Close every connection and waits until their sockets are gone; requests in line get the error."""
         while self._waiting:
             waiter = self._waiting.popleft()
             if not waiter.done():

@@ -152,7 +152,7 @@ class UpstreamPool:
             del self._pools[pool.origin.key]
 
     async def _acquire(self, pool: OriginPool, timeout_s: float) -> tuple[Connection, bool]:
-        """A connection for one request, and whether it served others before."""
+        """Return a connection for one request, and whether it served others before."""
         while not pool.reserve_slot():
             connection = await pool.wait_in_line(timeout_s)
             if connection is None:  # the slot is ours
@@ -162,7 +162,7 @@ class UpstreamPool:
         return await self._connect(pool, timeout_s), False
 
     async def _connect(self, pool: OriginPool, timeout_s: float) -> Connection:
-        """Opens a connection in a slot already reserved; the slot is freed when that fails."""
+        """Open a connection in a slot already reserved; the slot is freed when that fails."""
         try:
             connection = await self._open_connection(pool.origin, timeout_s)
         except BaseException as error:

@@ -47,12 +47,12 @@ class WireRequest(msgspec.Struct, eq=False):
         return self.body is None or isinstance(self.body, bytes | memoryview)
 
     def upload(self) -> AsyncIterator[bytes | memoryview] | None:
-        """The body piece by piece, where it does not go with the head."""
+        """Yield the body piece by piece, where it does not go with the head."""
         return _slices(self.body) if isinstance(self.body, bytes | memoryview) else self.body
 
 
 def _check_fields(text: bytes, names: list[bytes], lines: int) -> None:
-    """Raises UnsafeRequest unless this text of so many lines says what it should. One look at everything joined costs a
+    """Raise UnsafeRequest unless this text of so many lines says what it should. One look at everything joined costs a
     tenth of a check per field."""
     if b"".join(names).translate(None, _TOKEN) or b"" in names:
         raise UnsafeRequest("a method or header name that is not a token")
@@ -91,8 +91,8 @@ def encode_request(
     start: bytes = b"",
     repeated: RepeatedFields = NO_FIELDS,
 ) -> WireRequest:
-    """The request for the wire; a body of bytes is not copied unless it is small, nor is one that a `start` was put in
-    front of. Raises UnsafeRequest."""
+    """Return the request for the wire; a body of bytes is not copied unless it is small, nor is one that a `start` was
+    put in front of. Raises UnsafeRequest."""
     if body is not None and not isinstance(body, bytes | memoryview):
         head, length_bytes = encode_head(
             origin, method, target=target, headers=headers, body_bytes=None, has_body=True, repeated=repeated
@@ -130,7 +130,7 @@ def encode_head(
     has_body: bool,
     repeated: RepeatedFields = NO_FIELDS,
 ) -> tuple[bytes, int | None]:
-    """The head of one request, and how the body after it is framed: its length, or chunked when that is None.
+    """Return the head of one request, and how the body after it is framed: its length, or chunked when that is None.
 
     Host and the framing header are added when `headers` has none; `repeated` comes last. `body_bytes` is the body's
     size, None while it is not known. Raises UnsafeRequest for CR, LF, NUL or other controls, for what is not a token
@@ -161,7 +161,7 @@ def encode_head(
 
 @lru_cache(1024)
 def _first_lines(method: bytes, base_path: bytes, target: bytes, host: bytes) -> bytes:
-    """The request line, and that of the host unless it is b"". Raises UnsafeRequest."""
+    """Return the request line, and that of the host unless it is b"". Raises UnsafeRequest."""
     if target[:1] not in (b"/", b"*") or target.translate(None, _VISIBLE):
         raise UnsafeRequest("a request target with spaces or control characters, or not starting with a slash")
     text = b"%b %b%b HTTP/1.1\r\n" % (method, base_path, target)
@@ -172,7 +172,7 @@ def _first_lines(method: bytes, base_path: bytes, target: bytes, host: bytes) ->
 
 
 def _stated_length(headers: Headers, names: list[bytes], *, body_bytes: int | None, has_body: bool) -> int | None:
-    """The framing the caller's own headers state, held against the body."""
+    """Return the framing the caller's own headers state, held against the body."""
     codings = names.count(b"transfer-encoding")
     if names.count(b"content-length") + codings > 1:
         raise UnsafeRequest("more than one content-length or transfer-encoding")
@@ -191,7 +191,7 @@ def _stated_length(headers: Headers, names: list[bytes], *, body_bytes: int | No
 
 
 async def send_body(write: Write, body: AsyncIterator[bytes | memoryview], *, length_bytes: int | None) -> None:
-    """Writes the whole body, chunked when `length_bytes` is None.
+    """Write the whole body, chunked when `length_bytes` is None.
 
     Raises UnsafeRequest when the body turns out longer or shorter than was announced: the connection must then be
     closed, since the engine would read the next request as the rest of this one.
@@ -214,7 +214,7 @@ async def send_body(write: Write, body: AsyncIterator[bytes | memoryview], *, le
 
 
 async def _slices(body: bytes | memoryview) -> AsyncIterator[memoryview]:
-    """A long body uncopied, with a turn of the loop for others after each slice."""
+    """Yield a long body uncopied, with a turn of the loop for others after each slice."""
     view = memoryview(body)
     for start in range(0, len(body), SLICE_BYTES):
         yield view[start : start + SLICE_BYTES]

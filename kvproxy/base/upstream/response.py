@@ -166,7 +166,7 @@ class Source(Protocol):
     """The connection a response still comes from."""
 
     def take(self) -> bytes | None:
-        """The body that arrived, None when there is none yet."""
+        """Return the body that arrived, None when there is none yet."""
         ...
 
     def cancel(self) -> None:
@@ -199,7 +199,7 @@ class UpstreamResponse(msgspec.Struct, eq=False):
     waiter: asyncio.Future[None] | None = None  # done: the reader is woken, or gave up
 
     def take(self) -> bytes | None:
-        """What has arrived and was not taken yet, b"" after the end, None when `chunk()` would have to wait.
+        """Return what has arrived and was not taken yet, b"" after the end, None when `chunk()` would have to wait.
 
         Raises what ended the response too early (kvproxy.base.errors), after everything that came before it was taken.
         """

@@ -112,12 +112,12 @@ class HttpClients:
         self._clients: dict[tuple[str, bool, str], httpx.AsyncClient] = {}
 
     async def aclose(self) -> None:
-        """Closes the clients, not the pool."""
+        """Close the clients, not the pool."""
         for client in self._clients.values():
             await client.aclose()
 
     def client(self, origin: Origin | None = None) -> httpx.AsyncClient:
-        """The client for origins that are verified as this one; None: by their own names."""
+        """Return the client for origins that are verified as this one; None: by their own names."""
         verified = ("", False, "") if origin is None else (origin.ca_file, origin.insecure, origin.server_name)
         client = self._clients.get(verified)
         if client is None:

@@ -79,8 +79,8 @@ class Hotness:
     def count_use(
         self, keys: Sequence[int], *, model: str, cache_salt: str, instance: str, now: float, session: int = 0
     ) -> list[KnownPrefix]:
-        """A prompt of `session` with these message prefixes (shortest first, the whole prompt last) was served at
-        `instance`."""
+        """Return a prompt of `session` with these message prefixes (shortest first, the whole prompt last) was served
+        at `instance`."""
         edges = keys if len(keys) <= 2 * EDGE_PREFIXES else [*keys[:EDGE_PREFIXES], *keys[-EDGE_PREFIXES:]]
         if self.watch is not None:
             self.watch(edges, model, cache_salt, instance, session)
@@ -124,11 +124,11 @@ class Hotness:
         self._trim()
 
     def find_prefix(self, key: int) -> KnownPrefix | None:
-        """The prefix of this key, if it is known."""
+        """Return the prefix of this key, if it is known."""
         return self._prefixes.get(key)
 
     def count_recent_uses(self, prefix: KnownPrefix, now: float) -> int:
-        """Uses within the window."""
+        """Use within the window."""
         uses = prefix.uses
         since = now - self.window_s
         while uses and uses[0] < since:
@@ -148,7 +148,7 @@ class Hotness:
         return (one for one in self._prefixes.values() if one.actionable and instance in one.instances)
 
     def walk_latest(self, most: int) -> Iterator[KnownPrefix]:
-        """The last used ones. Not to be changed meanwhile."""
+        """Yield the last used ones. Not to be changed meanwhile."""
         return islice(reversed(self._prefixes.values()), most)
 
     def end_session(self, session: int, keys: Sequence[int]) -> None:

@@ -77,7 +77,7 @@ class JobQueue:
         return self._idle.is_set()
 
     async def settled(self) -> None:
-        """Returns once nothing waits and nothing runs."""
+        """Return once nothing waits and nothing runs."""
         await self._idle.wait()
 
     async def __aenter__(self) -> Self:

@@ -39,7 +39,8 @@ def sample_host() -> HostUse:
 
 
 def engine_load(metrics: EngineMetrics) -> float | None:
-    """The busier of: running sequences against what an engine runs at once, and the share of requests that wait."""
+    """Return the busier of: running sequences against what an engine runs at once, and the share of requests
+    that wait."""
     if metrics.running is None and metrics.waiting is None:
         return None
     running = metrics.running or 0
@@ -77,7 +78,7 @@ class Signals:
                 self._providers[one.instance_id] = max(one.share, self._providers.get(one.instance_id, 0.0))
 
     def memory_series(self) -> Iterator[tuple[tuple[str, str, str], float]]:
-        """The same by instance and tier, for the gauge."""
+        """Yield the same by instance and tier, for the gauge."""
         for one in self.memory:
             yield (one.instance_id, one.tier.value, "used"), one.used_bytes
             if one.capacity_bytes:
@@ -93,7 +94,7 @@ class Signals:
         return None if metrics is None else (self._clock() - read_at, metrics)
 
     def pressure(self, endpoint: Endpoint) -> Pressure:
-        """What bears on the endpoint now, from the sources the settings name."""
+        """Return what bears on the endpoint now, from the sources the settings name."""
         read_at, metrics = self._engines.get(endpoint, (0.0, None))
         if metrics is not None and self._clock() - read_at > self.max_age_s:
             metrics = None

@@ -49,7 +49,7 @@ class Strategy(Protocol):
     pass; a strategy adds those it acts on, so that no prefix is pinned and evicted at once."""
 
     def plan(self, served: Served, pressure: PressureOf, taken: set[int], now: float) -> list[Action]:
-        """What to do now."""
+        """Return what to do now."""
         ...
 
     def done(self, action: Action, now: float) -> None:
@@ -78,9 +78,9 @@ class ColdPrefixes:
     def choose(
         self, instance: str, *, taken: set[int], now: float, least_tokens: int = 0, skip: Container[int] = ()
     ) -> list[KnownPrefix]:
-        """A batch of prefixes at the instance, the highest score first, and what is promised to a client last. Cache
-        entries are shared by prompts that begin alike, so nothing is touched whose head something hot, pinned, kept or
-        just served has as well."""
+        """Return a batch of prefixes at the instance, the highest score first, and what is promised to a client last.
+        Cache entries are shared by prompts that begin alike, so nothing is touched whose head something hot, pinned,
+        kept or just served has as well."""
         looked_at = list(islice(self._hotness.walk_coldest(instance), LOOKED_AT))
         hot = self._settings.hot_content_threshold
         protected = taken | {
@@ -103,7 +103,7 @@ class ColdPrefixes:
         return score_use(use, self._weights, span=span_s, size=TYPICAL_TOKENS)
 
     def priority(self, prefix: KnownPrefix, now: float) -> Priority:
-        """What it is kept for besides its score."""
+        """Return what it is kept for besides its score."""
         if prefix.key in self._kept:
             return Priority.OPERATOR
         promised = Priority.CONTRACT if prefix.promised_until > now else Priority.NORMAL
@@ -246,7 +246,8 @@ class Compress:
         return [Action(ActionKind.COMPRESS, instance, one, f"load {load:.2f}") for one in cold]
 
     def plan_decompressions(self, keys: Sequence[int], instance: str) -> list[Action]:
-        """What must be undone at the instance before a prompt with these message prefixes is served from there."""
+        """Return what must be undone at the instance before a prompt with these message prefixes is served
+        from there."""
         compressed = self.compressed
         near = [*keys[:EDGE_PREFIXES], *keys[EDGE_PREFIXES:][-MAX_LOOKED_UP:]]
         found = [compressed[instance, key] for key in near if (instance, key) in compressed]

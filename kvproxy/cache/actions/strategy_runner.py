@@ -180,7 +180,8 @@ class StrategyRunner:
             strategy.done(action, now)
 
     def without_compressed(self, facts: RequestFacts, holders: Sequence[HolderOverlap]) -> list[HolderOverlap]:
-        """The holders without those of prefixes that are compressed there; these are being decompressed from now on."""
+        """Return the holders without those of prefixes that are compressed there; these are being decompressed from now
+        on."""
         if self.compress is None or not self.compress.compressed:
             return list(holders)
         instances = {endpoint.id: endpoint.instance_id for endpoint in facts.endpoints}

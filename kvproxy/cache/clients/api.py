@@ -61,7 +61,7 @@ class Api:
         return httpx.URL(self._base)
 
     def with_header(self, name: str, value: str) -> Api:
-        """The same, with one header more on every request."""
+        """Return the same, with one header more on every request."""
         other = copy.copy(self)
         other._headers = {**self._headers, name: value}
         return other
@@ -69,7 +69,7 @@ class Api:
     async def call(
         self, method: str, path: str, *, timeout_s: float, body: bytes | None = None, max_bytes: int = 1 << 20
     ) -> bytes:
-        """The body of a 2xx answer; raises ClientError for everything else. Cancellation passes through."""
+        """Return the body of a 2xx answer; raises ClientError for everything else. Cancellation passes through."""
         headers = self._headers if body is None else {**self._headers, "content-type": "application/json"}
         try:
             async with (
@@ -87,11 +87,11 @@ class Api:
             raise BadResponse(f"{self._service} {path}: {type(error).__name__}") from error
 
     async def get(self, path: str, answer: type[T], *, timeout_s: float, max_bytes: int = 1 << 20) -> T:
-        """The decoded answer of a GET."""
+        """Return the decoded answer of a GET."""
         return self.decode(await self.call("GET", path, timeout_s=timeout_s, max_bytes=max_bytes), answer, path)
 
     async def post(self, path: str, body: Any, answer: type[T], *, timeout_s: float, max_bytes: int = 1 << 20) -> T:
-        """The decoded answer of a POST; `body` is raw JSON bytes or something to encode."""
+        """Return the decoded answer of a POST; `body` is raw JSON bytes or something to encode."""
         raw = body if isinstance(body, bytes) else msgspec.json.encode(body)
         reply = await self.call("POST", path, timeout_s=timeout_s, body=raw, max_bytes=max_bytes)
         return self.decode(reply, answer, path)
@@ -129,7 +129,8 @@ class Api:
 
 
 async def _bounded(response: httpx.Response, max_bytes: int) -> bytes | None:
-    """The body, which is in no coding, or None when it is longer than `max_bytes`; then the rest stays unread."""
+    """Return the body, which is in no coding, or None when it is longer than `max_bytes`; then the rest stays
+    unread."""
     chunks: list[bytes] = []
     size = 0
     async for chunk in response.aiter_bytes():
@@ -145,7 +146,7 @@ def _decode_text(error: Exception) -> str:
 
 
 def query_string(pairs: Mapping[str, str | int]) -> str:
-    """A query string from the given pairs that are not empty."""
+    """Return a query string from the given pairs that are not empty."""
     given = {key: value for key, value in pairs.items() if value != ""}
     return f"?{httpx.QueryParams(given)}" if given else ""
 
@@ -217,7 +218,7 @@ def _parsed(body: bytes) -> _ErrorBody:
 
 
 def error_text(body: bytes, *, secret: str = "") -> str:
-    """A safe line about an error body; empty when the body is not one of the known error shapes.
+    """Return a safe line about an error body; empty when the body is not one of the known error shapes.
 
     Only known fields are quoted: an unknown body may be an echo of the request.
     """
@@ -231,7 +232,7 @@ def error_text(body: bytes, *, secret: str = "") -> str:
 
 
 def error_param(body: bytes) -> str:
-    """The field an OpenAI-style error blames; empty when it names none."""
+    """Return the field an OpenAI-style error blames; empty when it names none."""
     error = _parsed(body).blamed
     return error.param if isinstance(error, _OpenAIError) and isinstance(error.param, str) else ""
 

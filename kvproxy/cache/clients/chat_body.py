@@ -48,7 +48,7 @@ _model = msgspec.json.Decoder(_Model).decode
 
 
 def tokenize_body(model: str, body: bytes) -> bytes:
-    """The `/tokenize` request for a chat body (raw JSON); `model` replaces the body's unless empty.
+    """Return the `/tokenize` request for a chat body (raw JSON); `model` replaces the body's unless empty.
 
     Chat feeds `reasoning_effort` and `documents` to the template and derives `enable_thinking` from the former;
     `/tokenize` does not, so they are put into `chat_template_kwargs`. Raises ValueError for a body without messages.
@@ -64,7 +64,7 @@ def tokenize_body(model: str, body: bytes) -> bytes:
 
 
 def render_body(model: str, body: bytes) -> bytes:
-    """The `/render` request for a chat body (raw JSON): the body itself, `model` replaced unless empty."""
+    """Return the `/render` request for a chat body (raw JSON): the body itself, `model` replaced unless empty."""
     if not model:
         return body
     try:
@@ -159,7 +159,7 @@ def count_text_parts(parts: Sequence[bytes]) -> int:
 
 
 def _is_text(content: msgspec.Raw) -> bool:
-    """A string, or a list of parts that are text or hold such a list themselves (what a tool answers)."""
+    """Return a string, or a list of parts that are text or hold such a list themselves (what a tool answers)."""
     outer = _parts_of(content)
     inner = [part for one in outer for part in _parts_of(one.content)]
     return all(part.type in _TEXTS for part in (*outer, *inner)) and not any(_parts_of(part.content) for part in inner)
@@ -170,7 +170,7 @@ def _parts_of(content: msgspec.Raw) -> list[_Part]:
 
 
 def with_leading_parts(kind: RequestKind, body: bytes, parts: Sequence[bytes]) -> Steps[bytes]:
-    """The body with these messages instead of all of its own. Raises Unreadable."""
+    """Return the body with these messages instead of all of its own. Raises Unreadable."""
     name = "input" if kind is RequestKind.RESPONSES else "messages"
     found = (yield from find_members(body, lambda member: member == name)).found
     if not found:

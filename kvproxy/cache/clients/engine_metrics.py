@@ -165,7 +165,7 @@ class _Sample(NamedTuple):
 
 
 def parse_engine_metrics(text: bytes) -> EngineMetrics:
-    """Reads the exposition text; lines it does not know or cannot read are passed over."""
+    """Read the exposition text; lines it does not know or cannot read are passed over."""
     found = list(_samples(text))
     leaders: dict[int | None, tuple[int, int]] = {}
     for one in found:
@@ -216,7 +216,7 @@ def _samples(text: bytes) -> Iterator[_Sample]:
 
 
 def _bare_name(line: bytes) -> bytes:
-    """What the sample is called, without the prefix."""
+    """Return what the sample is called, without the prefix."""
     brace = line.find(b"{")
     return line[line.find(b":") + 1 : brace if brace > 0 else line.find(b" ")]
 
@@ -290,7 +290,7 @@ def _started_at(text: bytes) -> float | None:
 
 
 def _value(line: bytes) -> float | None:
-    """The sample's value, which is none below 0: what follows the labels; a timestamp may follow it."""
+    """Return the sample's value, which is none below 0: what follows the labels; a timestamp may follow it."""
     try:
         value = float(line[line.rfind(b"}") + 1 :].split()[0] if b"}" in line else line.split()[1])
     except (ValueError, IndexError):
@@ -347,7 +347,7 @@ def _cache_config(configs: list[dict[bytes, bytes]]) -> CacheConfig | None:
 
 
 def _number(config: dict[bytes, bytes], label: bytes) -> int:
-    """A label's whole number; 0 when the label is missing or says `None`."""
+    """Return a label's whole number; 0 when the label is missing or says `None`."""
     text = config.get(label, b"")
     return int(text) if text.isdigit() and len(text) <= _MAX_DIGITS else 0
 

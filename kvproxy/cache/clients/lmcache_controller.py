@@ -52,7 +52,8 @@ class LMCacheControllerClient(ServiceClient):
         return KeyedLock()
 
     async def lookup(self, tokens: TokenIds, *, timeout_s: float | None = None) -> tuple[Holder, ...]:
-        """The instances that hold chunks of this prompt; () if none does, or the prompt is shorter than a chunk."""
+        """Return the instances that hold chunks of this prompt; () if none does, or the prompt is shorter
+        than a chunk."""
         body = body_with_tokens("tokens", tokens, {})
         timeout_s = timeout_s or self._lookup_timeout_s
         answer = await self._api.post("/lookup", body, WireLookup, timeout_s=timeout_s, max_bytes=_MAX_LOOKUP_BYTES)
@@ -75,7 +76,7 @@ class LMCacheControllerClient(ServiceClient):
         return await self._token_action("/decompress", instance_id, tokens, {"method": method, **_at(location)})
 
     async def evict(self, instance_id: str, tokens: TokenIds) -> ActionResult:
-        """Drops the prompt's chunks, where the controller has such a call; NotSupported, without a call, once known."""
+        """Drop the prompt's chunks, where the controller has such a call; NotSupported, without a call, once known."""
         if self.evicts is False:
             raise NotSupported("lmcache controller /evict: not offered", status=404)
         try:
@@ -87,14 +88,14 @@ class LMCacheControllerClient(ServiceClient):
         return result
 
     async def clear(self, instance_id: str, *, location: str) -> ActionResult:
-        """Drops everything unpinned in one location of the instance, whatever the prompt."""
+        """Drop everything unpinned in one location of the instance, whatever the prompt."""
         body = {"instance_id": instance_id, **_at(location)}
         return (await self._worker_call("/clear", (instance_id,), body, WireAction)).read_result()
 
     async def move(
         self, source: tuple[str, str], target: tuple[str, str], tokens: TokenIds, *, copy: bool = True
     ) -> ActionResult:
-        """Copies (or moves) the prompt's chunks between (instance, location) pairs; needs P2P on both engines."""
+        """Copy (or moves) the prompt's chunks between (instance, location) pairs; needs P2P on both engines."""
         # `copy` is what versions before 0.3.11 call should_copy; unknown fields are ignored by all of them.
         others = {"old_position": source, "new_position": target, "should_copy": copy, "copy": copy}
         body = body_with_tokens("tokens", tokens, others)
@@ -107,7 +108,8 @@ class LMCacheControllerClient(ServiceClient):
         ).read_health()
 
     async def query_instance(self, ip: str) -> str | None:
-        """The first instance registered from this address (ambiguous with several on one host); None: there is none."""
+        """Return the first instance registered from this address (ambiguous with several on one host); None: there is
+        none."""
         try:
             answer = await self._call("/query_instance", {"event_id": "kvproxy", "ip": ip}, WireInstance)
         except Refused as error:
@@ -200,7 +202,7 @@ class KeyedLock:
 
     @contextlib.asynccontextmanager
     async def hold_keys(self, *keys: str) -> AsyncIterator[None]:
-        """Holds every key (in one global order, so that two callers cannot wait for each other).
+        """Hold every key (in one global order, so that two callers cannot wait for each other).
 
         Raises TooManyWaiting when the line for one of them is full.
         """

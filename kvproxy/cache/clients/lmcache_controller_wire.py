@@ -155,7 +155,7 @@ class WireWorkers(msgspec.Struct):
 
 
 def classify_refusal(error: Refused, *, detail: str) -> Refused:
-    """The controller's 500 as what it means: its texts are the only sign."""
+    """Return the controller's 500 as what it means: its texts are the only sign."""
     if error.status < 500:
         return error
     if "current state" in detail:

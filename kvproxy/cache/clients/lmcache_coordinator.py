@@ -85,7 +85,7 @@ class LMCacheCoordinatorClient(ServiceClient):
         return await self._change("POST", "/cache/pins", _body(scope, tokens, {}))
 
     async def unpin(self, scope: CacheScope, tokens: TokenIds) -> CacheChange:
-        """Takes one `pin` back."""
+        """Take one `pin` back."""
         return await self._change("DELETE", "/cache/pins", _body(scope, tokens, {}))
 
     async def list_pins(self, *, model: str = "", cache_salt: str = "", offset: int = 0, limit: int = 1000) -> Pins:
@@ -97,7 +97,7 @@ class LMCacheCoordinatorClient(ServiceClient):
     async def delete(
         self, instance_id: str, scope: CacheScope, tokens: TokenIds, *, tier: Tier = "l1", force: bool = False
     ) -> CacheChange:
-        """Drops the prompt's keys at one instance.
+        """Drop the prompt's keys at one instance.
 
         Tier `all` against a server without L2 answers 502 although its L1 keys are gone.
         """
@@ -105,7 +105,7 @@ class LMCacheCoordinatorClient(ServiceClient):
         return await self._change("POST", "/cache/delete", _body(scope, tokens, others))
 
     async def prefetch(self, instance_id: str, scope: CacheScope, tokens: TokenIds) -> Prefetch:
-        """Starts loading the prompt's chunks from L2 into one instance's memory."""
+        """Start loading the prompt's chunks from L2 into one instance's memory."""
         body = _body(scope, tokens, {"instance_id": instance_id})
         return await self._post("/cache/prefetches", body, Prefetch, timeout_s=self._action_timeout_s)
 
@@ -150,12 +150,12 @@ def _body(scope: CacheScope, tokens: TokenIds, others: Mapping[str, Any]) -> byt
 
 
 def _segment(name: str) -> str:
-    """A path segment; ids may hold slashes."""
+    """Return a path segment; ids may hold slashes."""
     return quote(name, safe="")
 
 
 def _classified(error: Refused) -> Refused:
-    """A 404 about something asked for; a missing route is NotSupported already."""
+    """Return a 404 about something asked for; a missing route is NotSupported already."""
     if error.status == 404 and not isinstance(error, NotSupported):
         return UnknownInstance(str(error), status=404)
     return error

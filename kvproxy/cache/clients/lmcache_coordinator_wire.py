@@ -84,7 +84,8 @@ def directory_lookup(answer: WireDirectory, *, prompt_tokens: int) -> DirectoryL
 
 
 def _chunks(results: Sequence[_Result]) -> list[_Chunk]:
-    """The results of each chunk's ranks put together, in order. Hashes are chained: within one prompt none repeats."""
+    """Return the results of each chunk's ranks put together, in order. Hashes are chained: within one prompt none
+    repeats."""
     chunks: dict[str, _Chunk] = {}
     for result in results:
         l1 = {p.instance_id for p in result.placements if p.tier == "l1" and not p.shared}

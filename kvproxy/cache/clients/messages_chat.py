@@ -74,7 +74,7 @@ Chat = dict[str, Any]
 
 
 def chat_of_messages(body: bytes) -> bytes:
-    """The chat body with the same prompt. Raises ValueError for a body that is none or that cannot be told."""
+    """Return the chat body with the same prompt. Raises ValueError for a body that is none or that cannot be told."""
     try:
         request = decode_messages(body)
         chat: Chat = {name: value for name in _KEPT if (value := getattr(request, name)) is not NO_RAW}
@@ -194,7 +194,8 @@ def _tool(tool: MessagesTool) -> Chat:
 
 
 def type_schema(schema: Raw) -> Raw:
-    """What says no type is an object. Its members are not taken apart: there may be as many as a client likes."""
+    """Return what says no type is an object. Its members are not taken apart: there may be as many as a
+    client likes."""
     if _decode_schema(schema).type is not NO_RAW:
         return schema
     members = bytes(schema)[1:-1].rstrip()

@@ -87,7 +87,7 @@ _Chat = dict[str, Any]
 
 
 def chat_of_responses(body: bytes) -> bytes:
-    """The chat body with the same prompt. Raises ValueError for a body that is none or that cannot be told."""
+    """Return the chat body with the same prompt. Raises ValueError for a body that is none or that cannot be told."""
     try:
         request = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -139,7 +139,7 @@ def _joined(before: _Chat | None, said: Mapping[str, Any]) -> bool:
 
 
 def _said(item: _Item) -> _Chat:
-    """The message that the item is on its own."""
+    """Return the message that the item is on its own."""
     if item.type in ("function_call", "custom_tool_call"):
         return {"role": "assistant", "tool_calls": [_call(item)]}
     if item.type in ("function_call_output", "custom_tool_call_output"):

@@ -66,7 +66,8 @@ class SglangInfo(msgspec.Struct):
         return (self.speculative_algorithm or "").upper() in _PAIRED
 
     def event_sources(self, *, host: str) -> tuple[KvEventSource, ...]:
-        """The streams as reached from here: its own host is its view (`*`), so `host` is where its HTTP API answers."""
+        """Return the streams as reached from here: its own host is its view (`*`), so `host` is where its HTTP API
+        answers."""
         config = self._events_config()
         told = self.kv_events
         if told is None:
@@ -93,7 +94,7 @@ class SglangInfo(msgspec.Struct):
         return tuple(found)
 
     def _events_config(self) -> _EventsConfig | None:
-        """What it was started with; None without ZMQ, or where it cannot be read."""
+        """Return what it was started with; None without ZMQ, or where it cannot be read."""
         given = self.kv_events_config
         try:
             config = (
@@ -107,7 +108,7 @@ class SglangInfo(msgspec.Struct):
 
 
 async def fetch_info(api: Api, *, timeout_s: float) -> SglangInfo:
-    """Raises NotSupported where the engine is no SGLang."""
+    """Raise NotSupported where the engine is no SGLang."""
     missing: NotSupported | None = None
     for path in INFO_PATHS:
         try:

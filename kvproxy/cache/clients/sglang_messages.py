@@ -25,7 +25,7 @@ from kvproxy.cache.clients.messages_chat import (
 
 
 def sglang_chat_of_messages(body: bytes) -> bytes:
-    """The chat body with the same prompt. Raises ValueError for a body that is none or that cannot be told."""
+    """Return the chat body with the same prompt. Raises ValueError for a body that is none or that cannot be told."""
     try:
         request = decode_messages(body)
         chat: Chat = {"messages": _messages(request)}

@@ -27,7 +27,7 @@ _IDS = msgspec.json.Decoder(list[WireTokenId])
 
 
 async def tokens_from_json(raw: msgspec.Raw) -> TokenIds:
-    """A JSON list of token ids, however long, without holding the event loop. Raises msgspec.DecodeError."""
+    """Return a JSON list of token ids, however long, without holding the event loop. Raises msgspec.DecodeError."""
     if len(memoryview(raw)) > _PIECE_BYTES:
         await asyncio.sleep(0)  # the answer was just read as a whole
     text = bytes(raw).strip()
@@ -48,5 +48,5 @@ async def tokens_from_json(raw: msgspec.Raw) -> TokenIds:
 
 
 def body_with_tokens(field: str, tokens: TokenIds, others: Mapping[str, Any]) -> bytes:
-    """A JSON object with `tokens` under `field`, then `others`."""
+    """Return a JSON object with `tokens` under `field`, then `others`."""
     return msgspec.json.encode({field: tokens.tolist(), **others})

@@ -210,7 +210,7 @@ class VllmClient:
         return parse_engine_metrics(text)
 
     async def fetch_exposition(self, *, timeout_s: float | None = None) -> bytes:
-        """The text of one scrape."""
+        """Return the text of one scrape."""
         timeout_s = timeout_s or self._timeout_s
         text = await self._api.call("GET", "/metrics", timeout_s=timeout_s, max_bytes=MAX_METRICS_BYTES)
         if text.count(b"\n") > MAX_METRICS_LINES:
@@ -232,7 +232,7 @@ class VllmClient:
         return sources_from_wire(answer, host=self._api.base_url.host)
 
     async def sglang_info(self, *, timeout_s: float | None = None) -> SglangInfo:
-        """What SGLang says of itself; NotSupported for every other engine."""
+        """Return what SGLang says of itself; NotSupported for every other engine."""
         try:
             info = await fetch_info(self._api, timeout_s=timeout_s or self._timeout_s)
         except NotSupported:
@@ -254,7 +254,7 @@ class VllmClient:
         return tuple(ModelInfo(row.id, row.root or row.id, row.parent, row.max_model_len) for row in answer.data)
 
     async def fetch_version(self, *, timeout_s: float | None = None) -> str:
-        """The engine's version, such as `0.32.0`."""
+        """Return the engine's version, such as `0.32.0`."""
         return (await self._api.get("/version", _Version, timeout_s=timeout_s or self._timeout_s)).version
 
     async def _ask_sglang(self, timeout_s: float | None) -> bool:

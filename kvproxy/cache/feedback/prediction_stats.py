@@ -191,7 +191,7 @@ class PredictionAlarm:
             log.info("[kvcache] %s/%s: predictions by %s come true again", *self._about())
 
     def raised(self, now: float) -> Alarm | None:
-        """The alarm, if there is one."""
+        """Return the alarm, if there is one."""
         if self._alarm is not None and now - self._wrong_at > LASTS_S:
             self._alarm = None
             self._wrong = 0

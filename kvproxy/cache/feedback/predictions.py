@@ -108,8 +108,8 @@ class PredictionFeedback:
     def _compare(
         self, facts: RequestFacts, entry: SpeculativeEntry | None, endpoint: EndpointId, result: Result
     ) -> bool:
-        """What was predicted against what the engine says: the sources are corrected and the score is kept. True when
-        the engine lost all that it held."""
+        """Compare the prediction with the report of the engine, correct the sources and keep the score. Return True
+        when the engine lost all that it held."""
         overlap = facts.overlaps.by_endpoint.get(endpoint)
         cached = result.cached_tokens
         tokens = result.prompt_tokens

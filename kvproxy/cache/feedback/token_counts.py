@@ -147,7 +147,7 @@ class HitRatioStats:
         counts.predicted += predicted_tokens
 
     def read_counters(self, key: Key, metrics: EngineMetrics) -> bool:
-        """The engine's counters now. True: they began at zero again, as those of a process that restarted."""
+        """Return the engine's counters now. True: they began at zero again, as those of a process that restarted."""
         queries = metrics.prefix_queries_tokens
         hits = metrics.prefix_hits_tokens
         if queries is None or hits is None:
@@ -160,7 +160,7 @@ class HitRatioStats:
         return restarted
 
     def read_shares(self, key: Key) -> CacheUse:
-        """The shares of late."""
+        """Return the shares of late."""
         counts = self._endpoints.get(key)
         if counts is None or len(counts.readings) < 2:
             return CacheUse(None, None, None, None)

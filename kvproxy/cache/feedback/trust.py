@@ -182,12 +182,12 @@ class CacheLosses:
         self.known[cluster, endpoint] = (reason, self._clock())
 
     def latest_loss(self, cluster: str, endpoint: EndpointId) -> Loss | None:
-        """The endpoint's last one; None: it lost nothing while it was known."""
+        """Return the endpoint's last one; None: it lost nothing while it was known."""
         found = self.known.get((cluster, endpoint))
         return None if found is None else Loss(found[0], self._clock() - found[1])
 
     def recent_reason(self, cluster: str, endpoint: EndpointId | None) -> str:
-        """The reason of a loss a short while ago; "" where there was none."""
+        """Return the reason of a loss a short while ago; "" where there was none."""
         loss = None if endpoint is None else self.latest_loss(cluster, endpoint)
         return loss.reason.value if loss is not None and loss.age_s <= RECENT_S else ""
 

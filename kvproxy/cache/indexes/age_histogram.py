@@ -126,8 +126,8 @@ class ReuseHistogram:
         return sum(self._evicted[at:]) / self._weight
 
     def find_best(self, low: int, high: int, *, near: int) -> tuple[int, float]:
-        """The capacity from `low` to `high` that contradicts the fewest of them, of several the one nearest to `near`;
-        and how many fewer than `near` does."""
+        """Return the capacity from `low` to `high` that contradicts the fewest of them, of several the one nearest to
+        `near`; and how many fewer than `near` does."""
         wrong = sum(self._hit[low:])
         best = near
         least = math.inf
@@ -150,12 +150,12 @@ class ReuseHistogram:
 
 
 def age_bin(blocks: int) -> int:
-    """The bin an age falls into."""
+    """Return the bin an age falls into."""
     return int(PER_OCTAVE * math.log2(blocks)) if blocks > 1 else 0
 
 
 def capacity_bin(blocks: int) -> int:
-    """The bin that a capacity begins with, or nearly so."""
+    """Return the bin that a capacity begins with, or nearly so."""
     return round(PER_OCTAVE * math.log2(blocks)) if blocks > 1 else 0
 
 

@@ -124,7 +124,7 @@ class ApproximateIndex:
         return 0 if lru is None else lru.blocks
 
     def capacity(self, endpoint: EndpointId) -> int:
-        """The endpoint's capacity in blocks."""
+        """Return the endpoint's capacity in blocks."""
         lru = self._present.get(endpoint)
         return self.default_capacity if lru is None else lru.capacity
 
@@ -137,7 +137,7 @@ class ApproximateIndex:
         return lru.younger_blocks(run)
 
     def newest_first(self, endpoint: EndpointId) -> Iterator[Run | None]:
-        """Ends of the confirmed paths the endpoint holds, as `EndpointLru.newest_first`; the index may change
+        """End of the confirmed paths the endpoint holds, as `EndpointLru.newest_first`; the index may change
         meanwhile."""
         lru = self._present.get(endpoint)
         return iter(()) if lru is None else lru.newest_first()
@@ -222,7 +222,8 @@ class ApproximateIndex:
             self._insert(lru, cursor)
 
     def contradict(self, endpoint: EndpointId, cursor: PrefixCursor[Run], cached_blocks: int) -> int:
-        """The engine had only the first `cached_blocks`: drop the rest and all that extends it. Returns blocks dropped.
+        """Return the engine had only the first `cached_blocks`: drop the rest and all that extends it. Returns blocks
+        dropped.
 
         An engine evicts from the end, so what extends a missing block is missing too. Where the request itself was
         served, a `confirm` afterwards re-enters its own prompt.
@@ -275,7 +276,7 @@ class ApproximateIndex:
     # how
 
     def _enter(self, endpoint: EndpointId) -> EndpointLru | None:
-        """The endpoint's LRU, made where there is none; None where there is no room."""
+        """Return the endpoint's LRU, made where there is none; None where there is no room."""
         lru = self._present.get(endpoint)
         if lru is None:
             slot = self._slots.assign(endpoint)
@@ -318,7 +319,7 @@ class ApproximateIndex:
         )
 
     def _cover(self, cursor: PrefixCursor[Run]) -> list[Run]:
-        """Runs that cover exactly the cursor's hashes, split and grown as needed."""
+        """Run that cover exactly the cursor's hashes, split and grown as needed."""
         if cursor.edits != self._tree.edits:
             self._tree.renew(cursor)
         if cursor.depth < len(cursor.hashes):
@@ -327,7 +328,7 @@ class ApproximateIndex:
         return cursor.path
 
     def _run_at(self, cursor: PrefixCursor[Run], block: int) -> tuple[Run | None, int]:
-        """The run that contains `hashes[block]`, and the blocks before it."""
+        """Return the run that contains `hashes[block]`, and the blocks before it."""
         self._tree.renew(cursor)
         start = 0
         for run in cursor.path:

@@ -64,7 +64,7 @@ _CHAT = (
 
 
 def fingerprint() -> int:
-    """Changes whenever the same prompt would get other hashes: block size, seeds, identity, canonical bytes, hash
+    """Change whenever the same prompt would get other hashes: block size, seeds, identity, canonical bytes, hash
     function."""
     seed = root_seed(block_size=TEXT_BLOCK_BYTES, model="model", lora="lora", cache_salt="salt")
     return text_blocks(prompt_identity(RequestKind.CHAT, Prompt(b"shape", _CHAT)), seed)[-1]
@@ -86,7 +86,7 @@ class _Writer:
         self._number: dict[int, int] = {}
 
     def add(self, run: Run) -> int | None:
-        """The run's number, its ancestors written before it; None when that does not fit."""
+        """Return the run's number, its ancestors written before it; None when that does not fit."""
         path: list[Run] = []
         at: Run | None = run
         while at is not None and at.hashes[-1] not in self._number:
@@ -120,7 +120,7 @@ class _Writer:
 
 
 def dump(index: ApproximateIndex, *, max_bytes: int) -> Generator[None, None, Dumped]:
-    """The index in at most so many bytes, a path a step; what was asked for longest ago is left out first.
+    """Yield the index in at most so many bytes, a path a step; what was asked for longest ago is left out first.
 
     The index may change between steps. Each path is as it is when its turn comes.
     """
@@ -207,7 +207,7 @@ def _bytes(numbers: array[int]) -> bytes:
 
 
 def _numbers(code: str, data: bytes) -> array[int]:
-    """Raises ValueError when it is no whole number of items."""
+    """Raise ValueError when it is no whole number of items."""
     numbers = array(code)
     numbers.frombytes(data)
     return little_endian(numbers)

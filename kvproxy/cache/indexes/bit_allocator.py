@@ -44,11 +44,11 @@ class BitAllocator(Generic[M]):
         return iter(self._slot)
 
     def get(self, member: M) -> int | None:
-        """The member's slot."""
+        """Return the member's slot."""
         return self._slot.get(member)
 
     def members(self, mask: int) -> list[M]:
-        """The owners of these active slots."""
+        """Return the owners of these active slots."""
         found = []
         while mask:
             low = mask & -mask
@@ -74,7 +74,7 @@ class BitAllocator(Generic[M]):
         values.update(dict.fromkeys(members, value))
 
     def assign(self, member: M) -> int | None:
-        """The member's slot, a fresh one if it has none; None when all are taken or not yet released."""
+        """Return the member's slot, a fresh one if it has none; None when all are taken or not yet released."""
         slot = self._slot.get(member)
         if slot is not None:
             return slot

@@ -53,7 +53,7 @@ class PendingBlocks:
         return dropped
 
     def take(self, keys: Sequence[int]) -> list[ReportedBlocks]:
-        """What waits for one of these blocks; it is buffered no more."""
+        """Return what waits for one of these blocks; it is buffered no more."""
         found: list[ReportedBlocks] = []
         for key in self._by_parent.keys() & set(keys):
             waiting = self._by_parent.pop(key)
@@ -62,7 +62,7 @@ class PendingBlocks:
         return found
 
     def remove(self, key: int, tier: int) -> bool:
-        """The engine removed a buffered block: what follows it in its event cannot be reached any more."""
+        """Return the engine removed a buffered block: what follows it in its event cannot be reached any more."""
         pending = self._where.get((tier, key))
         if pending is None:
             return False

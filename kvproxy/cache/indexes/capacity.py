@@ -57,8 +57,8 @@ class Capacities:
         self._index.set_capacity(endpoint, known.blocks)
 
     def observe_reuse(self, entry: SpeculativeEntry, reused_blocks: int) -> bool:
-        """The response to this entry's request reused so many leading blocks; before the entry is settled. True: the
-        engine lost what it held, and so did the index."""
+        """Return the response to this entry's request reused so many leading blocks; before the entry is settled. True:
+        the engine lost what it held, and so did the index."""
         lru = entry.lru
         if not self.learning or lru is None or not lru.capacity:  # settled, void, or nothing to learn
             return False
@@ -114,7 +114,7 @@ class LearnedCapacity:
         self.blocks = self._bounded(self.blocks)
 
     def observe_reuse(self, *, age_blocks: int | None, known_blocks: int, reused_blocks: int, full: bool) -> bool:
-        """A response reused so many leading blocks of its prompt.
+        """Return a response reused so many leading blocks of its prompt.
 
         Its endpoint was believed to hold `known_blocks`, the last of which had been asked for `age_blocks` ago (None:
         it is not certain that it ever had them); `full` says that others had to be forgotten. True: the engine lost

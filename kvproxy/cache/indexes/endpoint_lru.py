@@ -113,7 +113,7 @@ class EndpointLru:
         return not run.in_flight_at or self.flights.get(run) == self.flights.get(below)
 
     def find_oldest(self) -> Run:
-        """The run to evict next; nothing below it is held. Only while anything is held."""
+        """Return the run to evict next; nothing below it is held. Only while anything is held."""
         while (run := self._tip(self._front, self._records[0])) is None:
             self._records.popleft()
             self._front += 1
@@ -139,7 +139,7 @@ class EndpointLru:
             yield run
 
     def _tip(self, stamp: int, run: Run | None) -> Run | None:
-        """What is left of the path that touch number `stamp` ended with, if nothing touched it since."""
+        """Return what is left of the path that touch number `stamp` ended with, if nothing touched it since."""
         while run is not None and run not in self.stamps:  # removed since: its ancestors may be as old
             run = run.parent
         return run if run is not None and self.stamps[run] == stamp else None

@@ -74,8 +74,9 @@ class LayerGroup:
         return True
 
     def last_end(self, keys: array[int], end: int, step: int, size: int) -> int:
-        """The last end at or before `end`, a multiple of `step` blocks, at which this group has what it needs; 0: none.
-        Its own blocks are as long as `size` of these. (Everything in one loop: calls would take most of the time.)"""
+        """Return the last end at or before `end`, a multiple of `step` blocks, at which this group has what it needs;
+        0: none. Its own blocks are as long as `size` of these. (Everything in one loop: calls would take most of the
+        time.)"""
         kept = self._kept
         need = self.kind.blocks * size
         looks = MAX_LOOKS
@@ -116,8 +117,8 @@ class LayerGroups:
         return iter(self._groups.values())
 
     def follow_event(self, number: int, kind: LayerKind) -> tuple[LayerGroup | None, LayerGroup | None]:
-        """The group of this number, made on first sight (None: there are too many), and one of another kind that had
-        it, to be given up."""
+        """Return the group of this number, made on first sight (None: there are too many), and one of another kind that
+        had it, to be given up."""
         group = self._groups.get(number)
         if group is not None and group.kind == kind:
             return group, None
@@ -129,7 +130,7 @@ class LayerGroups:
         return made, former
 
     def find(self, number: int) -> LayerGroup | None:
-        """The group of this number."""
+        """Return the group of this number."""
         return self._groups.get(number)
 
     def step_tokens(self, block_tokens: int) -> int:

@@ -171,7 +171,7 @@ class PreciseIndex:
                 yield from ((tier, blocks, blocks * table.block_size) for tier in on)
 
     def step_tokens(self, endpoint: EndpointId) -> int:
-        """What the endpoint reuses ends at multiples of this, by the blocks of all its groups; 1: not known."""
+        """Return the step in tokens in which the endpoint reuses, by the blocks of all its groups; 1 if unknown."""
         sizes = [1]
         for (name, dp_rank, group), each in self._followed.items():
             if name == endpoint and group != _STORE:
@@ -186,8 +186,8 @@ class PreciseIndex:
         return rank in self._layers and not any(source[:2] == rank and source[2] != _STORE for source in self._followed)
 
     def match_prompt(self, hashes_at: Callable[[int], array[int]]) -> dict[EndpointId, PreciseMatch]:
-        """The match of each endpoint that holds anything. `hashes_at(block_size)` gives the prompt's token blocks,
-        chained from `precise_root`.
+        """Return the match of each endpoint that holds anything. `hashes_at(block_size)` gives the prompt's token
+        blocks, chained from `precise_root`.
         """
         found: dict[EndpointId, PreciseMatch] = {}
         several: dict[_Rank, PreciseMatch] = {}  # the least over groups
@@ -343,7 +343,7 @@ class PreciseIndex:
                 todo += followed.pending.take(reported.keys)
 
     def _to_ask(self) -> list[_Asked]:
-        """What a lookup needs of each source, worked out when one came or left."""
+        """Return what a lookup needs of each source, worked out when one came or left."""
         sources = Counter(endpoint for endpoint, _, _ in self._followed)
         return [
             (source, table, table.block_size, self._match_of(source, table), sources[source[0]] == 1)
@@ -391,7 +391,7 @@ class PreciseIndex:
         return tier
 
     def _lower(self, table: BlockTable, hashes: array[int], device: int, total: int) -> LowerTokens:
-        """The blocks from `device` up to `total` by the nearest tier that each is on, in tokens."""
+        """Return the blocks from `device` up to `total` by the nearest tier that each is on, in tokens."""
         counts: Counter[Tier] = Counter()
         for tiers, blocks in table.count_tiers(hashes, device, total).items():
             kinds = {kind for bit, kind in enumerate(self._kinds) if bit and tiers >> bit & 1}
@@ -407,7 +407,7 @@ def _match_layers(table: BlockTable, layers: LayerGroups, hashes: array[int], gu
 
 
 def _shorter(a: PreciseMatch, b: PreciseMatch) -> PreciseMatch:
-    """What two groups of one rank have in common."""
+    """Return what two groups of one rank have in common."""
     tokens = min(a.tokens, b.tokens)
     device = min(a.device_tokens, b.device_tokens)
     far = max((tier for tier, _ in (*a.lower, *b.lower)), key=list(Tier).index, default=Tier.HOST)
@@ -415,7 +415,7 @@ def _shorter(a: PreciseMatch, b: PreciseMatch) -> PreciseMatch:
 
 
 def _with_store(own: PreciseMatch | None, store: PreciseMatch | None, dp_rank: int) -> PreciseMatch:
-    """A rank's match, which goes on in the store behind it where that reaches further."""
+    """Return a rank's match, which goes on in the store behind it where that reaches further."""
     own = PreciseMatch(0, (), dp_rank) if own is None else own
     if store is None or store.tokens <= own.tokens:
         return own
@@ -428,7 +428,7 @@ def precise_root(block_size: int, *, lora: str = "", cache_salt: str | None = No
 
 
 def reported_blocks(event: BlockStored, tier: int) -> ReportedBlocks:
-    """What the event says, in keys."""
+    """Return what the event says, in keys."""
     parent = None if event.parent is None else keys_of((event.parent,))[0]
     lora = event.lora_name or (f"lora_id {event.lora_id}" if event.lora_id is not None else "")
     return ReportedBlocks(parent, keys_of(event.block_hashes), event.token_ids, event.extra, lora, tier)

@@ -137,7 +137,7 @@ class RadixTree(Generic[N]):
         cursor.splits = self.splits
 
     def grow(self, parent: N | None, hashes: array[int]) -> N:
-        """A new leaf under `parent` (None: at the root)."""
+        """Return a new leaf under `parent` (None: at the root)."""
         self.edits += 1
         node = self._make(hashes)
         self._link(node, parent)

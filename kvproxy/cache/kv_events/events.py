@@ -291,11 +291,11 @@ class KvEventBatch:
         return "map" if _is_map(self._events[0]) else "array"
 
     def events(self, skipped: Skipped) -> Iterator[KvEvent]:
-        """The events in order; those that cannot be used are counted and passed over."""
+        """Yield the events in order; those that cannot be used are counted and passed over."""
         return (step for step in self.steps(skipped) if not isinstance(step, Effort))
 
     def steps(self, skipped: Skipped) -> Iterator[KvEvent | Effort]:
-        """The same with the effort between them: a place to let others run."""
+        """Yield the same with the effort between them: a place to let others run."""
         for raw in self._events:
             try:
                 yield from _steps(raw)
@@ -305,14 +305,14 @@ class KvEventBatch:
 
 
 def sequence_number(frames: Sequence[bytes]) -> int | None:
-    """The batch number of a message; None for the marker that ends a replay. Raises BadResponse."""
+    """Return the batch number of a message; None for the marker that ends a replay. Raises BadResponse."""
     if len(frames) < 2 or len(frames[-2]) != 8:
         raise BadResponse("kv events: not a batch")
     return None if frames[-2] == END_OF_REPLAY else int.from_bytes(frames[-2], "big")
 
 
 def decode_batch(frames: Sequence[bytes]) -> KvEventBatch:
-    """The batch in a message's frames. Raises BadResponse for anything that is none, a replay's end included."""
+    """Return the batch in a message's frames. Raises BadResponse for anything that is none, a replay's end included."""
     seq = sequence_number(frames)
     if seq is None:
         raise BadResponse("kv events: end of replay, not a batch")
@@ -351,7 +351,7 @@ def _names_pairs(tokens: msgspec.Raw) -> bool:
 
 
 def _decode_tokens(raw: msgspec.Raw, *, pairs: bool) -> TokenIds:
-    """The ids as they are; those that name a picture, in the place of its tokens, folded into 32 bits."""
+    """Return the ids as they are; those that name a picture, in the place of its tokens, folded into 32 bits."""
     try:
         return token_array([first for first, _ in _PAIRS.decode(raw)] if pairs else _TOKENS.decode(raw))
     except msgspec.ValidationError:

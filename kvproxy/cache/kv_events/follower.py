@@ -68,7 +68,7 @@ class Position:
         self.applied_ts = ts
 
     def judge(self, seq: int) -> Continuity:
-        """What live batch `seq` is."""
+        """Return what live batch `seq` is."""
         applied = -1 if self.applied is None else self.applied
         restarted = self._live is not None and seq <= self._live
         self._live = seq
@@ -178,7 +178,7 @@ class StreamFollower:
         await self._join(batch, StreamReason.PARTIAL_HISTORY if self._replay_empty else StreamReason.LOST_EVENTS)
 
     async def _join(self, batch: KvEventBatch, missing: StreamReason | None) -> None:
-        """Takes up the stream here; only its very first batch leaves nothing behind."""
+        """Take up the stream here; only its very first batch leaves nothing behind."""
         self._missing = None if batch.seq == 0 else missing
         self._position.judge(batch.seq)
         await self._take(batch, "applied")
@@ -208,7 +208,7 @@ class StreamFollower:
         return delivered
 
     async def _caught_up(self, replay: Replay) -> bool:
-        """Applies what was published since; False when continuity cannot be proven."""
+        """Apply what was published since; False when continuity cannot be proven."""
         applied = self._position.applied
         if applied is None or not await self._replayed(replay, max(applied, 0)):
             return False
@@ -216,7 +216,7 @@ class StreamFollower:
         return True
 
     async def _replayed(self, replay: Replay, start: int) -> bool:
-        """Applies every batch from `start` on that the engine has; False when that did not work."""
+        """Apply every batch from `start` on that the engine has; False when that did not work."""
         fruitless = 0
         for _ in range(_FRUITFUL_PASSES):
             reached = self._position.applied or 0
@@ -264,7 +264,7 @@ class StreamFollower:
             raise BadResponse("kv events: another process")
 
     async def _take_replayed(self, seq: int, frames: Frames) -> bool:
-        """Applies the next batch of a replay; False when the one before it is missing."""
+        """Apply the next batch of a replay; False when the one before it is missing."""
         applied = self._position.applied
         if applied is not None and seq <= applied:
             return True

@@ -40,7 +40,7 @@ class Subscription:
         self._task = asyncio.create_task(self._stay_connected(), name=f"kv events {source.endpoint}")
 
     async def wait_for_news(self, timeout_s: float | None) -> None:
-        """Returns when something happened, or after `timeout_s`."""
+        """Return when something happened, or after `timeout_s`."""
         if self._changes or (self._connection is not None and self._connection.has_message):
             await asyncio.sleep(0)
             return
@@ -50,13 +50,13 @@ class Subscription:
                 await self._wake.wait()
 
     def take_connections(self) -> list[bool]:
-        """What happened to the connection since the last call: True for up, False for down."""
+        """Return what happened to the connection since the last call: True for up, False for down."""
         changes = self._changes
         self._changes = []
         return changes
 
     def take_message(self) -> list[bytes] | None:
-        """The next message, if there is one."""
+        """Return the next message, if there is one."""
         connection = self._connection
         if connection is None:
             return None
@@ -66,7 +66,7 @@ class Subscription:
         return found
 
     def close(self) -> None:
-        """Ends the subscription."""
+        """End the subscription."""
         self._task.cancel()
         if self._connection is not None:
             self._connection.close()
@@ -160,7 +160,7 @@ async def read_replay(
 
 
 async def _connect(address: str, connection: ZmtpConnection, within_s: float) -> None:
-    """Tries until it succeeds; ClientTimeout after `within_s`."""
+    """Try until it succeeds; ClientTimeout after `within_s`."""
     try:
         async with asyncio.timeout(within_s):
             while True:

@@ -40,7 +40,7 @@ WireSources = dict[str, _Entry] | list[_Entry]
 
 
 def sources_from_wire(answer: WireSources, *, host: str) -> tuple[KvEventSource, ...]:
-    """The streams in a decoded `/kv_event_sources` answer, as reached from here; switched-off ones are left out.
+    """Return the streams in a decoded `/kv_event_sources` answer, as reached from here; switched-off ones are left out.
 
     The endpoint's own host is the engine's view (`*`, `[::]`, ...): only the port after the last colon is taken,
     the host is the one its HTTP API answers on. Ranks that show the same address publish on port + rank.
@@ -58,8 +58,8 @@ def sources_from_wire(answer: WireSources, *, host: str) -> tuple[KvEventSource,
 
 
 def stated_sources(stated: EventSources, *, host: str, rank: int | None = None) -> tuple[KvEventSource, ...]:
-    """The streams of an engine that cannot say where they are, from what it was started with; () when that is unknown.
-    With `rank` that of one data-parallel rank.
+    """Return the streams of an engine that cannot say where they are, from what it was started with; () when that is
+    unknown. With `rank` that of one data-parallel rank.
 
     vLLM publishes each rank one port above the one before.
     """
@@ -72,7 +72,7 @@ def stated_sources(stated: EventSources, *, host: str, rank: int | None = None) 
 
 
 def resolve_address(address: str | None, *, host: str, offset: int = 0) -> str | None:
-    """A ZMQ address as `host` offers it (`tcp://host:port`; `ipc://` unchanged); None when there is none."""
+    """Return a ZMQ address as `host` offers it (`tcp://host:port`; `ipc://` unchanged); None when there is none."""
     if not address:
         return None
     if address.startswith("ipc://"):

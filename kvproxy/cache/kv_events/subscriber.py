@@ -135,7 +135,7 @@ class KvEventSubscriber(BackgroundTask):
             await self._sleep(pause_s)
 
     async def _follow(self) -> None:
-        """Serves one subscription; ends only by an error."""
+        """Serve one subscription; ends only by an error."""
         subscription = Subscription(self.source)
         self._unbroken_bytes = 0
         retry_at: float | None = None

@@ -181,7 +181,8 @@ class ZmtpConnection(asyncio.Protocol):
             return False
 
     def take_message(self) -> list[bytes] | None:
-        """The next whole message, if there is one; commands of the peer are obeyed on the way, a few at a time."""
+        """Return the next whole message, if there is one; commands of the peer are obeyed on the way, a few
+        at a time."""
         found = None
         try:
             for _ in range(_COMMANDS_AT_ONCE):
@@ -204,7 +205,7 @@ class ZmtpConnection(asyncio.Protocol):
         self._write(b"".join(_frame(frame, 0 if index == last else _MORE) for index, frame in enumerate(frames)))
 
     def close(self) -> None:
-        """Ends the connection and forgets what came."""
+        """End the connection and forgets what came."""
         self._buffer = MessageBuffer(max_message_bytes=0, max_frames=0)
         self._memory.held_bytes -= self._held
         self._held = 0
@@ -247,7 +248,7 @@ class ZmtpConnection(asyncio.Protocol):
             raise ZmtpError("the peer ends the connection by an error")
 
     def _count(self) -> None:
-        """Keeps the account of held bytes, and stops or resumes reading by it."""
+        """Keep the account of held bytes, and stops or resumes reading by it."""
         held = len(self._buffer)
         self._memory.held_bytes += held - self._held
         self._held = held

@@ -98,7 +98,7 @@ def cut_part(part: bytes, signatures: UrlSignatures) -> bytes:
 
 
 def cut_in_steps(part: bytes, signatures: UrlSignatures | None = None) -> Steps[bytes]:
-    """The same in steps of about a millisecond. Without `signatures` URLs, which are short, are left in."""
+    """Return the same in steps of about a millisecond. Without `signatures` URLs, which are short, are left in."""
     try:
         edits = yield from _find_media(part, Span(0, len(part)), signatures, _MAX_DEPTH)
         return (yield from apply_edits(part, sorted(edits))) if edits else part
@@ -115,7 +115,7 @@ def cut_prompt(prompt: Prompt, signatures: UrlSignatures) -> tuple[Prompt, tuple
 
 
 def find_stand_ins(parts: Sequence[bytes], start: int) -> Iterator[Medium]:
-    """The media of these messages, the first of which begins at `start` in the canonical bytes."""
+    """Yield the media of these messages, the first of which begins at `start` in the canonical bytes."""
     for part in parts:
         if _MARK in part:
             for found in _stand_ins(part):
@@ -132,7 +132,7 @@ def find_stand_ins(parts: Sequence[bytes], start: int) -> Iterator[Medium]:
 
 
 def _find_media(part: bytes, at: Span, signatures: UrlSignatures | None, depth: int) -> Steps[list[Edit]]:
-    """What replaces the media of an object: a message, or a content part."""
+    """Return what replaces the media of an object: a message, or a content part."""
     edits: list[Edit] = []
     if part[at.start : at.start + 1] != b"{":
         return edits
@@ -159,7 +159,7 @@ def _find_media(part: bytes, at: Span, signatures: UrlSignatures | None, depth: 
 
 
 def _kind_of_part(part: bytes, types: Sequence[Span]) -> MediumKind | None:
-    """The modality of a content part by its `type`; None: it is of text, or a message."""
+    """Return the modality of a content part by its `type`; None: it is of text, or a message."""
     if len(types) != 1 or types[0].end - types[0].start > _MAX_TYPE_BYTES:
         return None
     name = part[types[0].start + 1 : types[0].end - 1].decode("ascii", "replace")
@@ -167,7 +167,7 @@ def _kind_of_part(part: bytes, types: Sequence[Span]) -> MediumKind | None:
 
 
 def _replace(part: bytes, value: Span, kind: MediumKind, signatures: UrlSignatures | None) -> Edit:
-    """The edit that puts a stand-in where this string is."""
+    """Return the edit that puts a stand-in where this string is."""
     start = value.start + 1
     end = value.end - 1
     is_url = part.startswith((b"http://", b"https://"), start)
@@ -188,7 +188,7 @@ def _replace(part: bytes, value: Span, kind: MediumKind, signatures: UrlSignatur
 
 
 def _decoded_head(part: bytes, start: int, end: int) -> bytes:
-    """The first bytes of a medium in base64; b"" for anything else."""
+    """Return the first bytes of a medium in base64; b"" for anything else."""
     head = part[start : min(end, start + HEAD_BYTES)].replace(b"\\/", b"/")
     try:
         return a2b_base64(head[: len(head) // 4 * 4])

@@ -153,7 +153,7 @@ class _Shown:
             yield (name, str(endpoint.id), "learned"), indexes.approximate.capacity(endpoint.id)
 
     def step_series(self) -> Series:
-        """Steps in which endpoints reuse, where they are known."""
+        """Step in which endpoints reuse, where they are known."""
         for name, endpoint in self._endpoints():
             step = self._indexes[name].steps.known.get(endpoint.id)
             if step is not None:
@@ -167,7 +167,7 @@ class _Shown:
 
 
 def index_worth(streams: dict[int, StreamStatus]) -> StreamState:
-    """What an index fed by these streams is worth; without any, only what was routed is known."""
+    """Return what an index fed by these streams is worth; without any, only what was routed is known."""
     if not streams:
         return StreamState.APPROXIMATE
     states = {one.state for one in streams.values()}

@@ -237,7 +237,7 @@ class EventStreams(BackgroundTask):
 def follow_events(
     settings: KvCacheSettings, clusters: Mapping[str, Cluster], metrics: Metrics, clock: Clock
 ) -> EventStreams:
-    """The streams these settings ask for, to be entered."""
+    """Return the streams these settings ask for, to be entered."""
     timeout_s = settings.request_timeout
     stated = settings.kv_event_sources
     return EventStreams(clusters=clusters, timeout_s=timeout_s, metrics=metrics, clock=clock, stated=stated)

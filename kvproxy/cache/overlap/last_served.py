@@ -96,8 +96,8 @@ class LastServed:
         return len(self._responses)
 
     def find_history(self, names: RequestNames, now: float) -> Served | None:
-        """What the request goes on from: the response it names, else the last of its session, or of the session that
-        it was made from."""
+        """Return what the request goes on from: the response it names, else the last of its session, or of the session
+        that it was made from."""
         for table, name in (
             (self._responses, names.history),
             (self._sessions, names.session),

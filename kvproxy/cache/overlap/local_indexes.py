@@ -152,7 +152,7 @@ class LocalIndexes:
     def hash_prompt(
         self, request: InferenceRequest, model: str
     ) -> tuple[array[int], Sequence[int], int, PromptText | None, tuple[Medium, ...]]:
-        """The prompt's text blocks, empty for a prompt shorter than one, a key for each message prefix, shortest
+        """Return the prompt's text blocks, empty for a prompt shorter than one, a key for each message prefix, shortest
         first, the bytes of all of it, a conversation's text by message, as they name it (`prompt_identity`), and its
         media, in whose place stand-ins are hashed and counted. Of a short one there are keys only where something goes
         by them. Blocks and keys are not to be changed.
@@ -311,10 +311,10 @@ class LocalIndexes:
         held_tokens: int = 0,
         known_tokens: int = 0,
     ) -> bool:
-        """The engine reused so many tokens, which are so many of these blocks, where `overlap` had been believed.
-        Whether that contradicts the prediction; a contradicted prefix leaves the index at once, since believing it
-        longer would send more requests astray. `held_tokens` is what it was to hold, reused or not; 0: of an engine
-        whose step is known. KV events were asked about its first `known_tokens`.
+        """Return the engine reused so many tokens, which are so many of these blocks, where `overlap` had been
+        believed. Whether that contradicts the prediction; a contradicted prefix leaves the index at once, since
+        believing it longer would send more requests astray. `held_tokens` is what it was to hold, reused or not; 0: of
+        an engine whose step is known. KV events were asked about its first `known_tokens`.
         """
         if held_tokens:
             self.steps.observe_reuse(
@@ -341,7 +341,8 @@ class LocalIndexes:
         self.missed.observe_reuse(endpoint, announced_tokens=announced, reused_tokens=reused_tokens)
 
     def process_started(self, endpoint: EndpointId, started_at: float) -> bool:
-        """The engine says when its process began. Whether that is another process than before, which holds nothing.
+        """Return the engine says when its process began. Whether that is another process than before, which holds
+        nothing.
 
         Only a later start counts: behind one address there may be several engines that answer in turn.
         """
@@ -389,8 +390,8 @@ def _test(
 def _without_confirmed(
     exact: Collection[EndpointId], announced: Mapping[EndpointId, PreciseMatch], tokens: int
 ) -> frozenset[EndpointId]:
-    """The endpoints without those whose events confirm all `tokens` in front of the first medium. Of what is behind it
-    the events cannot be asked, so there counts what was routed."""
+    """Return the endpoints without those whose events confirm all `tokens` in front of the first medium. Of what is
+    behind it the events cannot be asked, so there counts what was routed."""
     confirmed = {endpoint for endpoint, match in announced.items() if match.tokens + _LARGEST_BLOCK > tokens}
     return frozenset(exact) - confirmed
 

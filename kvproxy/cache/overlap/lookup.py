@@ -95,8 +95,8 @@ class LookupClient:
         hashes: array[int],
         denied: DeniedPlacements,
     ) -> list[HolderOverlap]:
-        """What the holders are worth for these endpoints, by instance id; what is in a shared store, for all that
-        read it.
+        """Return what the holders are worth for these endpoints, by instance id; what is in a shared store, for all
+        that read it.
 
         A number that may not be a contiguous prefix is capped by what was routed there, where anything was, and by
         what the engine had when it was last found wrong. Holders that serve another model are passed over; `known` are

@@ -92,7 +92,7 @@ class LookupTask:
         return tokenize.inline and facts.prompt_bytes >= tokenize.inline_min and self._tokens.may_ask(facts)
 
     async def ask(self, facts: RequestFacts) -> list[HolderOverlap]:
-        """The holders that came in time. Tokens learned on the way are put into `facts`."""
+        """Return the holders that came in time. Tokens learned on the way are put into `facts`."""
         left_s = self._settings.lookup_routing_timeout - (self._clock() - facts.started_at)
         question = _question(facts)
         task = self._tasks.get(question)

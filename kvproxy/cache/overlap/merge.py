@@ -83,7 +83,7 @@ def _with_events(
     exact: Collection[EndpointId],
     trust: Trust,
 ) -> dict[EndpointId, Overlap]:
-    """What was routed and what KV events say.
+    """Return what was routed and what KV events say.
 
     A complete event stream (`exact`) is believed over everything that was ever routed there. Only this prompt's blocks
     in requests still `in_flight` count besides: they are promised and not yet announced. Without a complete stream the
@@ -139,7 +139,8 @@ def _add_holders(
 
 
 def in_steps(overlap: Overlap, step: int, prompt_tokens: int) -> Overlap:
-    """What an engine that reuses multiples of `step` makes of what it holds: it always computes the last token."""
+    """Return what an engine that reuses multiples of `step` makes of what it holds: it always computes the
+    last token."""
     most = overlap.tokens if prompt_tokens <= 0 else min(overlap.tokens, prompt_tokens - 1)
     tokens = most - most % step
     device = min(overlap.device_tokens, tokens)
@@ -154,8 +155,8 @@ def in_steps(overlap: Overlap, step: int, prompt_tokens: int) -> Overlap:
 
 
 def tolerated_tokens(predicted_tokens: int) -> int:
-    """What reuse may stay behind a right prediction by: engines reuse whole blocks and always compute the last one, and
-    lengths in bytes only estimate tokens."""
+    """Return what reuse may stay behind a right prediction by: engines reuse whole blocks and always compute the last
+    one, and lengths in bytes only estimate tokens."""
     return min(predicted_tokens // 2, 64) + predicted_tokens // 8
 
 
@@ -167,8 +168,8 @@ def is_contradicted(predicted_tokens: int, cached_tokens: int) -> bool:
 def preferred_endpoint(
     facts: OverlapFacts, endpoints: Iterable[Endpoint], *, model: str, min_tokens: int
 ) -> EndpointId | None:
-    """The endpoint that serves the model and holds most, at least `min_tokens` (never less than one); among equals the
-    first."""
+    """Return the endpoint that serves the model and holds most, at least `min_tokens` (never less than one); among
+    equals the first."""
     best = None
     most = max(min_tokens, 1) - 1
     held = facts.by_endpoint

@@ -119,7 +119,7 @@ class OverlapSources:
     def gather(
         self, request: InferenceRequest, body: bytes, *, cluster: Cluster, model: str = "", tenant: str = ""
     ) -> RequestFacts:
-        """What our own sources know, at once. `model` is what the engines call it, where that differs."""
+        """Return what our own sources know, at once. `model` is what the engines call it, where that differs."""
         began = self._clock()
         indexes = self.indexes[cluster.name]
         model = model or request.model or self._settings.default_model
@@ -153,7 +153,7 @@ class OverlapSources:
         return facts
 
     async def look_up(self, facts: RequestFacts) -> list[HolderOverlap]:
-        """What the lookup service says within what is left of the routing deadline."""
+        """Return what the lookup service says within what is left of the routing deadline."""
         facts.wants_lookup = False
         return await self._lookup_task.ask(facts)
 
@@ -244,7 +244,7 @@ class OverlapSources:
         facts.overlaps = OverlapFacts(prompt_tokens, found, hot_tokens, cursor.hashes, block_tokens)
 
     def _mixed(self, facts: RequestFacts, bytes_per_token: float) -> MixedPrompt:
-        """The prompt's text and media in tokens, as its model makes them."""
+        """Return the prompt's text and media in tokens, as its model makes them."""
         counts = [self._media_counts.look_up(facts.model, medium) for medium in facts.media]
         return MixedPrompt(facts.media, counts, bytes_per_token=bytes_per_token)
 

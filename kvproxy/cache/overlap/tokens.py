@@ -122,7 +122,7 @@ class TokenSource:
         )
 
     def start_tokenizing(self, facts: RequestFacts) -> asyncio.Task[AskedTokens | None] | None:
-        """The task that tokenizes this prompt, shared by all requests for it meanwhile; None beyond the bound.
+        """Return the task that tokenizes this prompt, shared by all requests for it meanwhile; None beyond the bound.
 
         It outlives the request that awaits it: shield the wait, never cancel the task.
         """
@@ -155,7 +155,7 @@ class TokenSource:
         await cancel_tasks(self._tasks.values())
 
     async def _fetch(self, facts: RequestFacts) -> AskedTokens | None:
-        """The prompt's tokens, remembered; None where no engine could say. Never raises but for cancellation."""
+        """Return the prompt's tokens, remembered; None where no engine could say. Never raises but for cancellation."""
         chosen = self._engines.find_tokenizer(facts.endpoints)
         if chosen is None:
             self._outcomes.labels("no_engine").inc()
@@ -191,7 +191,7 @@ class TokenSource:
         return self._beginning(facts, answer.tokens, parts=parts)
 
     def _beginning(self, facts: RequestFacts, tokens: TokenIds, *, parts: int) -> AskedTokens:
-        """What these tokens of its leading messages are to a prompt."""
+        """Return what these tokens of its leading messages are to a prompt."""
         rest = sum(map(len, facts.request.prompt.parts[parts:]))
         return AskedTokens(self.memory.beginning(tokens), facts.prompt_bytes - rest, False)
 
@@ -219,7 +219,7 @@ class TokenSource:
 
 
 async def _call(client: VllmClient, facts: RequestFacts, body: bytes, *, counted: int | None) -> Tokenized:
-    """Raises WrongTokens for another number than the engine `counted` when it served the prompt."""
+    """Raise WrongTokens for another number than the engine `counted` when it served the prompt."""
     request = facts.request
     if request.kind is RequestKind.COMPLETION:
         answer = await client.tokenize_prompt(facts.model, msgspec.json.decode(request.prompt.parts[0], type=str))

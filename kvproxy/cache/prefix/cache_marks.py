@@ -81,17 +81,17 @@ class Looks:
 
 
 def parts_of_message(message: bytes) -> list[_Object]:
-    """The parts of its content."""
+    """Return the parts of its content."""
     return _decode_message(message).content
 
 
 def block_itself(block: bytes) -> list[_Object]:
-    """A block of a system prompt."""
+    """Return a block of a system prompt."""
     return [_decode_object(block)]
 
 
 def count_marks(messages: Sequence[bytes]) -> int:
-    """The marks in them, spelled as the first message is; an unusual one (its `ttl` first) is not found."""
+    """Return the marks in them, spelled as the first message is; an unusual one (its `ttl` first) is not found."""
     text = b"\0".join(messages)  # one long text is searched sooner than many
     first = text.find(_UNDERSCORE)  # and a single byte is found in a tenth of the time
     if first < 0:
@@ -173,7 +173,7 @@ def _cut(data: bytes, values: Iterable[bytes]) -> bytes:
 
 
 def read_ttl_s(prompt: Prompt) -> float | None:
-    """The longest time that a mark asks for; None without marks."""
+    """Return the longest time that a mark asks for; None without marks."""
     looked_at = (prompt.shape, *prompt.parts[-_MARKED_PARTS:])
     marks = [each[1] for text in looked_at if _NAME in text for each in _any_mark(text)]
     if not marks:

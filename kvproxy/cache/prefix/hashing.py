@@ -64,7 +64,7 @@ def token_bytes(tokens: array[int]) -> bytes:
 
 
 def little_endian(values: array[int]) -> array[int]:
-    """The array itself, or a swapped copy where the machine is big-endian (and the other way round)."""
+    """Return the array itself, or a swapped copy where the machine is big-endian (and the other way round)."""
     if sys.byteorder == "big":  # pragma: no cover
         values = values[:]
         values.byteswap()
@@ -98,7 +98,7 @@ def text_chain(data: bytes, seed: int, *, start: int = 0) -> array[int]:
 
 @cache
 def _text_slices(count: int) -> Callable[[bytes, int], tuple[bytes, ...]]:
-    """Takes so many blocks of text at once, which is faster than one by one; up to `_ROW`."""
+    """Take so many blocks of text at once, which is faster than one by one; up to `_ROW`."""
     return Struct(f"{TEXT_BLOCK_BYTES}s" * count).unpack_from
 
 
@@ -108,7 +108,7 @@ def canonical_bytes(prompt: Prompt) -> bytes:
 
 
 def canonical_tail(parts: Sequence[bytes]) -> bytes:
-    """What these last parts of a prompt put at the end of its canonical bytes."""
+    """Return what these last parts of a prompt put at the end of its canonical bytes."""
     return _END_OF_PART.join((*parts, b""))
 
 

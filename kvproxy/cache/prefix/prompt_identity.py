@@ -83,7 +83,7 @@ RULED = (_CHAT, RequestKind.MESSAGES)
 
 
 def prompt_identity(kind: RequestKind, prompt: Prompt, *, drops_header: bool = True) -> Prompt:
-    """The prompt in the bytes that name it, with as many parts. Equal ones render alike on engines that drop the
+    """Return the prompt in the bytes that name it, with as many parts. Equal ones render alike on engines that drop the
     billing header, or that do not."""
     shape = prompt.shape
     parts = prompt.parts
@@ -117,7 +117,7 @@ class PartRules:
         self.marked: list[int] = []  # places of messages with a mark
 
     def apply(self, messages: Sequence[bytes], first: int = 0) -> list[bytes]:
-        """The bytes that name these messages of the prompt, the first of which stands at that place."""
+        """Return the bytes that name these messages of the prompt, the first of which stands at that place."""
         new = list(messages)
         as_text = self._as_text
         self._has_marks = count_marks(new) > (0 if self._chat else self._cut_last_marks(new, first))

@@ -101,8 +101,8 @@ class SessionHashes:
     def identified(
         self, kind: RequestKind, prompt: Prompt, seed: int, *, drops_header: bool = True
     ) -> tuple[array[int], Sequence[int], int, PromptText | None]:
-        """The text blocks, the message keys and the bytes of the prompt's identity, and its text, for a kind whose
-        messages have rules. Only messages that did not come in the same bytes before are looked at."""
+        """Return the text blocks, the message keys and the bytes of the prompt's identity, and its text, for a kind
+        whose messages have rules. Only messages that did not come in the same bytes before are looked at."""
         raw = prompt.parts
         shape = prompt.shape
         text = PromptText(shape, raw.__getitem__, len(raw), len(shape) + 1)
@@ -145,7 +145,8 @@ class SessionHashes:
         return self.blocks_of(text, seed, keys), keys, prompt_bytes, text
 
     def _find_shape(self, kind: RequestKind, shape: bytes, text: PromptText, seed: int, *, drops_header: bool) -> int:
-        """The key of a shape's identity, looked up by the shape without the header that is new with each request."""
+        """Return the key of a shape's identity, looked up by the shape without the header that is new with each
+        request."""
         text.made_shape = partial(shape_identity, kind, shape, drops_header=drops_header)
         begin, end = header_span(shape) if drops_header else (0, 0)
         rough = xxh3_64_intdigest(shape[:begin], seed ^ drops_header) if end else seed ^ drops_header
@@ -159,8 +160,8 @@ class SessionHashes:
     def _find_plain(
         self, text: PromptText, raw: tuple[bytes, ...], seed: int, sent: Sequence[int]
     ) -> array[int] | None:
-        """The blocks of messages that are named by the bytes that were sent; None: some are not. What is known by its
-        bytes is named by them."""
+        """Return the blocks of messages that are named by the bytes that were sent; None: some are not. What is known
+        by its bytes is named by them."""
         if not raw[-1].startswith(HEADS_OF_TEXT):
             return None
         known = self._known
@@ -183,7 +184,7 @@ class SessionHashes:
         return hashes
 
     def _find_named(self, sent: Sequence[int], kind: RequestKind, drops_header: bool) -> tuple[_Named | None, int]:
-        """The longest beginning that came before, and its messages."""
+        """Return the longest beginning that came before, and its messages."""
         named = self._named
         count = len(sent)
         for key in reversed(sent):
@@ -248,7 +249,8 @@ def _size_of_named(messages: _Named) -> int:
 
 
 def _continued(earlier: array[int], text: PromptText) -> array[int]:
-    """The blocks of a prompt that begins with the text of these; only messages they do not cover are looked at."""
+    """Return the blocks of a prompt that begins with the text of these; only messages they do not cover are
+    looked at."""
     covered = TEXT_BLOCK_BYTES * len(earlier)
     first = text.parts
     offset = text.size

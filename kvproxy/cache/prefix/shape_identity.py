@@ -39,7 +39,7 @@ _decode_items = msgspec.json.Decoder(list[Raw]).decode
 
 
 def shape_identity(kind: RequestKind, shape: bytes, *, drops_header: bool = True) -> bytes:
-    """The same for a prompt's shape."""
+    """Return the same for a prompt's shape."""
     if kind is RequestKind.MESSAGES and shape:
         named = []
         at = 0

@@ -45,7 +45,7 @@ class HashedTokens:
         return blocks
 
     def leading_blocks(self, block_size: int, seed: int, tokens: int) -> array[int]:
-        """The same of the first `tokens` only."""
+        """Return the same of the first `tokens` only."""
         blocks = self.blocks(block_size, seed)
         count = tokens // block_size
         return blocks if count >= len(blocks) else blocks[:count]
@@ -127,8 +127,9 @@ class TokenMemory:
         return self._bytes
 
     def recall(self, keys: Sequence[int]) -> Recalled | None:
-        """The tokens of the longest known message prefix of the prompt that has these keys (`hashing.message_chain`,
-        begun from all that shapes the template besides); None when nothing useful is known."""
+        """Return the tokens of the longest known message prefix of the prompt that has these keys
+        (`hashing.message_chain`, begun from all that shapes the template besides); None when nothing useful is known.
+        """
         for parts in range(len(keys), 0, -1):
             entry = self._get(keys[parts - 1])
             if entry is None:
@@ -144,7 +145,8 @@ class TokenMemory:
         return None
 
     def remember(self, keys: Sequence[int], tokens: array[int]) -> HashedTokens:
-        """The whole prompt with these keys tokenizes to `tokens` (`array('I')`), the generation prompt included."""
+        """Return the whole prompt with these keys tokenizes to `tokens` (`array('I')`), the generation prompt
+        included."""
         entry = _Entry(HashedTokens(tokens), self._clock() + self._ttl_s)
         if not keys or _size(entry) > self._max_bytes:
             self.stats.too_large += bool(keys)
@@ -162,12 +164,12 @@ class TokenMemory:
         return entry.hashed
 
     def tokens_of(self, key: int) -> array[int] | None:
-        """The tokens of the prompt whose last key this is, if it was tokenized as it is."""
+        """Return the tokens of the prompt whose last key this is, if it was tokenized as it is."""
         entry = self._get(key)
         return None if entry is None else entry.hashed.tokens
 
     def beginning(self, tokens: array[int]) -> array[int]:
-        """What surely stays of a prompt's tokens when it grows; empty where nothing does."""
+        """Return what surely stays of a prompt's tokens when it grows; empty where nothing does."""
         return tokens[: max(0, len(tokens) - self._given_up) // self._block_tokens * self._block_tokens]
 
     def forget(self, keys: Sequence[int]) -> None:

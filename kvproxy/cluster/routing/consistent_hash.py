@@ -57,12 +57,12 @@ class ConsistentHash(Policy):
 
 
 def key_of(request: PickRequest) -> bytes:
-    """What a request is hashed by; b"" when there is nothing."""
+    """Return what a request is hashed by; b"" when there is nothing."""
     return request.session_key.encode("utf-8", "surrogatepass") if request.session_key else request.prompt_head
 
 
 def totals(candidates: Sequence[Candidate]) -> tuple[int, float]:
-    """Requests in flight and weight of all candidates."""
+    """Return requests in flight and weight of all candidates."""
     in_flight = 0
     weight = 0.0
     for candidate in candidates:

@@ -45,7 +45,7 @@ def own_s(facts: OverlapFacts, endpoint: EndpointId, speeds: SpeedModel) -> floa
 
 
 def own_s_with(overlap: Overlap, prompt: int, endpoint: EndpointId, speeds: SpeedModel) -> float:
-    """The same, of a prompt of which this is held there."""
+    """Return the same, of a prompt of which this is held there."""
     matched = min(overlap.tokens, prompt)
     onboarding_s = onboarding_s_of(overlap, prompt, endpoint, speeds) if overlap.lower else 0.0
     return prefill_s(prompt - matched, matched, onboarding_s, speeds.seconds)
@@ -57,7 +57,7 @@ def onboarding_s_of(overlap: Overlap, prompt_tokens: int, endpoint: EndpointId, 
 
 
 def least_own_s(facts: OverlapFacts, candidates: Sequence[Candidate], speeds: SpeedModel) -> float:
-    """The same where most is cached: what the router queue orders by."""
+    """Return the same where most is cached: what the router queue orders by."""
     return min(own_s(facts, candidate.id, speeds) for candidate in candidates)
 
 

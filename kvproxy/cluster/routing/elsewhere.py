@@ -78,9 +78,10 @@ class Others(msgspec.Struct, frozen=True):
     rank: int
 
     def choose_apart(self, best: int, costs: Sequence[float], work_s: float) -> int:
-        """The endpoint to take where `best` costs least and `work_s` seconds of prefill come to all routers a second.
-        What others placed within the delay is not known. If all did best it would fill the cheapest endpoints up to one
-        level; each router keeps to the share of that room that its rank has, and takes there what costs least."""
+        """Return the endpoint to take where `best` costs least and `work_s` seconds of prefill come to all routers a
+        second. What others placed within the delay is not known. If all did best it would fill the cheapest endpoints
+        up to one level; each router keeps to the share of that room that its rank has, and takes there what costs
+        least."""
         unknown_s = work_s * self.delay_s * (self.routers - 1) / self.routers
         near = sorted((cost, i) for i, cost in enumerate(costs) if cost < costs[best] + unknown_s)
         filled = unknown_s + sum(cost for cost, _ in near)
@@ -141,7 +142,7 @@ class Elsewhere:
         self._line: list[tuple[float, Features]] = []  # the heads of others' lines, the oldest first
 
     def tell(self, origin: Hashable, row: LoadRow | None, now: float) -> LoadRow | None:
-        """A router's latest word; None: it is gone. The word before it."""
+        """Return a router's latest word; None: it is gone. The word before it."""
         before = self._told.pop(origin, None)
         if row is not None:
             line = [(now - one.age_s, one.work) for one in row.head]
@@ -154,7 +155,7 @@ class Elsewhere:
         return None if before is None else before.row
 
     def take_prefilled(self, until: float) -> Features:
-        """The work that others' first tokens showed up to then, as far as it was not taken yet."""
+        """Return the work that others' first tokens showed up to then, as far as it was not taken yet."""
         taken = NO_WORK
         later = deque[tuple[float, Features]](maxlen=MAX_SHOWN)
         for at, work in self._prefilled:
@@ -173,7 +174,7 @@ class Elsewhere:
         return begun
 
     def head_of_all(self, own: Iterable[tuple[float, Features]]) -> Features:
-        """What the engine is at once at work on, of our own pending work, the oldest first, and others'."""
+        """Return what the engine is at once at work on, of our own pending work, the oldest first, and others'."""
         return head_of(work for _, work in merge(own, self._line, key=itemgetter(0)))
 
     def _sum(self) -> None:

@@ -52,7 +52,7 @@ class FairQueue(Generic[ItemT]):
         self._virtual_s = 0.0  # work granted to the tenant released last: where a newcomer starts
 
     def __len__(self) -> int:
-        """Requests waiting."""
+        """Return requests waiting."""
         return self._count
 
     @property
@@ -81,7 +81,7 @@ class FairQueue(Generic[ItemT]):
         return ticket
 
     def poll(self, least_wait_s: LeastWait, now: float) -> Ticket[ItemT] | None:
-        """The request to place now, if any. Place it and poll again with the new loads."""
+        """Return the request to place now, if any. Place it and poll again with the new loads."""
         oldest = self._oldest()
         if oldest is not None and now - oldest.queued_at >= self.settings.max_wait_s:
             return self._take(oldest)

@@ -160,7 +160,7 @@ class EndpointLoad:
         return self._work
 
     def row(self, now: float) -> LoadRow:
-        """What others are told of it."""
+        """Return what others are told of it."""
         others = self.elsewhere
         pending = self._work if self._pending else NO_WORK
         resident = self.resident_tokens if others is None else self.resident_tokens - others.resident_tokens
@@ -331,7 +331,8 @@ class EndpointLoad:
         return self._left(seconds, slowness, now)[0]
 
     def _left(self, seconds: Features | None, slowness: float, now: float) -> tuple[Features, float, int]:
-        """The same, when the engine began with the oldest of them, and how many before it are hidden and over."""
+        """Return the same, when the engine began with the oldest of them, and how many before it are hidden
+        and over."""
         pending = self._pending
         work = self._work
         begun = self._begun
@@ -381,7 +382,7 @@ class EndpointLoad:
         return math.inf
 
     def _void(self, reservation: Reservation, now: float) -> None:
-        """Takes a request out whose first token was not seen, and with it the open sample."""
+        """Take a request out whose first token was not seen, and with it the open sample."""
         if self._settle(reservation) is not None:
             self._sample.begin(now)
             self._begun = self._shown_at = now
@@ -401,7 +402,7 @@ class EndpointLoad:
         self._sample.presume(work)
 
     def _settle(self, reservation: Reservation) -> Features | None:
-        """Takes a request out of the pending ones; None when it is none."""
+        """Take a request out of the pending ones; None when it is none."""
         work = self._pending.pop(reservation, None)
         if work is not None:
             self.hidden_requests -= reservation.hidden

@@ -33,7 +33,7 @@ class OnboardingCosts:
         self._sums: dict[EndpointId, dict[Tier, tuple[float, float]]] = {_POOL: {}}
 
     def seconds_per_token(self, endpoint: EndpointId, tier: Tier, token_s: float) -> float:
-        """The price there, where computing a token takes `token_s`."""
+        """Return the price there, where computing a token takes `token_s`."""
         price = self.pool_price(tier, token_s)
         sums = self._sums.get(endpoint)
         if sums is None or tier not in sums:
@@ -42,7 +42,7 @@ class OnboardingCosts:
         return min(token_s, (seconds + PRIOR_TOKENS * price) / (tokens + PRIOR_TOKENS))
 
     def pool_price(self, tier: Tier, token_s: float) -> float:
-        """The price on an endpoint of which nothing is known."""
+        """Return the price on an endpoint of which nothing is known."""
         seconds, tokens = self._sums[_POOL].get(tier, (0.0, 0.0))
         prior_s = (1.0 - self.weights.of(tier)) * token_s
         return min(token_s, (seconds + PRIOR_TOKENS * prior_s) / (tokens + PRIOR_TOKENS))
@@ -73,7 +73,7 @@ class OnboardingCosts:
         }
 
     def pool_prices(self, token_s: float) -> dict[Tier, float]:
-        """The pool's, of tiers that anything was brought up from."""
+        """Return the pool's, of tiers that anything was brought up from."""
         return {tier: self.pool_price(tier, token_s) for tier in self._sums[_POOL]}
 
     def forget(self, endpoint: EndpointId) -> None:

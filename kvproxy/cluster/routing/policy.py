@@ -212,5 +212,5 @@ class Policy(ABC):
         """The endpoint left the cluster for good."""
 
     def estimates(self, now: float) -> Mapping[str, object]:
-        """What it has learned: plain values by name, units in the names; empty where it learns nothing."""
+        """Return what it has learned: plain values by name, units in the names; empty where it learns nothing."""
         return {}

@@ -47,14 +47,14 @@ POLICIES: Mapping[PolicyName, type[Policy]] = {
 
 
 def make_policy(name: PolicyName, settings: ClusterSettings, *, rng: random.Random) -> Policy:
-    """A fresh policy of this name, with the parameters it has in this cluster."""
+    """Return a fresh policy of this name, with the parameters it has in this cluster."""
     kind = POLICIES[name]
     parameters = configured(settings, name)
     return kind(rng=rng) if parameters is None else kind(rng=rng, settings=parameters)
 
 
 def configured(settings: ClusterSettings, name: PolicyName) -> Model | None:
-    """The parameters that a policy of this name begins with in this cluster; None: it has none."""
+    """Return the parameters that a policy of this name begins with in this cluster; None: it has none."""
     parameters: Model | None = getattr(settings.parameters, name.value, None)
     return parameters
 
@@ -93,7 +93,7 @@ def tuned(settings: Model, changes: Mapping[str, Any]) -> Model:
 
 
 def ranges(settings: Model) -> dict[str, str]:
-    """What each parameter may be, for people: `0 to 1`, `0 to 10 or null`."""
+    """Return what each parameter may be, for people: `0 to 1`, `0 to 10 or null`."""
     return {name: _range(about) for name, about in type(settings).model_json_schema()["properties"].items()}
 
 

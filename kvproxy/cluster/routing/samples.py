@@ -58,7 +58,7 @@ class OpenSample:
         self.ended_at = now
 
     def close(self) -> Sample | None:
-        """What there is until its end, from which the next one begins; None if that took no time."""
+        """Return what there is until its end, from which the next one begins; None if that took no time."""
         ended_at = self.ended_at
         busy_s = self.ended_at - self._began_at
         sample = (self._done, busy_s, self._lower) if busy_s > 0.0 else None

@@ -156,7 +156,7 @@ class SpeedModel:
         self.onboarding.forget(endpoint)
 
     def estimates(self, now: float) -> SpeedEstimates:
-        """What is believed now."""
+        """Return what is believed now."""
         request_s, token_s, attention_s, _ = self.seconds
         return SpeedEstimates(
             request_s=request_s,
@@ -309,7 +309,7 @@ class SpeedState(msgspec.Struct, array_like=True, frozen=True):
 
 
 def checked(state: SpeedState, *, scale: tuple[float, float, float]) -> None:
-    """Raises ValueError for a state no model of this scale could have been in."""
+    """Raise ValueError for a state no model of this scale could have been in."""
     if state.scale != scale:
         raise ValueError("learned from other priors")
     if (len(state.theta), len(state.gram), len(state.moment)) != (3, 9, 3):

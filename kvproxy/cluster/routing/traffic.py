@@ -92,7 +92,8 @@ class Utilisation:
         return rho if rho < self._ceiling else self._ceiling, (arrived_before * rest + arrived) / window_s
 
     def _at(self, now: float) -> tuple[float, float, float, float, float]:
-        """A window later than the one under way: its start, work and work before, requests and requests before."""
+        """Return a window later than the one under way: its start, work and work before, requests and
+        requests before."""
         if self._started_at is None:
             return now, 0.0, self._prior_work, 0.0, 0.0
         elapsed = now - self._started_at
@@ -130,8 +131,8 @@ class ArrivalStats:
     def estimate(
         self, endpoints: Sequence[EndpointId], waits_s: Sequence[float], now: float
     ) -> Sequence[EndpointArrivals]:
-        """The past of each up to about `now`, when a prefill would wait so long there. To be read only, and given to
-        `update` if a placement follows."""
+        """Return the past of each up to about `now`, when a prefill would wait so long there. To be read only, and
+        given to `update` if a placement follows."""
         if endpoints is self._listed and now - self._oldest_at < REFRESH_S:
             return self._entries
         known = self._by_endpoint
@@ -173,5 +174,5 @@ class ArrivalStats:
         self._listed = self._entries = ()
 
     def known(self) -> Mapping[EndpointId, EndpointArrivals]:
-        """What stands at present, by endpoint."""
+        """Return what stands at present, by endpoint."""
         return dict(self._by_endpoint)

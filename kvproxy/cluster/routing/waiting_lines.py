@@ -43,7 +43,7 @@ def urgency_s(
 
 
 def engine_priority(urgency: float) -> int:
-    """The same in milliseconds, as vLLM takes it in `priority`: an integer, the lower first."""
+    """Return the same in milliseconds, as vLLM takes it in `priority`: an integer, the lower first."""
     return round(1000.0 * urgency)
 
 
@@ -128,7 +128,7 @@ class WaitingLines(Generic[ItemT]):
         return {head[2].model for head in self.heads()}
 
     def heads(self) -> Sequence[Entry[ItemT]]:
-        """The most urgent request of each line. Lines that are empty by now are forgotten."""
+        """Return the most urgent request of each line. Lines that are empty by now are forgotten."""
         for key, line in tuple(self._lines.items()):
             while line and line[0][2].released:
                 heapq.heappop(line)

@@ -65,7 +65,7 @@ def sum_of(a: Features, b: Features) -> Features:
 
 
 def head_of(works: Iterable[Features]) -> Features:
-    """What the engine is at once at work on, of pending work with the oldest first."""
+    """Return what the engine is at once at work on, of pending work with the oldest first."""
     requests = tokens = attention = lower = 0.0
     for a, b, c, d in works:
         requests = requests + a
@@ -78,7 +78,7 @@ def head_of(works: Iterable[Features]) -> Features:
 
 
 def difference(a: Features, b: Features) -> Features:
-    """The first without the second."""
+    """Return the first without the second."""
     return (a[0] - b[0], a[1] - b[1], a[2] - b[2], a[3] - b[3])
 
 

@@ -44,7 +44,7 @@ class FileDiscovery:
         self._thread = TimedThread("endpoints file")
 
     async def endpoints(self) -> Answer:
-        """The file's endpoints; it is parsed only when its text changed."""
+        """Return the file's endpoints; it is parsed only when its text changed."""
         try:
             return await self._thread.call(self._read, timeout_s=_TIMEOUT_S)
         except TimeoutError as error:

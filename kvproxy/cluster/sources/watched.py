@@ -43,6 +43,6 @@ class TooOld(KvproxyError):
 
 
 def check_count(items: int, what: str) -> None:
-    """Raises BadResponse for more items than are kept."""
+    """Raise BadResponse for more items than are kept."""
     if items > MAX_ITEMS:
         raise BadResponse(f"more than {MAX_ITEMS} {what}: narrow what is asked for")

@@ -110,7 +110,7 @@ class EtcdPrefix:
                 start = _bytes(page.kvs[-1].key) + b"\0"
 
     async def watch(self, version: str) -> AsyncGenerator[Changes[bytes]]:
-        """What changed since, as it does; without changes once it has begun."""
+        """Yield what changed since, as it does; without changes once it has begun."""
         create = {
             "key": _text(self._prefix),
             "range_end": _text(_end_of(self._prefix)),
@@ -145,7 +145,7 @@ class EtcdPrefix:
             raise
 
     async def _authenticate(self, http: httpx.AsyncClient, url: str) -> str:
-        """A token, which is good for a list or a watch that begins within minutes."""
+        """Return a token, which is good for a list or a watch that begins within minutes."""
         api = StreamApi(http, url, service="etcd")
         path = "/v3/auth/authenticate"
         body = msgspec.json.encode({"name": self._user, "password": self._password})
@@ -186,7 +186,7 @@ def _result(line: bytes) -> _Result:
 
 
 def _end_of(prefix: bytes) -> bytes:
-    """The first key beyond all that begin so."""
+    """Return the first key beyond all that begin so."""
     cut = prefix.rstrip(b"\xff")
     return cut[:-1] + bytes([cut[-1] + 1]) if cut else b"\0"
 

@@ -76,5 +76,5 @@ class PeerClaims:
 
 
 def owner_of(what: str, candidates: Iterable[Origin]) -> Origin:
-    """The one of them that everyone takes for the owner who knows the same ones."""
+    """Return the one of them that everyone takes for the owner who knows the same ones."""
     return max(candidates, key=lambda one: xxh3_64_intdigest(f"{what} {one} {one.epoch}".encode()))

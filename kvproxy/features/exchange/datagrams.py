@@ -41,7 +41,7 @@ class Siblings:
     count: int
 
     def path(self, number: int) -> str:
-        """A worker's socket."""
+        """Return a worker's socket."""
         return str(self.folder / f"sync-{number}.sock")
 
 

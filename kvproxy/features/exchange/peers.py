@@ -168,7 +168,7 @@ class Peers:
         self._send(wire.encode(message), None)
 
     def _peer(self, origin: Origin, now: float, *, begins: bool, beats: bool) -> Peer | None:
-        """The peer, a new one if need be; None: of a life that is over."""
+        """Return the peer, a new one if need be; None: of a life that is over."""
         known = self.known.get(origin.place)
         if known is not None and known.origin == origin:
             return known

@@ -95,7 +95,7 @@ def put_pieces(
     *,
     clock: Clock,
 ) -> Generator[None, None, None]:
-    """What came of them. Raises Unusable for a snapshot that is none of ours; then nothing has been changed."""
+    """Yield what came of them. Raises Unusable for a snapshot that is none of ours; then nothing has been changed."""
     if data and kvcache is not None:
         snapshot = decode(data)
         taken_at = snapshot.kept.taken_at  # by the peer's clock: it was taken just now
@@ -166,7 +166,8 @@ class Handover:
         self._tasks.start(self._take(peer, data, rest), name="sync join")
 
     async def keep_in(self, store: StoreLink, claims: Claims) -> NoReturn:
-        """What would be lost with all proxies: read, if none is left to tell it, and then written by one of them."""
+        """Return what would be lost with all proxies: read, if none is left to tell it, and then written by one of
+        them."""
         known = failed = False
         pause_s = RECALL_S
         while True:

@@ -110,7 +110,7 @@ class StoreLink(BackgroundTask):
         """For proxies that start when none is left to ask. Nothing where it `keeps` nothing."""
 
     async def recall(self, ttl_s: float) -> tuple[bytes, float]:
-        """What is kept for so long, and how long it has been; b"" for nothing."""
+        """Return what is kept for so long, and how long it has been; b"" for nothing."""
         return b"", 0.0
 
     def _place(self, origin: Origin) -> str:

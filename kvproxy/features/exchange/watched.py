@@ -53,7 +53,7 @@ def numbers(code: str, data: bytes) -> array[int]:
 
 
 def add_to_digest(digest: int, hashes: bytes) -> int:
-    """The digest of what was told, with one prompt more."""
+    """Return the digest of what was told, with one prompt more."""
     return (digest + int.from_bytes(hashes[-8:], "little")) & ((1 << 64) - 1)
 
 
@@ -133,14 +133,14 @@ class LedgerWatch:
         self._bound += bound
 
     def told(self, now: float) -> EndpointLoads:
-        """The ledger as it stands."""
+        """Return the ledger as it stands."""
         row = self.load.row(now)
         row = msgspec.structs.replace(row, routed_s=self._routed_s, routed=self._routed, bound=self._bound)
         return EndpointLoads(*self.key, row)
 
 
 def session_served(cluster: str, session: int, response: int, served: Served, now: float) -> deltas.SessionServed:
-    """What is known of a session or response, on the deltas."""
+    """Return what is known of a session or response, on the deltas."""
     age_s = now - served.at
     endpoint = str(served.endpoint)
     keys = as_bytes(served.keys)

@@ -148,7 +148,7 @@ def encode(message: Message) -> bytes:
 
 
 def held_bytes(message: Batch | Standing, encoded_bytes: int) -> int:
-    """What it takes while it is held."""
+    """Return what it takes while it is held."""
     parts = len(message.deltas) if isinstance(message, Batch) else len(message.open)
     return encoded_bytes + _PART_BYTES * (1 + parts + sum(1 + len(one.row.head) for one in message.loads))
 
@@ -179,7 +179,7 @@ def _can_be_said(delta: Delta) -> bool:
 
 
 def decode(data: bytes) -> Message:
-    """Raises msgspec.DecodeError for anything else."""
+    """Raise msgspec.DecodeError for anything else."""
     if len(data) > 2 * MAX_BYTES:
         raise msgspec.DecodeError("too large")
     try:
@@ -195,7 +195,7 @@ def encode_deltas(said: list[Delta]) -> bytes:
 
 
 def decode_deltas(data: bytes) -> list[Delta]:
-    """Raises msgspec.DecodeError for anything else."""
+    """Raise msgspec.DecodeError for anything else."""
     try:
         said: list[Delta] = _delta_decoder.decode(data)
     except UnicodeDecodeError:

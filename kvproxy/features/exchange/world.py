@@ -36,11 +36,11 @@ class ClusterPart(Protocol):
     def policy(self) -> Policy: ...
 
     def loads(self) -> Iterable[tuple[EndpointId, EndpointLoad]]:
-        """The ledgers of the endpoints there are."""
+        """Return the ledgers of the endpoints there are."""
         ...
 
     def load(self, endpoint: EndpointId) -> EndpointLoad | None:
-        """The ledger of this one; None: there is no such endpoint."""
+        """Return the ledger of this one; None: there is no such endpoint."""
         ...
 
     def load_told(self, endpoint: EndpointId, in_flight_before: int) -> None:

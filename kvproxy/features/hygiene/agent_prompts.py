@@ -124,7 +124,7 @@ def _variants(sample: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def judge_agent_prompts(where: str, kind: RequestKind, *, counted: int, tokens: int, rendered: bool) -> Finding:
-    """The verdict on one sample of `counted` tokens."""
+    """Return the verdict on one sample of `counted` tokens."""
     how = "rendered by the engine" if rendered else "as the chat they are"
     if tokens == counted:
         return ok(where, f"prompts of /v1/{kind} are known by their tokens, {how}")

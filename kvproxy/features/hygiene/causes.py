@@ -114,7 +114,7 @@ is_summary = re.compile(
 
 
 def common_volatile_cause(texts: Sequence[bytes]) -> Cause | None:
-    """What the first of these texts has in it, if all of them hold something that changes by itself."""
+    """Return what the first of these texts has in it, if all of them hold something that changes by itself."""
     causes = [volatile_cause(text[:_LOOKED_AT_BYTES]) for text in texts if text.strip()]
     return causes[0] if causes and None not in causes else None
 
@@ -127,5 +127,5 @@ _LOOKS: Sequence[tuple[Cause, Callable[[bytes], object]]] = (
 
 
 def volatile_cause(text: bytes) -> Cause | None:
-    """What it has in it that changes by itself, by the strictest look first."""
+    """Return what it has in it that changes by itself, by the strictest look first."""
     return next((cause for cause, looks in _LOOKS if looks(text)), None)

@@ -50,7 +50,8 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def find_change(session: Session, new: Thread, text: PromptText) -> Change | None:
-    """What broke one of the session's threads, none of which `new` goes on; None where it is a conversation of its own.
+    """Return what broke one of the session's threads, none of which `new` goes on; None where it is a conversation of
+    its own.
 
     Of several threads the one counts that shares most with it.
     """
@@ -223,7 +224,7 @@ def _changed_system(broken: Thread, new: Thread, field: HeadText, difference: in
 
 
 def _place(near: Sequence[Line]) -> str:
-    """The block, and its lines one of which is the first that changed."""
+    """Return the block, and its lines one of which is the first that changed."""
     if not near:
         return f"{PartKind.SYSTEM} 1"
     block = near[0].block

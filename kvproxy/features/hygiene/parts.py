@@ -79,7 +79,7 @@ class HeadText(NamedTuple):
 
 
 def digest_part(text: bytes | memoryview) -> int:
-    """The digest of a part, or of a message."""
+    """Return the digest of a part, or of a message."""
     return xxh3_64_intdigest(text, SEED)
 
 
@@ -94,7 +94,7 @@ def fields_of(shape: bytes) -> list[bytes]:
 
 
 def head_texts(text: PromptText) -> tuple[list[HeadText], int]:
-    """The texts of a head, and the messages that are a part of it."""
+    """Return the texts of a head, and the messages that are a part of it."""
     found = []
     shape = text.shape
     at = 0
@@ -115,7 +115,7 @@ def head_texts(text: PromptText) -> tuple[list[HeadText], int]:
 
 
 def items_of(value: bytes) -> list[bytes]:
-    """The items of a list; of what is none, or too long to be looked at, all of it."""
+    """Return the items of a list; of what is none, or too long to be looked at, all of it."""
     if not value.startswith(b"[") or len(value) > _MAX_LISTED_BYTES:
         return [value]
     try:
@@ -135,7 +135,7 @@ class Heads:
         self._tools: dict[int, array[int]] = {}
 
     def head_of(self, text: PromptText) -> Head:
-        """What is to be kept of the prompt's head."""
+        """Return what is to be kept of the prompt's head."""
         fields = []
         held = 0
         at = 0
@@ -193,7 +193,7 @@ def lines_of(system: bytes) -> Iterator[Line]:
 
 
 def lines_behind(system: bytes, at: int) -> tuple[list[Line], list[Line]]:
-    """The lines that a difference may be in which begins at that byte of it, or up to a block of text behind
+    """Return the lines that a difference may be in which begins at that byte of it, or up to a block of text behind
     it; and all lines after these."""
     near: list[Line] = []
     after: list[Line] = []

@@ -133,7 +133,7 @@ class PrefixBreaks:
             self._dropping.add(place)
 
     def _lost(self, thread: Thread, facts: RequestFacts, result: Result, expected: int) -> PrefixBreak | None:
-        """The engine reused less than expected, although the prompt begins with the last one."""
+        """Return the engine reused less than expected, although the prompt begins with the last one."""
         cached = result.cached_tokens or 0
         endpoint = result.endpoint
         assert endpoint is not None
@@ -178,7 +178,7 @@ class PrefixBreaks:
 
     @staticmethod
     def _step(facts: RequestFacts, result: Result) -> int:
-        """What the engine reuses is a multiple of it."""
+        """Return the step in tokens in which the engine reuses."""
         return 1 if result.endpoint is None else facts.indexes.steps.known.get(result.endpoint, 1)
 
     def _cost(self, cause: Cause, part: str, tokens: int, facts: RequestFacts, result: Result) -> PrefixBreak:
@@ -210,7 +210,7 @@ class PrefixBreaks:
 
 
 def header_of(prompt: Prompt) -> int:
-    """A digest of the billing header that the prompt came with; 0: none. Not every engine leaves it out."""
+    """Return a digest of the billing header that the prompt came with; 0: none. Not every engine leaves it out."""
     shape = prompt.shape
     if shape.startswith(b"system:") and (found := _header_in(shape[:_HEADER_WITHIN])):  # it is the first of the fields
         return found

@@ -81,8 +81,8 @@ class Session:
         self.forgot = False  # there were more conversations than are kept
 
     def continued_by(self, keys: Sequence[int]) -> Thread | None:
-        """The longest of the threads whose last prompt this one begins with, or is. A key names model, salt, head and
-        all messages up to its own, so this is all there is to compare."""
+        """Return the longest of the threads whose last prompt this one begins with, or is. A key names model, salt,
+        head and all messages up to its own, so this is all there is to compare."""
         found = None
         longest = 0
         count = len(keys)
@@ -116,7 +116,7 @@ class Sessions:
         return self._bytes + self.heads.held_bytes
 
     def use(self, key: SessionKey) -> Session:
-        """The session, made on first use."""
+        """Return the session, made on first use."""
         session = self._sessions.get(key)
         if session is None:
             session = self._sessions[key] = Session()

@@ -38,7 +38,7 @@ def rows_of(answer: Mapping[str, Any]) -> list[Row]:
 
 
 def rows_of_receipts(receipts: Iterable[Receipt]) -> tuple[list[Row], int]:
-    """The same of receipts, the oldest first, and how many of these were of a session that returned."""
+    """Return the same of receipts, the oldest first, and how many of these were of a session that returned."""
     rows: dict[tuple[str, str, str], Row] = {}
     seen: set[str] = set()
     returned = 0
@@ -60,7 +60,7 @@ def rows_of_receipts(receipts: Iterable[Receipt]) -> tuple[list[Row], int]:
 
 
 def traffic_report(rows: Sequence[Row], returned: int) -> DoctorReport:
-    """A warning for each row, the dearest first. `returned`: turns that were compared with the one before."""
+    """Return a warning for each row, the dearest first. `returned`: turns that were compared with the one before."""
     if not returned:
         what = "no session has returned yet: nothing to compare (sessions are told by their key, prompts from 4 KB on)"
         return DoctorReport.of_findings([Finding(Severity.OK, "traffic", what, check=CHECK)])

@@ -106,7 +106,7 @@ class KubernetesAccess:
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[StreamApi]:
-        """A connection of its own; the files are read again for each, since tokens are replaced every hour."""
+        """Yield a connection of its own; the files are read again for each, since tokens are replaced every hour."""
         try:
             token, verify = await asyncio.to_thread(self._read)
         except (OSError, ssl.SSLError) as error:
@@ -158,7 +158,7 @@ class Collection(Generic[ObjectT]):
         raise BadResponse(f"{self._resource}: the list does not end after {_MAX_PAGES} pages")
 
     async def watch(self, version: str) -> AsyncGenerator[Changes[ObjectT | LeftOut]]:
-        """What changed since, as it does; without changes once it has begun."""
+        """Yield what changed since, as it does; without changes once it has begun."""
         query = query_string(
             {
                 "labelSelector": self._selector,

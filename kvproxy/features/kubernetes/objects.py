@@ -115,7 +115,7 @@ class Made:
         )
 
     def unready(self, endpoint: EndpointSettings) -> EndpointSettings:
-        """The same, which takes no requests."""
+        """Return the same, which takes no requests."""
         unready = self._take((endpoint.id, ""), endpoint, lambda: endpoint.model_copy(update={"ready": False}))
         assert isinstance(unready, EndpointSettings)
         return unready
@@ -222,7 +222,7 @@ def _endpoint(
 
 
 def _said(about: list[Metadata]) -> dict[str, str]:
-    """What labels and annotations say to kvproxy: the first object's before the next one's."""
+    """Return what labels and annotations say to kvproxy: the first object's before the next one's."""
     said: dict[str, str] = {}
     for metadata in reversed(about):
         for texts in (metadata.labels, metadata.annotations):
@@ -231,7 +231,7 @@ def _said(about: list[Metadata]) -> dict[str, str]:
 
 
 def _weight(text: str) -> float:
-    """A good weight, or 1: a typing error on one pod takes no pod out."""
+    """Return a good weight, or 1: a typing error on one pod takes no pod out."""
     try:
         weight = float(text or "1")
     except ValueError:
@@ -245,7 +245,7 @@ def _ports_of(pod: Pod) -> Iterator[tuple[str | None, int | None]]:
 
 
 def _port(offered: Iterable[tuple[str | None, int | None]], wanted: str) -> int | str:
-    """The number of the port that is wanted, or why there is none."""
+    """Return the number of the port that is wanted, or why there is none."""
     if wanted.isdecimal():
         return int(wanted)
     numbers = [(name or "", number) for name, number in offered if number is not None]

@@ -89,7 +89,7 @@ class Conversations:
         return key in self._waiting
 
     def get(self, key: int) -> Waiting | None:
-        """The one whose last prompt has this key."""
+        """Return the one whose last prompt has this key."""
         return self._waiting.get(key)
 
     def add(self, waiting: Waiting) -> None:
@@ -101,7 +101,7 @@ class Conversations:
             self._take(next(iter(self._waiting)))
 
     def take_returned(self, keys: Sequence[int]) -> Waiting | None:
-        """The one that a prompt with these message prefixes goes on from."""
+        """Return the one that a prompt with these message prefixes goes on from."""
         return next((found for key in reversed(keys[-LOOKED_AT:]) if (found := self._take(key)) is not None), None)
 
     def take_late(self, now: float) -> Iterator[Waiting]:

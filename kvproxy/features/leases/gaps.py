@@ -158,7 +158,7 @@ class Gaps:
 
 
 def pause_kind(client: str, tool_call: str | None) -> PauseKind:
-    """The kind of the pause after an answer that ends in a call of this tool; None: of none."""
+    """Return the kind of the pause after an answer that ends in a call of this tool; None: of none."""
     return client, "" if tool_call is None else tool_call[:_MAX_NAME]
 
 
@@ -179,7 +179,7 @@ class SessionPauses:
         self._usual: float | None = None  # logarithm of seconds
 
     def note_turn(self, session: int, began_at: float, now: float) -> float | None:
-        """A turn that began then is over; the seconds until the next one, if anything is known."""
+        """Return a turn that began then is over; the seconds until the next one, if anything is known."""
         ended_at, pause_s = self._ended.get(session, (None, None))
         if ended_at is not None and began_at > ended_at:
             seen_s = began_at - ended_at

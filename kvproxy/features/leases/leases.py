@@ -164,7 +164,7 @@ class LeaseBook:
             self.news.returned(waiting.key)
 
     def take_returned(self, keys: Sequence[int]) -> Lease | None:
-        """The lease on what this prompt goes on from, which ends by that."""
+        """Return the lease on what this prompt goes on from, which ends by that."""
         for key in reversed(keys[-LOOKED_AT:]):
             lease = self.leases.get(key)
             if lease is not None and lease.returned_at is not None:

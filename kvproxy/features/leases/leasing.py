@@ -91,7 +91,7 @@ class Leasing:
         )
 
     def watch(self, facts: RequestFacts) -> LeaseWatch:
-        """What follows the request with these facts."""
+        """Return what follows the request with these facts."""
         return LeaseWatch(self, facts)
 
     def finished(self, facts: RequestFacts, result: Result, tool: str | None) -> LeaseResult | None:
@@ -227,7 +227,7 @@ class Leasing:
         self._take_back()
 
     def _verify(self, lease: Lease, cluster: Cluster, finished: Result) -> LeaseResult:
-        """What the engine reused of what was promised."""
+        """Return what the engine reused of what was promised."""
         reused = finished.cached_tokens
         there = finished.endpoint == lease.of.endpoint
         seconds = 0.0

@@ -36,7 +36,7 @@ class TellLeases:
 
 
 def awaited(waiting: Waiting, now: float) -> Awaited:
-    """A conversation, on the deltas."""
+    """Return a conversation, on the deltas."""
     (client, tool), age_s = waiting.kind, now - waiting.ended_at
     return Awaited(
         waiting.key,
@@ -52,7 +52,7 @@ def awaited(waiting: Waiting, now: float) -> Awaited:
 
 
 def leased(lease: Lease, now: float) -> Leased:
-    """A lease, on the deltas."""
+    """Return a lease, on the deltas."""
     of = awaited(lease.of, now)
     age_s = now - lease.made_at
     left_s = lease.until - now

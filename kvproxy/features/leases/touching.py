@@ -131,7 +131,7 @@ def record_action(action: str, lease: Lease, result: str, *, amount: int, took_s
 
 
 async def send_prompt(client: VllmClient, prefix: KnownPrefix, *, timeout_s: float, **fields: str) -> Prefill:
-    """A prompt whose tokens are known, to be computed or found, for one token."""
+    """Return a prompt whose tokens are known, to be computed or found, for one token."""
     salt = {"cache_salt": prefix.cache_salt} if prefix.cache_salt else {}
     rest = {"model": prefix.model, "max_tokens": 1, "temperature": 0, **salt, **fields}
     return await client.prefill("/v1/completions", body_with_tokens("prompt", prefix.tokens, rest), timeout_s=timeout_s)

@@ -173,7 +173,7 @@ _decoder = msgspec.json.Decoder(LedgerEntry)
 
 
 def make_ledger(proxy: RecorderTarget, settings: LedgerSettings) -> Ledger | None:
-    """The ledger these settings ask for."""
+    """Return the ledger these settings ask for."""
     if not settings.path:
         return None
     return Ledger(settings, metrics=proxy.metrics, clock=proxy.clock, wall_clock=proxy.wall_clock)

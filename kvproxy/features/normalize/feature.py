@@ -36,13 +36,13 @@ class Normalize(Feature):
         return (NormalizeMetrics,)
 
     def verify(self, config: Config) -> Iterator[Finding]:
-        """A chain that parses nothing leaves nothing to rewrite."""
+        """Yield a chain that parses nothing leaves nothing to rewrite."""
         names = [spec.name for spec in config.filters]
         if "normalize" in names and "inference_request" not in names:
             yield error_at(("filters", names.index("normalize")), "needs inference_request before it")
 
     def build_filter(self, name: str, inner: ASGIApp, settings: Any, context: FilterContext) -> ASGIApp:
-        """The filter; what its trials found outlives a reload."""
+        """Return the filter; what its trials found outlives a reload."""
         from kvproxy.features.normalize.normalize import build
 
         return build(inner, settings, context)

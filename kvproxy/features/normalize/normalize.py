@@ -111,7 +111,7 @@ class NormalizeFilter(Step):
             exchange.attach(TrialWatch(self._trials, trial, (cluster, names), session))
 
     def _rewritten(self, pieces: Sequence[Piece]) -> tuple[Sequence[Piece], str]:
-        """The pieces after all rules, and the names of those that changed something."""
+        """Return the pieces after all rules, and the names of those that changed something."""
         names = []
         for rule in self._rules:
             after = [rewrite(rule, piece) for piece in pieces]
@@ -143,7 +143,7 @@ class TrialWatch(RequestObserver):
 
 
 def session_of(tenant: str, request: InferenceRequest) -> int:
-    """A number for the session, or for a conversation without one: by its first message."""
+    """Return a number for the session, or for a conversation without one: by its first message."""
     name = request.session_key
     if name is not None:
         return xxh3_64_intdigest(f"{tenant}\0{name}".encode("utf-8", "surrogatepass"))
@@ -174,7 +174,7 @@ def put_all(
 
 
 def build(app: ASGIApp, settings: NormalizeSettings, context: FilterContext) -> ASGIApp:
-    """The filter around `app`; `app` itself without rules."""
+    """Return the filter around `app`; `app` itself without rules."""
     if not settings.rules:
         return app
     seed = context.rng.getrandbits(64)

@@ -64,7 +64,7 @@ Pieces = Sequence[Piece]
 
 
 def pieces_of(prompt: Prompt) -> list[Piece]:
-    """What rules look at."""
+    """Return what rules look at."""
     pieces = []
     for field in fields_of(prompt.shape):
         name, _, value = field.partition(b":")
@@ -79,7 +79,7 @@ _FIELDS = frozenset({b"tools", b"system", b"instructions"})
 
 
 def rewrite(rule: NormalizeRule, piece: Piece) -> Piece:
-    """The piece after the rule; the same where it says nothing of it."""
+    """Return the piece after the rule; the same where it says nothing of it."""
     change = _RULES[rule].get(piece.name)
     return piece if change is None else Piece(piece.name, change(piece.value))
 
@@ -113,7 +113,7 @@ def _without_counter_blocks(system: bytes) -> bytes:
 
 
 def _kept_items(value: bytes, keep: Callable[[bytes], bytes | None]) -> bytes:
-    """The array with what `keep` makes of its items; as it was where that is all of it, or nothing."""
+    """Return the array with what `keep` makes of its items; as it was where that is all of it, or nothing."""
     items = _items(value)
     kept = [item for item in map(keep, items) if item is not None]
     return value if not kept or kept == items else b"[" + b",".join(kept) + b"]"
@@ -157,8 +157,8 @@ _RULES: Mapping[NormalizeRule, Mapping[bytes, Callable[[bytes], bytes]]] = {
 
 
 def put_into(body: bytes, before: Piece, after: Piece) -> bytes | None:
-    """The body with the one piece in place of the other, every other byte as it was; None where it is not found as
-    clients commonly write it."""
+    """Return the body with the one piece in place of the other, every other byte as it was; None where it is not found
+    as clients commonly write it."""
     name = b'"%b":' % before.name
     at = -1
     for _ in range(_MAX_PLACES):
@@ -173,7 +173,7 @@ def put_into(body: bytes, before: Piece, after: Piece) -> bytes | None:
 
 
 def replaced_prompt(prompt: Prompt, changes: Sequence[tuple[Piece, Piece]]) -> Prompt:
-    """The prompt that the body with these changes has."""
+    """Return the prompt that the body with these changes has."""
     changed = {before.name: after.value for before, after in changes}
     fields = []
     for field in fields_of(prompt.shape):

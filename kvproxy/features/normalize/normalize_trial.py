@@ -64,7 +64,8 @@ class Trial:
         return self.state is TrialState.ON
 
     def observe_turn(self, session: int, *, prompt_tokens: int, cached_tokens: int) -> TrialState | None:
-        """An engine reused so much of a prompt that the rules change, or would; the new state, if that settles it."""
+        """Return an engine reused so much of a prompt that the rules change, or would; the new state, if that settles
+        it."""
         if self.state is not TrialState.TRYING or prompt_tokens <= 0:
             return None
         known = self._sessions.pop(session, None)

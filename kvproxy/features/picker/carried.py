@@ -59,7 +59,7 @@ class Placer:
         self._follow()
 
     def begin(self, method: str, path: str, headers: Headers) -> CarriedRequest:
-        """A request whose headers are there."""
+        """Return a request whose headers are there."""
         if self.target.routes is not self._routes:
             self._follow()
         return CarriedRequest(self, method, path.partition("?")[0], headers)

@@ -55,12 +55,12 @@ def encode_frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> by
 
 
 def encode_head(kind: int, flags: int, stream: int, size: int) -> bytes:
-    """What goes before a frame's payload of so many bytes."""
+    """Return what goes before a frame's payload of so many bytes."""
     return _HEAD.pack(size >> 16, size & 0xFFFF, kind, flags, stream)
 
 
 def encode_fields(fields: Mapping[bytes, bytes]) -> bytes:
-    """A header block without a dynamic table; names and values are shorter than 127 bytes."""
+    """Return a header block without a dynamic table; names and values are shorter than 127 bytes."""
     return b"".join([b"\0%c%b%c%b" % (len(name), name, len(value), value) for name, value in fields.items()])
 
 
@@ -158,8 +158,8 @@ class FrameReader:
         self._on_headers(name, self._decode(bytes(block)), bool(flags & END_STREAM))
 
     def _decode(self, block: bytes) -> Fields:
-        """The fields of a header block. Envoy's are all alike: the same one again says the same, if the decoder's table
-        is as it was."""
+        """Return the fields of a header block. Envoy's are all alike: the same one again says the same, if the
+        decoder's table is as it was."""
         if block == self._latest[0]:
             return self._latest[1]
         before = self._table()
@@ -176,7 +176,7 @@ class FrameReader:
 
 
 def unpad_frame(flags: int, payload: bytes) -> bytes:
-    """The payload without its padding."""
+    """Return the payload without its padding."""
     if not flags & PADDED:
         return payload
     if not payload or payload[0] >= len(payload):

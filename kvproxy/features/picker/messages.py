@@ -61,7 +61,7 @@ def header_fields(headers: Message) -> Headers:
 
 
 def subset_of(message: Message) -> frozenset[str] | None:
-    """The addresses that may be picked, all that Envoy's route has; None: no hint."""
+    """Return the addresses that may be picked, all that Envoy's route has; None: no hint."""
     hints = message.metadata_context.filter_metadata
     if _SUBSET_HINT not in hints or SUBSET not in hints[_SUBSET_HINT].fields:
         return None
@@ -103,8 +103,8 @@ def read_answer(message: Message) -> tuple[int, Headers]:
 
 
 def served_by(message: Message) -> tuple[str, str]:
-    """The address that answered, by the picker protocol's metadata or Envoy's own attribute ("": it does not say), and
-    why Envoy answered itself ("": it did not, or does not say)."""
+    """Return the address that answered, by the picker protocol's metadata or Envoy's own attribute ("": it does not
+    say), and why Envoy answered itself ("": it did not, or does not say)."""
     address = details = ""
     if _ATTRIBUTES in message.attributes:
         fields = message.attributes[_ATTRIBUTES].fields
@@ -158,8 +158,8 @@ def picked(
 
 
 def request_pieces(body: bytes, *, ended: bool) -> Iterable[tuple[bytes, memoryview]]:
-    """The answers that send a request's body on in full duplex, each before a piece of it, which is its end. `ended`:
-    no trailers follow."""
+    """Return the answers that send a request's body on in full duplex, each before a piece of it, which is its end.
+    `ended`: no trailers follow."""
     whole = memoryview(body)
     for start in range(0, len(body) or ended, _PIECE_BYTES):
         piece = whole[start : start + _PIECE_BYTES]
@@ -167,12 +167,12 @@ def request_pieces(body: bytes, *, ended: bool) -> Iterable[tuple[bytes, memoryv
 
 
 def response_piece(piece: bytes, *, ended: bool) -> bytes:
-    """The answer before a piece of a response, which is its end, that sends it on in full duplex."""
+    """Return the answer before a piece of a response, which is its end, that sends it on in full duplex."""
     return _streamed("response_body", len(piece), ended=ended)
 
 
 def _streamed(part: str, size: int, *, ended: bool) -> bytes:
-    """A streamed body's message up to its `size` bytes, by hand: a message class copies them three times."""
+    """Return a streamed body's message up to its `size` bytes, by hand: a message class copies them three times."""
     raw = (b"\x10\x01\x0a" if ended else b"\x0a") + _varint(size)  # StreamedBodyResponse: end_of_stream, body
     for tag in (b"\x1a", b"\x1a", b"\x0a", _STREAMED[part]):  # streamed_response, body_mutation, response, the part
         raw = tag + _varint(len(raw) + size) + raw
@@ -191,7 +191,7 @@ def _varint(number: int) -> bytes:
 
 
 def served_headers(endpoint: str) -> bytes:
-    """The answer to a response's headers: the client is told which endpoint it was."""
+    """Return the answer to a response's headers: the client is told which endpoint it was."""
     message = ProcessingResponse()
     _set_headers(message.response_headers.response.header_mutation, {"x-kvproxy-endpoint": endpoint})
     raw: bytes = message.SerializeToString()

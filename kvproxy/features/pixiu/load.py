@@ -34,7 +34,8 @@ def decode_pixiu(
     lenient: bool,
     known: Sequence[Problem] = (),
 ) -> tuple[Config | None, list[Problem]]:
-    """The configuration, best effort if there are errors, with errors, warnings and notes; `known` ones come first."""
+    """Return the configuration, best effort if there are errors, with errors, warnings and notes; `known` ones come
+    first."""
     translation = Translation(lenient=lenient)
     translation.form.begin_with(known)
     file = translation.decode_part(PixiuFile, raw, ())
@@ -91,7 +92,7 @@ def _metric(translation: Translation, file: PixiuFile) -> None:
 
 
 def _listeners(translation: Translation, resources: Resources, at: Path) -> str:
-    """The first listener and its chain; the scheme its proxy filter speaks to endpoints."""
+    """Return the first listener and its chain; the scheme its proxy filter speaks to endpoints."""
     if not resources.listeners:
         translation.add_error((*at, "listeners"), "a listener is required")
         return "http"

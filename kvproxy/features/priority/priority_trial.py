@@ -84,7 +84,8 @@ class PriorityTrial:
         return Verdict.IGNORES if self._evidence <= -_ENOUGH else Verdict.UNKNOWN
 
     def place(self, request: object, urgency: float, now: float) -> float:
-        """The urgency that `request`, which will have to wait and whose first token will be seen, is sent with."""
+        """Return the urgency that `request`, which will have to wait and whose first token will be seen, is
+        sent with."""
         if self._first is None:
             self._first = request
             self._first_s = urgency

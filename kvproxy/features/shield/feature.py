@@ -28,20 +28,20 @@ class Shield(Feature):
         return (ShieldMetrics,)
 
     def list_guards(self, config: Config) -> Sequence[tuple[str, FilterType]]:
-        """The filter, unless it is off."""
+        """Return the filter, unless it is off."""
         from kvproxy.features.shield.filter import make_filter_type
 
         return () if config.shield == "off" else (("shield", make_filter_type(refuses=config.shield == "refuse")),)
 
     def find_troubles(self, operated: AdminTarget) -> Iterable[OperatorFinding]:
-        """The known faults of the engines."""
+        """Return the known faults of the engines."""
         from kvproxy.features.shield.findings import find_open_faults
 
         mode = operated.config.shield
         return () if mode == "off" else find_open_faults(operated.clusters, mode)
 
     def list_cluster_checks(self, deployment: Deployment, cluster: str) -> Sequence[Check]:
-        """The same for the doctor."""
+        """Return the same for the doctor."""
         from kvproxy.features.shield.findings import FaultsCheck
 
         return () if deployment.config.shield == "off" else (FaultsCheck(deployment, cluster),)

@@ -42,7 +42,7 @@ _UNDECODED = _Undecoded()
 
 
 def decode_value(value: bytes) -> Any:
-    """The value as Python's parser reads it, objects with all their members."""
+    """Return the value as Python's parser reads it, objects with all their members."""
     if len(value) > MAX_VALUE_BYTES:
         return _UNDECODED
     return _decode_text(value.decode("utf-8", "surrogatepass"))
@@ -56,7 +56,7 @@ def _decode_text(text: str) -> Any:
 
 
 def find_rules(members: Members, path: str) -> set[Rule]:
-    """The faults that a body with these watched members would meet at an engine that has them."""
+    """Return the faults that a body with these watched members would meet at an engine that has them."""
     rules: set[Rule] = set()
     decoded: list[tuple[str, Any]] = []
     for name, value in members:
@@ -170,7 +170,7 @@ def _is_incomplete(params: _Object) -> bool:
 
 
 def _has_many_prompts(members: Decoded) -> bool:
-    """A completion with several prompts, of which each would pull the blocks of one."""
+    """Return a completion with several prompts, of which each would pull the blocks of one."""
     if not any(name == "kv_transfer_params" and value is not None for name, value in members):
         return False
     prompts = [value for name, value in members if name == "prompt" and isinstance(value, list)]
@@ -214,7 +214,7 @@ def has_bad_pattern(value: bytes) -> bool:
 
 
 def may_hold_pattern(value: bytes) -> bool:
-    """The cheap look before."""
+    """Return the cheap look before."""
     return b"pattern" in value or b"\\u00" in value
 
 

@@ -76,7 +76,7 @@ class ShieldFilter(Step):
         self._logged: set[tuple[str, Rule]] = set()
 
     def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
-        """Waits only for a body that was not read yet, or that holds a member which some engine may not bear."""
+        """Wait only for a body that was not read yet, or that holds a member which some engine may not bear."""
         rules = self._versions.rules
         if not (exchange.trusted or self._trusts_all):
             rules -= _TRUSTED_ONLY
@@ -227,7 +227,8 @@ def _is_harmless(body: bytes, exchange: Exchange) -> bool:
 
 
 def _in_utf8(body: bytes) -> bytes:
-    """The body itself, or the text of one in UTF-16 or UTF-32, as Python's parsers read it. Raises Unreadable."""
+    """Return the body itself, or the text of one in UTF-16 or UTF-32, as Python's parsers read it. Raises
+    Unreadable."""
     encoding = json.detect_encoding(body)
     if encoding.startswith("utf-8"):
         return body
@@ -240,7 +241,7 @@ def _in_utf8(body: bytes) -> bytes:
 
 
 def build(app: ASGIApp, settings: object, context: FilterContext, *, refuses: bool) -> ASGIApp:
-    """The filter around `app`, which asks the engines of all clusters for their versions."""
+    """Return the filter around `app`, which asks the engines of all clusters for their versions."""
     services = context.services
     limits = context.config.limits
     versions = EngineVersions(services.clusters, Engines(services.pool, timeout_s=TIMEOUT_S))
@@ -260,5 +261,5 @@ def build(app: ASGIApp, settings: object, context: FilterContext, *, refuses: bo
 
 
 def make_filter_type(*, refuses: bool) -> FilterType:
-    """The kind of filter for one setting of `shield`."""
+    """Return the kind of filter for one setting of `shield`."""
     return FilterType(None, partial(build, refuses=refuses))

@@ -45,7 +45,7 @@ def describe_faults(software: Mapping[str, str], mode: ShieldMode) -> Iterator[t
 
 
 def list_unknown(software: Mapping[str, str]) -> list[str]:
-    """The engines that report no version, or one that means nothing."""
+    """Return the engines that report no version, or one that means nothing."""
     return [name for name, one in software.items() if not one or (one.startswith(VLLM) and not _is_version(one))]
 
 

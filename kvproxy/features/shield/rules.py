@@ -126,7 +126,7 @@ ALL_RULES = frozenset(ADVISORIES)
 
 
 def parse_version(text: str) -> Version | None:
-    """The version that an engine reports, as far as it orders; None: it cannot be read, or means nothing."""
+    """Return the version that an engine reports, as far as it orders; None: it cannot be read, or means nothing."""
     found = _NUMBER.fullmatch(text.strip())
     if found is None:
         return None
@@ -137,8 +137,8 @@ def parse_version(text: str) -> Version | None:
 
 @lru_cache(maxsize=256)
 def open_rules(software: str | None) -> frozenset[Rule]:
-    """The faults of an engine by what it reported; of one that has not been asked all, of an unknown version only that
-    which costs nothing to mend."""
+    """Return the faults of an engine by what it reported; of one that has not been asked all, of an unknown version
+    only that which costs nothing to mend."""
     if software is None:
         return ALL_RULES
     name, _, number = software.partition(" ")

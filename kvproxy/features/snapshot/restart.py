@@ -187,7 +187,7 @@ def warm_restart(
     clock: Clock,
     wall_clock: Clock,
 ) -> WarmRestart | None:
-    """What the settings ask for; None without a path."""
+    """Return what the settings ask for; None without a path."""
     if not settings.path:
         return None
     store = SnapshotFile(Path(settings.path), max_bytes=settings.max_bytes, wall_clock=wall_clock)

@@ -25,7 +25,7 @@ class Store(Protocol):
     """Where snapshots are kept. Both may raise OSError and take their time."""
 
     def read(self) -> Snapshot:
-        """The latest. Raises Unusable when there is none, or none that can be used."""
+        """Return the latest. Raises Unusable when there is none, or none that can be used."""
         ...
 
     def write(self, pieces: Sequence[bytes]) -> int:
@@ -50,7 +50,7 @@ class SnapshotFile:
         self._write = write
 
     def read(self) -> Snapshot:
-        """The latest one; what a killed writer left behind is cleared away."""
+        """Return the latest one; what a killed writer left behind is cleared away."""
         self._clear_left_behind()
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not hold us

@@ -22,7 +22,7 @@ class Tracing(Feature):
     filter_order = (FilterOrder("tracing", "kvcache", "spans leave out the time kvcache takes"),)
 
     def build_filter(self, name: str, inner: ASGIApp, settings: Any, context: FilterContext) -> ASGIApp:
-        """The filter, or `inner` itself when the standard variables switch tracing off."""
+        """Return the filter, or `inner` itself when the standard variables switch tracing off."""
         from kvproxy.features.tracing.tracing import build
 
         return build(inner, settings, context)

@@ -118,7 +118,7 @@ def attempt_attributes(exchange: Exchange, endpoint: Endpoint, *, provider_name:
 
 
 def outcome_attributes(exchange: Exchange, status: int) -> Values:
-    """What the server span says at its end; `status` is what the client got, 0 for nothing."""
+    """Return what the server span says at its end; `status` is what the client got, 0 for nothing."""
     outcome = exchange.outcome
     attributes: Values = {"kvproxy.attempts": outcome.attempts}
     named = {
@@ -134,7 +134,7 @@ def outcome_attributes(exchange: Exchange, status: int) -> Values:
 
 
 def answer_attributes(exchange: Exchange, *, sent_at: float) -> Values:
-    """What the attempt that answered turned out to be; the request had been sent at `sent_at`."""
+    """Return what the attempt that answered turned out to be; the request had been sent at `sent_at`."""
     outcome = exchange.outcome
     if outcome.ttft_s is None:
         return {}
@@ -164,7 +164,7 @@ def response_attributes(head: bytes, tail: bytes) -> Values:
 
 
 def failure(exchange: Exchange, status: int, *, errors_from: int) -> str:
-    """The kind of error, "" when there was none: an answer that broke off whatever its status, or a status from
+    """Return the kind of error, "" when there was none: an answer that broke off whatever its status, or a status from
     `errors_from` on. A client that left is no error."""
     if exchange.outcome.end in ("engine_error", "upstream_died"):
         return exchange.outcome.end
@@ -172,7 +172,7 @@ def failure(exchange: Exchange, status: int, *, errors_from: int) -> str:
 
 
 def trace_parent(context: SpanContext) -> bytes:
-    """The context as the value of W3C's `traceparent`."""
+    """Return the context as the value of W3C's `traceparent`."""
     return b"00-%032x-%016x-%02x" % (context.trace_id, context.span_id, context.trace_flags)
 
 
@@ -200,7 +200,7 @@ class TraceExport:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Sends what waits, within the limit; by a daemon thread, since a collector that hangs must not keep the
+        """Send what waits, within the limit; by a daemon thread, since a collector that hangs must not keep the
         process."""
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()

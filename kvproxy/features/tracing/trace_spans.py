@@ -91,7 +91,7 @@ class TracingFilter(Step):
 
 
 def parent_of(headers: Headers) -> Context:
-    """The client's trace context; an empty one when it sent none, an invalid one, or several."""
+    """Return the client's trace context; an empty one when it sent none, an invalid one, or several."""
     parents = [value for name, value in headers if name == b"traceparent"]
     if len(parents) != 1:
         return Context()
@@ -101,7 +101,7 @@ def parent_of(headers: Headers) -> Context:
 
 
 def headers_of(context: SpanContext) -> Headers:
-    """This span context as request headers; none for an invalid one."""
+    """Return this span context as request headers; none for an invalid one."""
     if not context.is_valid:
         return []
     headers = [(b"traceparent", trace_parent(context))]

@@ -18,7 +18,7 @@ _EXPORTERS = frozenset({"", "otlp"})
 def build(
     app: ASGIApp, settings: TracingSettings, context: FilterContext, *, env: Mapping[str, str] = os.environ
 ) -> ASGIApp:
-    """The filter around `app`, and its exporter among the context's lifetimes; `app` itself when the standard
+    """Return the filter around `app`, and its exporter among the context's lifetimes; `app` itself when the standard
     variables switch tracing off. Raises ConfigError when the extra is missing or the variables ask for what is not
     there."""
     if env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or _exporter(env) == "none":

@@ -95,7 +95,8 @@ class OnDemand:
             self._begin(facts, transfer, speeds)
 
     def offer(self, facts: RequestFacts, asked: PickRequest, now: float) -> tuple[PickRequest, str]:
-        """What is to be decided with what could be copied, and the limit that refuses a copy (a metric label) or ""."""
+        """Return what is to be decided with what could be copied, and the limit that refuses a copy (a metric label) or
+        ""."""
         cluster = facts.cluster
         speeds = cluster.speeds
         if facts.transfer is not None or speeds is None or cluster.queue is None or not self._is_long(facts):
@@ -156,7 +157,7 @@ class OnDemand:
         facts.overlaps = msgspec.structs.replace(facts.overlaps, by_endpoint=by_endpoint)
 
     def settle(self, facts: RequestFacts, unfinished: str) -> TransferResult | None:
-        """The request waits no longer: what became of its copy by then."""
+        """Return the request waits no longer: what became of its copy by then."""
         result = facts.transfer
         if result is not None:
             if result.result == UNDER_WAY:
@@ -193,7 +194,8 @@ class OnDemand:
         return LinkTerms(speed, LATENCY_S, least, STEP_TOKENS, lands=Tier.HOST, waits=self.waits)
 
     def _sources(self, facts: RequestFacts) -> tuple[Mapping[EndpointId, int], Mapping[EndpointId, int]]:
-        """What a lookup service said that endpoints have in memory, and that their instances read from farther."""
+        """Return what a lookup service said that endpoints have in memory, and that their instances read from
+        farther."""
         provider = self._overlap.lookups.provider
         published = dict[EndpointId, int]()
         stored = dict[EndpointId, int]()
@@ -206,7 +208,7 @@ class OnDemand:
         return published, stored
 
     def _begin(self, facts: RequestFacts, transfer: Transfer, speeds: SpeedModel) -> Copy | None:
-        """The copy for this request, which may be under way already; None where a limit refuses it."""
+        """Return the copy for this request, which may be under way already; None where a limit refuses it."""
         target = facts.cluster.find_endpoint(transfer.target)
         tokens = facts.tokens
         if target is None or tokens is None:
@@ -228,7 +230,7 @@ class OnDemand:
         return copy
 
     def _join(self, facts: RequestFacts, target: Endpoint) -> Copy | None:
-        """A copy of what the request begins with, too, that is under way to where it goes."""
+        """Return a copy of what the request begins with, too, that is under way to where it goes."""
         tokens = facts.tokens
         for (instance, digest), copy in self._waiting.items():
             if tokens is None or instance != target.instance_id or len(tokens) < copy.tokens:

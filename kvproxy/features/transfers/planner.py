@@ -45,7 +45,7 @@ LedgeredT = TypeVar("LedgeredT", bound=Ledgered)
 
 
 def refuse_none(tokens: int) -> bool:
-    """A limit that lets every copy of so many tokens through."""
+    """Return a limit that lets every copy of so many tokens through."""
     return False
 
 
@@ -122,9 +122,9 @@ class TransferPlanner:
         stored: Mapping[EndpointId, int] = NOTHING,
         refuses: Callable[[int], bool] = refuse_none,
     ) -> PickRequest:
-        """The request with what could be copied to each endpoint, and the seconds that costs. `published`: leading
-        tokens that each of the `sources` could give; `stored`: those that an endpoint's own instance could bring
-        nearer. A copy of so many tokens is left out where something `refuses` it."""
+        """Return the request with what could be copied to each endpoint, and the seconds that costs. `published`:
+        leading tokens that each of the `sources` could give; `stored`: those that an endpoint's own instance could
+        bring nearer. A copy of so many tokens is left out where something `refuses` it."""
         facts = asked.facts
         self._offered = None
         terms = self.terms
@@ -167,7 +167,7 @@ class TransferPlanner:
         return msgspec.structs.replace(asked, facts=facts, transfer_s=price_s)
 
     def find_transfer(self, decision: Decision[Any]) -> Transfer | None:
-        """The one that this decision is made with."""
+        """Return the one that this decision is made with."""
         if self._offered is None or self._offered[0] is not decision.request.facts:
             return None
         return self._offered[1].get(decision.endpoint.id)
@@ -175,8 +175,8 @@ class TransferPlanner:
     def _draw_source(
         self, sources: Sequence[Ledgered], published: Mapping[EndpointId, int], now: float
     ) -> tuple[EndpointId, int]:
-        """The holder whose link is free first, and among equals the fewer requests wait there, the likelier; and the
-        most that any has."""
+        """Return the holder whose link is free first, and among equals the fewer requests wait there, the likelier; and
+        the most that any has."""
         able = find_holders(sources, published, self.terms.step_tokens)
         if not able:
             return STORE, 0
@@ -207,7 +207,7 @@ class TransferPlanner:
 
 
 def landed(held: Overlap, tokens: int, tier: Tier) -> Overlap:
-    """What an endpoint that held this holds once so many leading tokens were copied to its tier."""
+    """Return what an endpoint that held this holds once so many leading tokens were copied to its tier."""
     if tokens <= near_tokens(held):
         return held
     device = tokens if tier is Tier.DEVICE else min(held.device_tokens, tokens)

@@ -154,7 +154,7 @@ class Transfers:
         return self.begin(target, prefix, tokens, source, "next turn", facts.cluster.speeds)
 
     async def _look_up(self, facts: RequestFacts) -> bool:
-        """What holds it now, into the facts; False where nothing says so."""
+        """Return what holds it now, into the facts; False where nothing says so."""
         lookups = self._overlap.lookups
         tokens = facts.tokens
         if tokens is None or not lookups.possible:
@@ -186,7 +186,8 @@ class Transfers:
         return None if isinstance(verdict, Refusal) else verdict.endpoint
 
     def _find_source(self, facts: RequestFacts, target: Endpoint) -> tuple[str, int] | None:
-        """The instance that the target lacks most from ("": what its own instance reads), and how much that is."""
+        """Return the instance that the target lacks most from ("": what its own instance reads), and how much
+        that is."""
         held = facts.overlaps.by_endpoint.get(target.id, Overlap(0))
         by_endpoint = facts.overlaps.by_endpoint
         far = _far_tokens([one for one in facts.lookup_overlaps if one.endpoint == target.id], held.device_tokens)
@@ -248,13 +249,13 @@ class Transfers:
 
 
 def _far_tokens(told: Sequence[HolderOverlap], device_tokens: int) -> int:
-    """What a lookup service, asked just now, knows of an endpoint beyond its engine's and its host's memory."""
+    """Return what a lookup service, asked just now, knows of an endpoint beyond its engine's and its host's memory."""
     near = [near_tokens(Overlap(0, one.lower)) if one.lower else one.tokens for one in told]
     return max((one.tokens for one in told), default=0) - max([device_tokens, *near])
 
 
 def _without_text(facts: RequestFacts, tokens: TokenIds) -> RequestFacts:
-    """What has to be known of a prompt to say where it would go."""
+    """Return what has to be known of a prompt to say where it would go."""
     request = msgspec.structs.replace(facts.request, prompt=Prompt(b"", ()))
     return msgspec.structs.replace(
         facts,

@@ -122,7 +122,7 @@ def _as_lines(hot: Sequence[tuple[int, KnownPrefix]], how: PrefixExport) -> byte
 
 
 def _as_prefill(body: bytes, model: str) -> bytes:
-    """The same prompt, for one token and in one piece, as the engines call its model."""
+    """Return the same prompt, for one token and in one piece, as the engines call its model."""
     fields: dict[str, Any] = msgspec.json.decode(body)
     kept = {name: value for name, value in fields.items() if name not in _LEFT_OUT}
     return msgspec.json.encode({**kept, **({"model": model} if model else {}), "max_tokens": 1, "stream": False})

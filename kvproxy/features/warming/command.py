@@ -107,7 +107,7 @@ async def _main(args: argparse.Namespace, options: WarmOptions) -> int:
 
 @asynccontextmanager
 async def own_proxy(config: Config) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the admin routes of a proxy that lives in this process, listens nowhere and writes no file."""
+    """Yield a client of the admin routes of a proxy that lives in this process, listens nowhere and writes no file."""
     filters = tuple(_without_files(spec) for spec in config.filters)
     admin = config.admin.model_copy(update={"token": None})
     quiet = config.model_copy(update={"filters": filters, "receipts": ReceiptSettings(), "admin": admin})
@@ -118,7 +118,7 @@ async def own_proxy(config: Config) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def _without_files(spec: FilterSpec) -> FilterSpec:
-    """The kvcache filter without its snapshot: what this process knows is not the proxy's."""
+    """Return the kvcache filter without its snapshot: what this process knows is not the proxy's."""
     if spec.name != "kvcache":
         return spec
     snapshot = spec.settings.snapshot.model_copy(update={"path": ""})

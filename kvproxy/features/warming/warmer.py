@@ -43,7 +43,7 @@ class Warmer:
         self._tokens = metrics.group(WarmingMetrics).warmed_tokens
 
     async def warm_body(self, endpoint: Endpoint, path: str, body: bytes) -> Warmed:
-        """A request that generates one token, and again to see what is reused of it."""
+        """Return a request that generates one token, and again to see what is reused of it."""
         return await self._warm(endpoint, path, [body])
 
     async def warm_prefix(self, endpoint: Endpoint, prefix: KnownPrefix) -> Warmed:

@@ -79,7 +79,7 @@ class Warming:
         self._first = True
 
     def tick(self) -> None:
-        """Notes what was lost, and queues what is worth sending."""
+        """Note what was lost, and queues what is worth sending."""
         now = self._clock()
         self._refill(now)
         self._note_losses()
@@ -114,7 +114,7 @@ class Warming:
         return planned
 
     def _why(self, endpoint: Endpoint, uses: int, prefix: KnownPrefix, held_by: set[str], most: int) -> str:
-        """The reason to warm it there; "" where there is none."""
+        """Return the reason to warm it there; "" where there is none."""
         if endpoint.instance_id in held_by or not endpoint.serves(prefix.model):
             return ""
         if reason := self._empty.get(endpoint.instance_id):

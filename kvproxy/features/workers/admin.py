@@ -57,7 +57,7 @@ class MetricsOfAll:
         self._gone = add_pages([self._gone, keep_counts(self._last.pop(index, {}))], self._rules)
 
     async def render(self) -> bytes:
-        """The page."""
+        """Return the page."""
         asked = {slot.index: slot.process for slot in self._workers.serving}
         answers = await self._workers.ask_all(Change("GET", "/metrics"), self._workers.serving)
         for slot in self._workers.serving:
@@ -78,7 +78,7 @@ class WorkersAdmin:
         self._turn = count()
 
     def app(self) -> AccessControl:
-        """The ASGI app."""
+        """Return the ASGI app."""
         workers = self._workers
         audit = Audit()
         routes = [
@@ -210,7 +210,7 @@ class WorkersAdmin:
         return answer
 
     async def _ask_one(self, request: Request, **options: Any) -> tuple[int, httpx.Response]:
-        """The next worker in turn, and its answer to this request."""
+        """Return the next worker in turn, and its answer to this request."""
         body = await receive_body(request, most=self._workers.config.limits.body + MAX_BODY_BYTES)
         serving = self._workers.serving
         if not serving:
@@ -256,7 +256,7 @@ def _target(request: Request) -> str:
 
 
 def _passed_on(answers: Sequence[httpx.Response]) -> Response:
-    """A refusal, or else the first."""
+    """Return a refusal, or else the first."""
     one = next((each for each in answers if not each.is_success), answers[0])
     headers = {name: one.headers[name] for name in _PASSED_ON if name in one.headers}
     return Response(one.content, one.status_code, headers)

@@ -170,7 +170,7 @@ RULES: Mapping[str, Rule] = {
 
 
 def merge_answers(path: str, answers: list[Any], *, limit: int | None = None) -> Any:
-    """The one answer for `path`; of the lists in it at most `limit`."""
+    """Return the one answer for `path`; of the lists in it at most `limit`."""
     merged = RULES.get(path, first)(answers)
     if limit is None or not isinstance(merged, dict):
         return merged

@@ -75,7 +75,7 @@ async def send_assignment(line: socket.socket, assignment: Assignment) -> None:
 
 
 def receive_assignment(line: socket.socket) -> Assignment:
-    """Waits for it. EOFError when the supervisor is gone."""
+    """Wait for it. EOFError when the supervisor is gone."""
     (length,) = _LENGTH.unpack(_read(line, _LENGTH.size))
     assignment = pickle.loads(_read(line, length))
     assert isinstance(assignment, Assignment)
@@ -94,8 +94,8 @@ def _read(line: socket.socket, length: int) -> bytes:
 
 @contextlib.contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A folder for this user alone, gone afterwards; those that a supervisor could not remove because it was killed are
-    removed before. Its supervisor holds a lock in it for as long as it lives."""
+    """Yield a folder for this user alone, gone afterwards; those that a supervisor could not remove because it was
+    killed are removed before. Its supervisor holds a lock in it for as long as it lives."""
     for old in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         remove_left_folder(old)
     with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:

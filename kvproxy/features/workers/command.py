@@ -40,8 +40,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 async def serve_as_worker(assignment: Assignment, line: socket.socket, last_resort: LastResort) -> int:
-    """The worker's whole life. It serves once it knows what the others know, and what an operator changed before it was
-    there."""
+    """Return the worker's whole life. It serves once it knows what the others know, and what an operator changed before
+    it was there."""
     link = Link(line)
     link.install()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, link.stop.set)  # as on the supervisor's word

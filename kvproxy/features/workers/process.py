@@ -75,7 +75,7 @@ class WorkerProcess:
             self.ready = False
 
     async def until_hung(self, *, start_s: Callable[[], float], silent_s: Callable[[], float]) -> None:
-        """Returns when it does not serve so long after its start, or serves and has said nothing for so long (0: it
+        """Return when it does not serve so long after its start, or serves and has said nothing for so long (0: it
         may)."""
         while True:  # not timed: what it said while this process stood still is read between two looks
             await asyncio.sleep(BEAT_S)

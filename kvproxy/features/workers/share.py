@@ -60,7 +60,7 @@ def take_share(config: Config, index: int, count: int) -> Config:
 
 
 def _with_part_of_queues(clusters: Mapping[str, ClusterSettings], count: int) -> dict[str, ClusterSettings]:
-    """A share of each router queue."""
+    """Return a share of each router queue."""
     return {
         name: one.model_copy(update={"queue": one.queue.model_copy(update={"limit": -(-one.queue.limit // count)})})
         for name, one in clusters.items()

@@ -146,7 +146,7 @@ def _good(answers: Answers) -> set[int]:
 
 
 def _refusals(answers: Answers) -> list[Problem]:
-    """What stands against it, each problem once, with the worker where only some have it."""
+    """Return what stands against it, each problem once, with the worker where only some have it."""
     found: dict[Problem, list[int]] = {}
     for index, answer in answers.items():
         for problem in _problems(answer):

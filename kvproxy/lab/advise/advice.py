@@ -67,7 +67,8 @@ _FLAGS: dict[Setting, dict[EngineKind, str]] = {
 
 
 def spell_flag(setting: Setting, kind: EngineKind, value: object = "") -> str:
-    """The engine's own spelling; "" where it has no such flag (an engine of unknown kind is taken for a vLLM)."""
+    """Return the engine's own spelling; "" where it has no such flag (an engine of unknown kind is taken for
+    a vLLM)."""
     kind = EngineKind.VLLM if kind is EngineKind.UNKNOWN else kind
     return _FLAGS.get(setting, {}).get(kind, "").format(value) if value != "" else _FLAGS.get(setting, {}).get(kind, "")
 

@@ -44,7 +44,7 @@ def list_candidates(
     *,
     kvcache: KvCacheSettings | None,
 ) -> list[Candidate]:
-    """The likeliest to help first: time may run out."""
+    """Return the likeliest to help first: time may run out."""
     found = [
         *_routing(today),
         *_scheduling(today, engines),

@@ -49,7 +49,7 @@ class EngineSettingsSeen:
 
 
 async def ask_engines(config: Config, *, tools: Tools) -> list[EngineSettingsSeen]:
-    """What every configured engine says, in the order of the configuration. Raises nothing of an engine's."""
+    """Return what every configured engine says, in the order of the configuration. Raises nothing of an engine's."""
     async with tools:
         deployment = await survey_deployment(config, tools=tools)
         return list(await asyncio.gather(*(_ask(engine) for engine in deployment.engines)))
@@ -120,8 +120,8 @@ def _cache_labels(text: bytes) -> dict[str, str]:
 
 
 def _step_tokens(text: bytes) -> int | None:
-    """The largest step there was, by the histogram's bounds (powers of two, as budgets are): what steps may have, if
-    prompts are long enough to fill one."""
+    """Return the largest step there was, by the histogram's bounds (powers of two, as budgets are): what steps may
+    have, if prompts are long enough to fill one."""
     counts: dict[float, float] = {}
     for line in text.split(b"\n"):
         if line.startswith(b"vllm:iteration_tokens_total_bucket{"):
@@ -176,7 +176,7 @@ def engines_of(
 
 
 def _rank(by_id: Mapping[EndpointId, EngineSettingsSeen], endpoint: EndpointId) -> EngineSettingsSeen | None:
-    """What an engine says of one of its ranks, `ENGINE@RANK`."""
+    """Return what an engine says of one of its ranks, `ENGINE@RANK`."""
     name, _, rank = endpoint.rpartition("@")
     engine = by_id.get(EndpointId(name))
     own = engine.metrics.ranks.get(int(rank)) if engine is not None and rank.isdecimal() else None

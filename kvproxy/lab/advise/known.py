@@ -38,7 +38,7 @@ class Known:
 
 
 def advise_from_facts(known: Known) -> list[Advice]:
-    """What would help for certain, the most important first."""
+    """Return what would help for certain, the most important first."""
     return [
         one for find in (_caching, _report, _events, _render, _slots, _preemptions, _priority) for one in find(known)
     ]
@@ -47,7 +47,8 @@ def advise_from_facts(known: Known) -> list[Advice]:
 def spell_advice(
     setting: Setting, engines: Sequence[EngineSettingsSeen], value: Callable[[EngineSettingsSeen], object] | object = ""
 ) -> tuple[tuple[str, str], ...]:
-    """The flag for these engines, once for those that spell it alike; engines without such a flag are left out."""
+    """Return the flag for these engines, once for those that spell it alike; engines without such a flag are
+    left out."""
     found: dict[str, list[str]] = {}
     for engine in engines:
         flag = spell_flag(setting, engine.kind, value(engine) if callable(value) else value)
@@ -155,7 +156,7 @@ def _preemptions(known: Known) -> Iterator[Advice]:
 
 
 def more_memory(share: float | None) -> str:
-    """A little more of the GPU's memory; what is beyond 0.95 is wanted by other things."""
+    """Return a little more of the GPU's memory; what is beyond 0.95 is wanted by other things."""
     return "0.95" if share is None or share < 0.95 else f"{min(0.98, share + 0.02):.2g}"
 
 

@@ -135,7 +135,7 @@ def _advice(one: Advice, width: int, *, colour: bool) -> Iterator[str]:
 
 
 def describe_gain(gain: Gain) -> str:
-    """What it does to each figure, and how sure that is."""
+    """Return what it does to each figure, and how sure that is."""
     figures = ", ".join(
         f"{name} {_percent(ratio)}"
         for name, ratio in (("mean TTFT", gain.ttft_mean), ("p99", gain.ttft_p99), ("ITL p99", gain.itl_p99))

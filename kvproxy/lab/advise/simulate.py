@@ -238,7 +238,7 @@ def _ratio_of(measured: float, simulated: float) -> float:
 
 
 def _low(values: Iterable[float | None]) -> float:
-    """What one in ten stays below: decode steps that few prefills lengthened. 0 of none."""
+    """Return what one in ten stays below: decode steps that few prefills lengthened. 0 of none."""
     return percentile(sorted(one for one in values if one is not None), 0.1)
 
 

@@ -33,7 +33,7 @@ BLOCK_TOKENS = 64
 
 
 def make_trace(traffic: Traffic, requests: Sequence[RecordedRequest], *, block_tokens: int = BLOCK_TOKENS) -> Trace:
-    """The trace of these requests of a pool, which are in order of arrival."""
+    """Return the trace of these requests of a pool, which are in order of arrival."""
     blocks = _shared_blocks(requests, block_tokens)
     first = requests[0].arrived_at
     usual = traffic.usual_output_tokens or 1
@@ -136,7 +136,7 @@ def model_today(
     *,
     follows_events: bool,
 ) -> Today:
-    """The present fleet. Raises NoModel where something is missing that no default can stand for."""
+    """Return the present fleet. Raises NoModel where something is missing that no default can stand for."""
     capacity = usual_capacity(engines)
     if capacity is None:
         raise NoModel("no engine says how much KV memory it has (its /metrics have to be reachable)")
@@ -179,7 +179,7 @@ def _sequences(engines: Sequence[EngineSettingsSeen], occupancy: Occupancy, assu
 
 
 def _step_tokens(traffic: Traffic, engines: Sequence[EngineSettingsSeen], assumed: list[str]) -> int:
-    """What an engine's largest steps had says its bound only where prompts are longer than that."""
+    """Return the bound on tokens a step; the largest step seen shows it only if prompts are longer."""
     longest = max(one.prompt_tokens - (one.cached_tokens or 0) for one in traffic.requests)
     said = [one.step_tokens for one in engines if one.step_tokens and one.step_tokens < longest]
     if said:
@@ -189,7 +189,7 @@ def _step_tokens(traffic: Traffic, engines: Sequence[EngineSettingsSeen], assume
 
 
 def learn_speeds(traffic: Traffic, *, max_sequences: int) -> tuple[Features, Mapping[str, float]]:
-    """The pool's seconds for a unit of prefill work and the slowness of each endpoint, over all the receipts.
+    """Return the pool's seconds for a unit of prefill work and the slowness of each endpoint, over all the receipts.
     What waited for a slot is left out: it says nothing of how fast prefill is."""
     speeds = SpeedModel()
     logs: dict[str, list[float]] = {endpoint: [] for endpoint in traffic.endpoints}

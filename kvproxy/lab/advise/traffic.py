@@ -92,7 +92,8 @@ class Traffic:
 
 
 def read_traffic(reading: ReceiptReader) -> list[Traffic]:
-    """The latest receipts by pool, the pool with most requests first. FileNotFoundError when there is no such file."""
+    """Return the latest receipts by pool, the pool with most requests first. FileNotFoundError when there is no such
+    file."""
     receipts = deque(reading.oldest_first(), maxlen=MAX_RECEIPTS)
     found = []
     for (cluster, models), endpoints in _pools(receipts).items():

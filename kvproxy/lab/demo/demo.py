@@ -67,7 +67,7 @@ def run(demo: DemoOptions, *, out: TextIO) -> int:
 
 
 async def run_demo(demo: DemoOptions, out: TextIO) -> int:
-    """The whole demo. Everything it starts lives in this task and ends with it, Ctrl-C included."""
+    """Return the whole demo. Everything it starts lives in this task and ends with it, Ctrl-C included."""
     mix = Mix(MODEL, demo.sessions, demo.turns)
     if demo.tiers:
         mix = replace(mix, pause_s=demo.pause_s, completions=False)
@@ -93,7 +93,7 @@ async def run_demo(demo: DemoOptions, out: TextIO) -> int:
 
 
 async def _play(mix: Mix, url: str, policy: str, out: TextIO) -> list[DemoReply]:
-    """The same conversations through a proxy with this policy."""
+    """Return the same conversations through a proxy with this policy."""
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         print(f"\n{policy}", file=out)
         with TrafficProgress(mix.requests, out) as progress:

@@ -34,7 +34,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace, *, out: TextIO, err: TextIO) -> int:
-    """Runs the command; its exit status."""
+    """Run the command; its exit status."""
     if args.model == "list":
         print("\n".join(_list_models()), file=out)
         return 0
@@ -147,7 +147,7 @@ def _size(option: str, text: str) -> int:
 
 
 def _usual_tokens(trace: Trace) -> int:
-    """A request of the trace, with its answer, on average."""
+    """Return a request of the trace, with its answer, on average."""
     lengths = [turn.prompt_tokens + turn.output_tokens for session in trace.sessions for turn in session.turns]
     return sum(lengths) // len(lengths)
 

@@ -76,12 +76,12 @@ class KvLayers:
     groups: tuple[LayerGroup, ...]
 
     def bytes_per_token(self, dtype: str, gpus: int = 1) -> float:
-        """What one more token of a long sequence takes on each GPU. 0 where every layer is bounded."""
+        """Return what one more token of a long sequence takes on each GPU. 0 where every layer is bounded."""
         full = (group for group in self.groups if group.kind is LayerKind.FULL)
         return DTYPE_BYTES[dtype] * sum(group.values_on_gpu(gpus) for group in full)
 
     def bytes_of_sequence(self, tokens: int, dtype: str, gpus: int = 1) -> float:
-        """What a sequence of `tokens` takes on each GPU: its windows and states as well."""
+        """Return what a sequence of `tokens` takes on each GPU: its windows and states as well."""
         return sum(
             (STATE_BYTES if group.kind is LayerKind.STATE else DTYPE_BYTES[dtype])
             * group.values_on_gpu(gpus)
@@ -90,7 +90,7 @@ class KvLayers:
         )
 
     def stored_bytes_of_sequence(self, tokens: int, dtype: str, gpus: int = 1) -> float:
-        """What it takes in a tier below the GPUs: theirs together, MLA's latent once."""
+        """Return what it takes in a tier below the GPUs: theirs together, MLA's latent once."""
         latent = KvLayers(tuple(group for group in self.groups if not group.heads))
         divided = KvLayers(tuple(group for group in self.groups if group.heads))
         return latent.bytes_of_sequence(tokens, dtype) + gpus * divided.bytes_of_sequence(tokens, dtype, gpus)
@@ -129,13 +129,13 @@ def read_layers(config: Mapping[str, Any]) -> KvLayers:
 
 
 def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a multimodal configuration."""
+    """Return the language model's part of a multimodal configuration."""
     inner = [config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), dict)]
     return {**config, **inner[0]} if inner else config
 
 
 def _number(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """The first of these fields that is there, a positive whole number."""
+    """Return the first of these fields that is there, a positive whole number."""
     name = next((name for name in names if config.get(name) is not None), "")
     value = config[name] if name else default
     if value is None:
@@ -147,7 +147,7 @@ def _number(config: Mapping[str, Any], *names: str, default: int | None = None) 
 
 
 def _kinds(config: Mapping[str, Any]) -> Sequence[str]:
-    """What each layer is: full, window, linear, mamba or none."""
+    """Return what each layer is: full, window, linear, mamba or none."""
     for name in ("layer_types", "layers_block_type"):
         if isinstance(words := config.get(name), list):
             return [_known(_WORDS, word, name) for word in words]
@@ -218,7 +218,7 @@ def _gated_delta_net(config: Mapping[str, Any], layers: int) -> LayerGroup:
 
 
 def _mamba(config: Mapping[str, Any], layers: int) -> LayerGroup:
-    """The state of Mamba, or, where heads are named, of Mamba 2."""
+    """Return the state of Mamba, or, where heads are named, of Mamba 2."""
     state = _number(config, "mamba_d_state", "ssm_state_size", "state_size")
     past = _number(config, "mamba_d_conv", "conv_kernel") - 1
     if any(config.get(name) for name in ("mamba_num_heads", "mamba_n_heads")):

@@ -78,8 +78,8 @@ def _why_no_room(engine: Engine) -> str:
 
 
 def find_cheapest(engine: Engine, layers: KvLayers, tokens: int) -> Engine | None:
-    """The setting with the fewest GPUs whose device memory holds `tokens`: at the same number, the KV precision it has
-    now before fp8. None: not even 64 GPUs do."""
+    """Return the setting with the fewest GPUs whose device memory holds `tokens`: at the same number, the KV precision
+    it has now before fp8. None: not even 64 GPUs do."""
     for gpus in _GPU_COUNTS:
         for dtype in dict.fromkeys((engine.dtype, "fp8")):
             setting = replace(engine, gpus=gpus, dtype=dtype)

@@ -109,8 +109,8 @@ def known_models() -> dict[str, Model]:
 
 
 def find_model(text: str) -> Model:
-    """A known model by its name, with or without its owner, or the one of a config.json (or of the folder it is in).
-    Raises PlanError with the nearest name."""
+    """Return a known model by its name, with or without its owner, or the one of a config.json (or of the folder it is
+    in). Raises PlanError with the nearest name."""
     known = known_models()
     path = Path(text)
     if path.is_dir():

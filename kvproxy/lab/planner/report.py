@@ -38,7 +38,7 @@ class PlanReport:
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """The same; sizes in bytes, times in seconds."""
+        """Return the same; sizes in bytes, times in seconds."""
         engine = self.engine
         layers = self.layers
         return {
@@ -53,7 +53,7 @@ class PlanReport:
         }
 
     def render_html(self) -> str:
-        """The page of a plan with a trace."""
+        """Return the page of a plan with a trace."""
         names = {row.name: f"{row.name} ({row.tokens:,} tokens)" for row in self.rows}
         hits = {names[row.name]: row.summary.hit_rate for row in self.rows}
         means = {names[row.name]: row.summary.ttft_mean_s for row in self.rows}

@@ -63,7 +63,7 @@ class Wanted:
     ttft_s: float | None = None  # on average
 
     def holds(self, summary: Summary) -> bool:
-        """A size at which requests fail reaches nothing."""
+        """Return a size at which requests fail reaches nothing."""
         return (
             not summary.failed
             and (self.hit_rate is None or summary.hit_rate >= self.hit_rate)
@@ -71,7 +71,7 @@ class Wanted:
         )
 
     def find_smallest(self, rows: Sequence[Row]) -> Row | None:
-        """The smallest size that reaches it, and from which on every larger one does."""
+        """Return the smallest size that reaches it, and from which on every larger one does."""
         enough = None
         for row in sorted(rows, key=lambda row: -row.tokens):
             if not self.holds(row.summary):

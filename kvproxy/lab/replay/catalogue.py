@@ -33,7 +33,7 @@ class Scenario:
     any_trace: bool = False
 
     def draw(self, half: Half) -> Trace:
-        """The workload, of one seed for either half."""
+        """Return the workload, of one seed for either half."""
         return replace(self.workload(Random(_SEEDS[half])), name=self.name, half=half)
 
 

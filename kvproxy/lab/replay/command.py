@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> int:
 def run(
     args: argparse.Namespace, *, out: TextIO, err: TextIO, transport: httpx.AsyncBaseTransport | None = None
 ) -> int:
-    """Runs the command; its exit status. `transport` carries a live run's requests."""
+    """Run the command; its exit status. `transport` carries a live run's requests."""
     try:
         if args.plot and args.plot.suffix.casefold() not in (".html", ".htm"):
             raise ValueError(f"--plot writes an HTML page: name it {args.plot.with_suffix('.html')}")
@@ -175,7 +175,7 @@ def _routers(args: argparse.Namespace) -> RoutersPlan:
 
 
 def engines(args: argparse.Namespace) -> ReplayFleet:
-    """The engines of `--engine`, with what the other options change of them."""
+    """Return the engines of `--engine`, with what the other options change of them."""
     preset = ENGINES[args.engine]
     timing = {
         "prefill_tokens_per_s": args.prefill_tokens_per_s,

@@ -88,7 +88,7 @@ class PolicySpec:
         return self.name.value + "".join(suffix for suffix, has in chosen if has)
 
     def make(self, *, rng: Random, prior_factor: float = 1.0, settings: ClusterSettings | None = None) -> Policy:
-        """A fresh policy; learned speeds start from priors wrong by `prior_factor`."""
+        """Return a fresh policy; learned speeds start from priors wrong by `prior_factor`."""
         priors = SpeedPriors()
         priors = SpeedPriors(
             priors.request_s / prior_factor, priors.tokens_per_s * prior_factor, priors.quadratic_tokens

@@ -127,7 +127,8 @@ def _facts(receipt: Receipt) -> OverlapFacts:
 
 
 def _feedback_sample(receipt: Receipt, attempt: Attempt, chosen: ReceiptCandidate, received: float) -> FeedbackSample:
-    """The engine was busy with what was pending, and with this request, from its latest first token to this one's."""
+    """Return the sample that this request closes: the engine worked on the pending requests and on this one from its
+    latest first token to this one's."""
     shown = receipt.stream and receipt.ttft_s is not None and receipt.prompt_tokens is not None
     first_token_s = receipt.duration_s if receipt.ttft_s is None else receipt.ttft_s
     own = own_work(receipt, chosen)

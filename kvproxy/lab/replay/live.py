@@ -60,7 +60,7 @@ async def follow_request(
     clock: Clock,
     token_gaps: TokenGaps,
 ) -> str:
-    """Fills in `outcome`; the name of the endpoint that answered ("" when the server does not say). RequestFailed."""
+    """Fill in `outcome`; the name of the endpoint that answered ("" when the server does not say). RequestFailed."""
     headers = {"x-session-id": sent.session}
     decoder = msgspec.json.Decoder(_Event)
     try:
@@ -182,7 +182,7 @@ class LiveReplay:
         return self.outcomes
 
     def _starts(self) -> Iterator[tuple[float, int, tuple[Turn, ...]]]:
-        """What begins when: sessions in a closed loop, single turns in an open one."""
+        """Yield what begins when: sessions in a closed loop, single turns in an open one."""
         sessions = self._trace.sessions
         scale = self._pace.scale
         if self._pace.closed_loop:

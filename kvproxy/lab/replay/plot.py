@@ -28,7 +28,7 @@ svg { max-width: 100%; height: auto; } text { fill: var(--ink); font-size: 13px;
 
 
 def render_html(report: ReplayReport, ttft_s: Mapping[str, Sequence[float]]) -> str:
-    """The page of a replay. `ttft_s` holds every request's time to first token by policy, sorted."""
+    """Return the page of a replay. `ttft_s` holds every request's time to first token by policy, sorted."""
     means = {name: summary.ttft_mean_s for name, summary in report.policies.items()}
     reference_s = 0.0 if report.reference is None else report.reference.ttft_mean_s
     return render_page(
@@ -59,12 +59,12 @@ def render_page(title: str, parts: Mapping[str, str]) -> str:
 
 
 def preformat(lines: Sequence[str]) -> str:
-    """A table for a terminal."""
+    """Return a table for a terminal."""
     return f"<pre>{html.escape(chr(10).join(lines))}</pre>"
 
 
 def draw_bars(values: Mapping[str, float], shown: str, *, reference: float = 0.0) -> str:
-    """A bar each, labelled as `shown` formats it; a line where the reference is, if there is one."""
+    """Return a bar each, labelled as `shown` formats it; a line where the reference is, if there is one."""
     scale = (_WIDTH - _LABEL - 70) / max(*values.values(), reference, 1e-9)
     parts = []
     for row, (name, value) in enumerate(values.items()):

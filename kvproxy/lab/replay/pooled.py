@@ -80,7 +80,7 @@ class PooledFleet:
         return self._block_size * self._cache.match_prefix(turn.blocks, limit)
 
     def facts(self, turn: Turn) -> OverlapFacts:
-        """The same for every engine."""
+        """Return the same for every engine."""
         overlap = Overlap(self.cached_tokens(turn))
         return OverlapFacts(turn.prompt_tokens, dict.fromkeys(self._ids, overlap))
 
@@ -134,7 +134,7 @@ def average_seconds(fleet: ReplayFleet) -> Features:
 
 
 def measure_throughput(trace: Trace, fleet: ReplayFleet) -> float:
-    """Requests a second when there is always one more: first tokens of the whole trace over the time they took.
+    """Return requests a second when there is always one more: first tokens of the whole trace over the time they took.
     Raises NothingFits when there is none.
     """
     blocks = fleet.blocks_of(trace)

@@ -145,7 +145,7 @@ class ManyRouters:
         return self._place(replica, replica.router.arrive(request, now), now)
 
     def release(self, now: float) -> Placement | None:
-        """The next queued request of any router; call until None."""
+        """Return the next queued request of any router; call until None."""
         self._deliver(now)
         for replica in self._replicas:
             placement = self._place(replica, replica.router.release(now), now)
@@ -197,7 +197,7 @@ class ManyRouters:
             self._tell(replica, now)
 
     def _place(self, replica: Replica, own: Placement | None, now: float) -> Placement | None:
-        """The router's placement, on the run's endpoint."""
+        """Return the router's placement, on the run's endpoint."""
         if own is None:
             return None
         self._placed[own.request.name] = replica, own
@@ -241,7 +241,7 @@ def connect_routers(
     *,
     chance: Random,
 ) -> tuple[VirtualRouter | ManyRouters, IndexView | ManyRouters]:
-    """What routes a run, and what hears its events: one router and its view, or as many as there are parts."""
+    """Return what routes a run, and what hears its events: one router and its view, or as many as there are parts."""
     if len(parts) == 1:
         policy, view = parts[0]
         return make_router([engines[index] for index in there], policy, view), view

@@ -60,7 +60,7 @@ def name_half(half: Half) -> str:
 
 
 def name_row(name: str, summary: Summary) -> str:
-    """A row's name, with what failed."""
+    """Return a row's name, with what failed."""
     return name + (f" ({summary.failed} failed)" if summary.failed else "")
 
 
@@ -100,7 +100,8 @@ class ReplayReport:
         return mean_ratio([[(mine.ttft_mean_s, self.reference.ttft_mean_s) for mine in self.runs[policy]]])
 
     def as_json(self) -> dict[str, Any]:
-        """The whole report. `bound` and `vs_bound` are the former names of the reference, to be dropped in 2.0."""
+        """Return the whole report. `bound` and `vs_bound` are the former names of the reference, to be
+        dropped in 2.0."""
         reference = None if self.reference is None else asdict(self.reference)
         former = {} if reference is None else {name: reference[name] for name in ("ttft_mean_s", "ttft_p99_s")}
         return {
@@ -139,7 +140,7 @@ class ReplayReport:
         return "\n".join(lines)
 
     def title(self) -> str:
-        """What was played."""
+        """Return what was played."""
         title = f"{self.trace}, {name_half(self.half)}: {self.requests} requests"
         if self.of_trace:
             title += f" ({self.of_trace}, repeated)"
@@ -147,7 +148,7 @@ class ReplayReport:
         return f"{title}, {self.routers}" if self.routers else title
 
     def rows(self) -> list[str]:
-        """The table alone."""
+        """Return the table alone."""
         header = ["policy", *(column.title for column in FIGURES), "/pooled", "/baseline"]
         rows = [
             [*_cells(name, summary, FIGURES), str(self.distance(name)), str(self.ratio(name))]
@@ -158,7 +159,7 @@ class ReplayReport:
         return align_columns([header, *rows])
 
     def more_rows(self) -> list[str]:
-        """The figures that the first table leaves out."""
+        """Return the figures that the first table leaves out."""
         rows = [_cells(name, summary, MORE_FIGURES) for name, summary in self.policies.items()]
         return align_columns([["policy", *(column.title for column in MORE_FIGURES)], *rows])
 

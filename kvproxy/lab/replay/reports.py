@@ -41,7 +41,7 @@ class LiveReport:
     settings: dict[str, Any]
 
     def as_json(self) -> dict[str, Any]:
-        """The whole report; `policies` as in virtual time."""
+        """Return the whole report; `policies` as in virtual time."""
         return {
             "trace": self.trace,
             "half": self.half,
@@ -57,7 +57,7 @@ class LiveReport:
         }
 
     def plotted(self) -> ReplayReport:
-        """The same for a plot, which knows no more than what both kinds of replay have."""
+        """Return the same for a plot, which knows no more than what both kinds of replay have."""
         return ReplayReport(
             trace=self.trace,
             half=self.half,
@@ -172,7 +172,7 @@ class Review:
     policies: Mapping[str, Verdict]
 
     def as_json(self) -> dict[str, Any]:
-        """The whole review."""
+        """Return the whole review."""
         return asdict(self)
 
     def render_table(self) -> str:

@@ -165,7 +165,7 @@ def compute_rate(arrivals: Sequence[float]) -> float:
 
 
 def average_summaries(summaries: Sequence[Summary]) -> Summary:
-    """The mean over seeds, figure by figure, and how far the mean TTFT differs between them."""
+    """Return the mean over seeds, figure by figure, and how far the mean TTFT differs between them."""
     rows = [asdict(summary) for summary in summaries]
     means: dict[str, Any] = {name: fmean(row[name] for row in rows) for name in rows[0]}
     means |= {"requests": round(means["requests"]), "failed": round(means["failed"])}

@@ -218,7 +218,7 @@ class VirtualRouter:
         return decision
 
     def facts_of(self, request: LiveRequest, now: float) -> OverlapFacts:
-        """What is known of its prompt."""
+        """Return what is known of its prompt."""
         return self._view.facts(request.turn)
 
     def _place(self, request: LiveRequest, decision: Decision[SimEndpoint], now: float) -> Placement:
@@ -240,7 +240,7 @@ class VirtualRouter:
         return Placement(request, endpoint, reservation, settle, priority, transfer)
 
     def _priority_of(self, request: LiveRequest, facts: OverlapFacts, endpoint: EndpointId, now: float) -> int:
-        """What the proxy forwards, by its own reckoning; 0 without."""
+        """Return what the proxy forwards, by its own reckoning; 0 without."""
         if self._priority is None:
             return 0
         self._now = now

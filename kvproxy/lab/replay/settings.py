@@ -83,13 +83,13 @@ class ReplayFleet:
         return {index for index in range(self.instances) if not first.get(index)}
 
     def undisturbed(self) -> ReplayFleet:
-        """The same fleet with every engine alike and always as fast, all KV in its memory, and the longest unused
-        evicted: what loads are stated for."""
+        """Return the same fleet with every engine alike and always as fast, all KV in its memory, and the longest
+        unused evicted: what loads are stated for."""
         still = {"slowness": (), "slow_middle": 1.0, "joins": (), "leaves": (), "tiers": None, "link": None}
         return replace(self, **still, eviction=Eviction.LRU)  # type: ignore[arg-type]
 
     def blocks_of(self, trace: Trace) -> EngineBlocks:
-        """The trace as these engines see it."""
+        """Return the trace as these engines see it."""
         return EngineBlocks(trace, self.block_size, reuse_outputs=self.reuse_outputs)
 
     def engine_settings(self, block_size: int, index: int, duration_s: float) -> EngineSettings:
@@ -117,7 +117,7 @@ class ReplayFleet:
         )
 
     def shared_store(self, block_size: int, *, future: Future | None = None) -> LowerTier | None:
-        """What the engines share below their own tiers."""
+        """Return what the engines share below their own tiers."""
         if self.tiers is None or not self.tiers.shared:
             return None
         capacity_blocks = round(self.tiers.device * self.capacity_tokens) // block_size
@@ -189,7 +189,7 @@ class EngineBlocks:
         return self.split(self.trace.sessions[session].turns[number])
 
     def split(self, turn: Turn) -> Turn:
-        """A turn for an engine. Made when it is played: a long one has thousands of them."""
+        """Return a turn for an engine. Made when it is played: a long one has thousands of them."""
         if self._parts == 1:
             return turn
         parts = (range(block * self._parts, (block + 1) * self._parts) for block in turn.blocks)
@@ -219,7 +219,7 @@ def make_prompt(turn: Turn, block_size: int) -> str:
 
 
 def make_block(block: int, tokens: int) -> str:
-    """The same words for the same block, its id spelled out first so that no two blocks are alike."""
+    """Return the same words for the same block, its id spelled out first so that no two blocks are alike."""
     base = len(_WORDS)
     state = block
     digits = []

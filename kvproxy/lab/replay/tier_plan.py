@@ -118,7 +118,7 @@ class TierPlan:
         return gb / self.compress / gb_per_s + (gb / self.compress_gb_per_s if self.compress > 1 else 0.0)
 
     def _write_s(self, block_size: int) -> float:
-        """A tier that stands below another gets what is compressed already: its price is not asked for."""
+        """Return a tier that stands below another gets what is compressed already: its price is not asked for."""
         return block_size * self.kv_bytes_per_token / 1e9 / self.compress_gb_per_s if self.compress > 1 else 0.0
 
     def _check(self) -> None:

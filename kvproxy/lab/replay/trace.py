@@ -121,7 +121,7 @@ class Trace:
             yield numbers.setdefault(f"alone {index}" if own is None else own, len(numbers))
 
     def cut(self, requests: int) -> Trace:
-        """The trace cut after so many requests, whole turns of the earliest sessions."""
+        """Return the trace cut after so many requests, whole turns of the earliest sessions."""
         sessions: list[TraceSession] = []
         left = requests
         for session in self.sessions:
@@ -168,13 +168,13 @@ def _moved(turn: Turn, offset: int, shared: set[int]) -> Turn:
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads a trace, gzipped or not; the name is the file's. Raises TraceError with the line that is wrong."""
+    """Read a trace, gzipped or not; the name is the file's. Raises TraceError with the line that is wrong."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         return parse_trace(lines, name=path.name.split(".")[0])
 
 
 def parse_trace(lines: Iterable[str], *, name: str) -> Trace:
-    """A trace from its JSON lines."""
+    """Return a trace from its JSON lines."""
     block_size = DEFAULT_BLOCK_SIZE
     rows = []
     for number, line in enumerate(lines, start=1):

@@ -61,8 +61,8 @@ class SimTransfers:
         self.counts = TransferCounts()
 
     def offer(self, asked: PickRequest, endpoints: Sequence[Ledgered], speeds: SpeedModel, now: float) -> PickRequest:
-        """The request with what could be copied to each engine, and the seconds that costs; as it is where it would not
-        wait for that. What is over by now is in its engine's memory first."""
+        """Return the request with what could be copied to each engine, and the seconds that costs; as it is where it
+        would not wait for that. What is over by now is in its engine's memory first."""
         self._deliver(now)
         return self._plan_copies(asked, endpoints, speeds, now) if self._plan.waits else asked
 
@@ -94,7 +94,7 @@ class SimTransfers:
         return self._planner.offer(asked, endpoints, speeds, now, sources=endpoints, published=published)
 
     def find_transfer(self, decision: Decision[Any]) -> Transfer | None:
-        """The one that this decision is made with."""
+        """Return the one that this decision is made with."""
         return self._planner.find_transfer(decision)
 
     def begin(

@@ -35,7 +35,7 @@ class CacheView(Protocol):
     """Where the facts of a pick come from. Endpoints are numbered."""
 
     def facts(self, turn: Turn) -> OverlapFacts:
-        """What is known about this prompt now."""
+        """Return what is known about this prompt now."""
         ...
 
     def routed(self, endpoint: int, turn: Turn) -> Settle:

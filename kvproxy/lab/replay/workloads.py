@@ -42,7 +42,7 @@ class Draw:
         return [next(self._names) for _ in range(tokens // self.block_size)]
 
     def turn(self, prefix: list[int], new_tokens: int, output_tokens: int, *, delay_s: float = 0.0) -> Turn:
-        """A prompt that begins with the blocks of `prefix` and goes on with text of its own."""
+        """Return a prompt that begins with the blocks of `prefix` and goes on with text of its own."""
         names = [*prefix, *self.blocks(new_tokens)]
         return Turn(delay_s, len(prefix) * self.block_size + max(1, new_tokens), output_tokens, array("Q", names))
 
@@ -62,7 +62,7 @@ class Draw:
         answer_tokens: float = 200,
         turns_mean: float = 3.5,
     ) -> TraceSession:
-        """Turns of a median of 60 tokens (spread 1.1), answers of `answer_tokens` (0.8), one to many turns, a mean of
+        """Turn of a median of 60 tokens (spread 1.1), answers of `answer_tokens` (0.8), one to many turns, a mean of
         12 s between an answer and what the user writes next."""
         turns = []
         history = system
@@ -82,7 +82,7 @@ class Draw:
 
 
 def single(start_s: float, turn: Turn, tenant: str = "") -> TraceSession:
-    """A request of its own."""
+    """Return a request of its own."""
     return TraceSession(start_s, (turn,), tenant)
 
 

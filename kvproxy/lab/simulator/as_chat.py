@@ -68,7 +68,7 @@ def _anthropic_message(message: Body) -> list[Chat]:
 
 
 def as_part(block: Any) -> Chat | None:
-    """The content part that a block of text or a picture is; None for another block, or an empty text."""
+    """Return the content part that a block of text or a picture is; None for another block, or an empty text."""
     if _is(block, "text"):
         return {"type": "text", "text": str(block["text"])} if block.get("text") else None
     if not _is(block, "image") and not _is(block, "document"):

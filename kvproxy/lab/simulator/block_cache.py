@@ -29,16 +29,16 @@ class PrefixCache(Protocol):
         """How many of the first `count` held blocks have no user."""
 
     def acquire(self, block_hashes: Sequence[int], count: int) -> list[int]:
-        """Takes the first `count` held blocks into use."""
+        """Take the first `count` held blocks into use."""
 
     def share(self, blocks: Sequence[int]) -> None:
         """One more use of each block."""
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` free blocks, forgetting what they held."""
+        """Take `count` free blocks, forgetting what they held."""
 
     def store(self, blocks: Sequence[int], event: BlockStored) -> None:
-        """Makes full blocks reusable under the event's hashes, and announces it."""
+        """Make full blocks reusable under the event's hashes, and announces it."""
 
     @property
     def states(self) -> Container[int]:
@@ -51,7 +51,7 @@ class PrefixCache(Protocol):
         """Queues an event."""
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Ends one use of each block."""
+        """End one use of each block."""
 
     def clear(self) -> bool:
         """Forgets every hash, unless a sequence is running (False: nothing happened)."""
@@ -123,7 +123,7 @@ class BlockCache:
         return sum(1 for index in range(count) if users[held[block_hashes[index]]] == 0)
 
     def acquire(self, block_hashes: Sequence[int], count: int) -> list[int]:
-        """Takes the first `count` held blocks into use."""
+        """Take the first `count` held blocks into use."""
         users = self._users
         held = self._block_of
         free = self._free
@@ -142,7 +142,7 @@ class BlockCache:
             self._users[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` blocks out of the free list, forgetting what they held. The caller checked `free_blocks`."""
+        """Take `count` blocks out of the free list, forgetting what they held. The caller checked `free_blocks`."""
         blocks = []
         ranked = self._ranking is not None
         for _ in range(count):
@@ -155,7 +155,7 @@ class BlockCache:
         return blocks
 
     def store(self, blocks: Sequence[int], event: BlockStored) -> None:
-        """Makes the full `blocks` reusable under the event's hashes, one for one, and announces it."""
+        """Make the full `blocks` reusable under the event's hashes, one for one, and announces it."""
         for block, block_hash in zip(blocks, event.block_hashes, strict=True):
             self._hash_of[block] = block_hash
             if self._block_of.setdefault(block_hash, block) != block:
@@ -192,7 +192,7 @@ class BlockCache:
         return count
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Ends one use of each of a sequence's blocks (given in order); hashes stay until the memory is wanted."""
+        """End one use of each of a sequence's blocks (given in order); hashes stay until the memory is wanted."""
         users = self._users
         hash_of = self._hash_of
         free = self._free
@@ -227,7 +227,7 @@ class BlockCache:
         return events
 
     def _take_ranked(self) -> int:
-        """The free block that holds nothing, or else what the ranking gives up first."""
+        """Return the free block that holds nothing, or else what the ranking gives up first."""
         first = next(iter(self._free))
         if self._hash_of[first] is not None and self._ranking is not None:
             gone = self._ranking.pick(self._unused, self._is_unused)

@@ -51,7 +51,7 @@ class CacheActions:
         return {"requested": len(keys) // body["world_size"], "affected": len(keys), "status": "pinned"}
 
     async def unpin(self, request: Request) -> Any:
-        """Takes one pin off each key that has one."""
+        """Take one pin off each key that has one."""
         body = request.parse_body(_TOKENS)
         keys = parse_keys(body, chunk_tokens=self._chunk_tokens)
         held = [key for key in keys if self._pins[key] > 0]
@@ -60,7 +60,7 @@ class CacheActions:
         return {"requested": len(keys) // body["world_size"], "affected": len(held), "status": "unpinned"}
 
     async def list_pins(self, request: Request) -> Any:
-        """What is pinned, page by page."""
+        """Return what is pinned, page by page."""
         model = request.query.get("model_name", "")
         salt = request.query.get("cache_salt", "")
         rows = [
@@ -71,7 +71,7 @@ class CacheActions:
         return {"total": len(rows), "pins": paginate(request, rows)}
 
     async def delete(self, request: Request) -> Any:
-        """Removes a prompt's chunks from one server."""
+        """Remove a prompt's chunks from one server."""
         body = request.parse_body({**_TOKENS, "instance_id": str, "tier?": str, "force?": bool})
         server = self._reachable(body["instance_id"])
         keys = parse_keys(body, chunk_tokens=self._chunk_tokens)
@@ -93,7 +93,7 @@ class CacheActions:
         }
 
     async def prefetch(self, request: Request) -> Any:
-        """Copies the beginning of a prompt that one server can read into its memory."""
+        """Copy the beginning of a prompt that one server can read into its memory."""
         body = request.parse_body({**_TOKENS, "instance_id": str})
         server = self._reachable(body["instance_id"])
         keys = parse_keys(body, chunk_tokens=self._chunk_tokens)
@@ -110,7 +110,7 @@ class CacheActions:
         return {"instance_id": server.instance_id, "request_id": request_id, "chunks": chunks, "status": "submitted"}
 
     async def prefetch_status(self, request: Request) -> Any:
-        """The first poll that sees completion forgets the job."""
+        """Return the first poll that sees completion forgets the job."""
         instance_id = request.path_values["instance_id"]
         request_id = request.path_values["request_id"]
         self._reachable(instance_id)
@@ -125,7 +125,7 @@ class CacheActions:
         return {"request_id": request_id, "status": "completed", "found_keys": found, "total_keys": total}
 
     def require_server(self, instance_id: str) -> MpServer:
-        """A registered server, or a 404."""
+        """Return a registered server, or a 404."""
         server = self._directory.get(instance_id)
         if server is None:
             raise detail_error(404, f"instance {instance_id} is not registered")
@@ -139,7 +139,7 @@ class CacheActions:
 
 
 def parse_keys(body: dict[str, Any], *, chunk_tokens: int = CHUNK_TOKENS) -> list[ChunkKey]:
-    """The keys of a body's tokens, or the coordinator's error about them."""
+    """Return the keys of a body's tokens, or the coordinator's error about them."""
     tokens = body.get("token_ids") or []
     if len(tokens) > _MOST_TOKENS:
         raise detail_error(400, f"token_ids exceeds the cap of {_MOST_TOKENS}")
@@ -157,12 +157,12 @@ def parse_keys(body: dict[str, Any], *, chunk_tokens: int = CHUNK_TOKENS) -> lis
 
 
 def decode_key(key: dict[str, Any]) -> ChunkKey:
-    """A key as it came in JSON."""
+    """Return a key as it came in JSON."""
     return ChunkKey(int(key["chunk_hash_hex"], 16), key["model_name"], key["kv_rank"], key.get("cache_salt", ""))
 
 
 def paginate(request: Request, rows: list[Any]) -> list[Any]:
-    """The rows that `offset` and `limit` ask for."""
+    """Return the rows that `offset` and `limit` ask for."""
     offset = int(request.query.get("offset", "0"))
     limit = int(request.query.get("limit", "1000"))
     return rows[offset : offset + limit]

@@ -101,7 +101,7 @@ class Engine:
         self._join(now)
 
     def cancel(self, request_id: str, now: float) -> bool:
-        """Drops a request and frees its blocks at once; False when it is not here (any more)."""
+        """Drop a request and frees its blocks at once; False when it is not here (any more)."""
         self._run_to(now)
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
@@ -132,7 +132,7 @@ class Engine:
         return self._own.match_prefix(block_hashes, len(block_hashes))
 
     def receive(self, block_hashes: Hashes[int], now: float) -> int:
-        """Takes in copies of a prompt's leading blocks, as far as they are not here: how many. Announced with the next
+        """Take in copies of a prompt's leading blocks, as far as they are not here: how many. Announced with the next
         step."""
         self._run_to(now)
         return self._own.receive(block_hashes)

@@ -40,7 +40,7 @@ class SequenceProgress:
         return self.finished is not None or self.failed
 
     def apply(self, output: EngineOutput) -> None:
-        """Takes in one output of the engine."""
+        """Take in one output of the engine."""
         match output:
             case FirstToken():
                 self.first = output
@@ -76,7 +76,7 @@ class GenerationGroup:
         return any(member.failed for member in self.members)
 
     async def wait_for_change(self, timeout_s: float | None = None) -> bool:
-        """Waits for news; False when there was none for `timeout_s`."""
+        """Wait for news; False when there was none for `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()

@@ -17,7 +17,7 @@ class ResponsesShape:
         self._number = 0
 
     def build_body(self, answer: Answer) -> dict[str, Any]:
-        """The body of an answer that is not streamed, and of the last event of one that is."""
+        """Return the body of an answer that is not streamed, and of the last event of one that is."""
         body = answer.plan.body
         whole = answer.read_choice(0)
         done = whole.finish_reason is not None
@@ -69,7 +69,7 @@ class ResponsesShape:
             yield from self._closing(answer, place)
 
     def build_error_events(self, body: Any) -> Iterator[bytes]:
-        """A failure in mid-stream."""
+        """Yield a failure in mid-stream."""
         yield self._event("error", body)
 
     def _opening(self, answer: Answer, place: dict[str, Any]) -> Iterator[bytes]:
@@ -136,7 +136,7 @@ class AnthropicShape:
         self._opened = False
 
     def build_body(self, answer: Answer) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         whole = answer.read_choice(0)
         return {
             "id": f"chatcmpl-{answer.plan.id}",
@@ -164,7 +164,7 @@ class AnthropicShape:
             yield DONE
 
     def build_error_events(self, body: Any) -> Iterator[bytes]:
-        """A failure in mid-stream."""
+        """Yield a failure in mid-stream."""
         yield _event("error", {"error": {"type": "internal_error", "message": body["error"]["message"]}})
         yield DONE
 

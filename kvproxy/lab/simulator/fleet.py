@@ -95,7 +95,7 @@ class Fleet:
         return create_coordinator_app(replace(settings.coordinator, instances=tuple(names)), clock=clock, rng=rng)
 
     def _offload(self, name: str) -> OnPrefilled:
-        """Keeps a computed prompt in host memory and reports it to both services, as a connector does."""
+        """Keep a computed prompt in host memory and reports it to both services, as a connector does."""
 
         def offload(prompt: Prefilled) -> None:
             if self.controller is not None:

@@ -61,14 +61,14 @@ class Planner:
         self._numbers = itertools.count()
 
     def check_model(self, body: Mapping[str, Any]) -> str:
-        """The model's name; a request without one means the base model."""
+        """Return the model's name; a request without one means the base model."""
         model = body.get("model") or self._settings.model
         if model not in self._settings.models:
             raise model_not_found(str(model), self._settings.models)
         return str(model)
 
     def plan(self, body: Mapping[str, Any], prompts: Sequence[Sequence[int]], plan_id: str) -> GenerationPlan:
-        """The engine's requests for `parse_body`, one a prompt and choice."""
+        """Return the engine's requests for `parse_body`, one a prompt and choice."""
         model = self.check_model(body)
         self._check_sampling(body)
         choices = body.get("n") or 1
@@ -195,7 +195,7 @@ class Answer:
         self._seen = [0] * len(plan.requests)
 
     def take_deltas(self) -> list[Delta]:
-        """What came since the last call, at most one a choice; tokens that came together are together."""
+        """Return what came since the last call, at most one a choice; tokens that came together are together."""
         found = []
         for index, member in enumerate(self._group.members):
             if member.generated > self._seen[index]:

@@ -45,7 +45,7 @@ class HttpCall:
         self.reply_headers: dict[str, str] = {}
 
     async def read_body(self) -> bytes:
-        """The whole request body."""
+        """Return the whole request body."""
         chunks = []
         while True:
             message = await self.receive()
@@ -65,7 +65,7 @@ class HttpCall:
         await self.send_reply(status, encode_json(body), {**JSON, **(headers or {})})
 
     async def start_reply(self, status: int, headers: dict[str, str]) -> None:
-        """Sends the response head; `write` and `finish` follow."""
+        """Send the response head; `write` and `finish` follow."""
         fields = {**headers, **self.reply_headers}
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields.items()]
         await self.send({"type": "http.response.start", "status": status, "headers": raw})
@@ -79,7 +79,7 @@ class HttpCall:
         await self.send({"type": "http.response.body", "body": b""})
 
     async def run_while_connected(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Runs `work` until it ends (True) or the client leaves, which cancels it (False). Call after `read`."""
+        """Run `work` until it ends (True) or the client leaves, which cancels it (False). Call after `read`."""
         task = asyncio.create_task(work, name=f"simulated {self.path}")
         watcher = asyncio.create_task(self._disconnected(), name=f"disconnect {self.path}")
         try:
@@ -121,7 +121,7 @@ class Request:
         self._raw = raw
 
     def parse_body(self, schema: Schema) -> dict[str, Any]:
-        """The validated JSON object; a 422 names every field that is wrong and echoes what was sent."""
+        """Return the validated JSON object; a 422 names every field that is wrong and echoes what was sent."""
         try:
             body = json.loads(self._raw)
         except ValueError as error:
@@ -166,7 +166,7 @@ class JsonApp(HttpApp):
         self._routes: list[tuple[str, str, re.Pattern[str], Handler]] = []
 
     def route(self, method: str, path: str, handler: Handler) -> None:
-        """Adds a route; the first match wins."""
+        """Add a route; the first match wins."""
         pattern = re.compile(re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", path))
         self._routes.append((method, path, pattern, handler))
 

@@ -44,7 +44,7 @@ class PayloadEncoder(Protocol):
     """One engine's way to write events."""
 
     def encode_payload(self, events: Sequence[KvEvent], *, ts: float, rank: int = 0) -> bytes:
-        """The msgpack batch; `ts` is wall-clock seconds, `rank` the data-parallel rank."""
+        """Return the msgpack batch; `ts` is wall-clock seconds, `rank` the data-parallel rank."""
 
 
 class EventEncoder:
@@ -63,14 +63,15 @@ class EventEncoder:
         }.get(encoding, lambda event: event)
 
     def encode_payload(self, events: Sequence[KvEvent], *, ts: float, rank: int = 0) -> bytes:
-        """The msgpack batch; `ts` is wall-clock seconds, `rank` the data-parallel rank."""
+        """Return the msgpack batch; `ts` is wall-clock seconds, `rank` the data-parallel rank."""
         return self._encoder.encode([ts, [self._write(each) for each in self._map_all(events)], rank])
 
     def _hash(self, block_hash: int) -> int | bytes:
         return block_hash.to_bytes(16, "big") if self._bytes_hashes else block_hash
 
     def _map_all(self, events: Sequence[KvEvent]) -> Iterator[dict[str, Any]]:
-        """What leaves a lower tier together is one event, as LMCache tells it; vLLM tells each block of its own."""
+        """Yield what leaves a lower tier together is one event, as LMCache tells it; vLLM tells each block of
+        its own."""
         for medium, several in groupby(events, key=_left_tier):
             if medium is None:
                 yield from map(self._map, several)
@@ -113,7 +114,7 @@ class EventEncoder:
 
 
 def _left_tier(event: KvEvent) -> str | None:
-    """The medium of the lower tier that a block left."""
+    """Return the medium of the lower tier that a block left."""
     return event.medium if isinstance(event, BlockRemoved) and event.medium != "GPU" else None
 
 
@@ -183,7 +184,7 @@ class KvEventPublisher:
         return self._next_seq
 
     async def publish(self, events: Sequence[KvEvent]) -> None:
-        """Sends one step's events as one batch."""
+        """Send one step's events as one batch."""
         if self.settings.device_only:
             events = [each for each in events if isinstance(each, AllBlocksCleared) or each.medium == "GPU"]
             if not events:

@@ -38,7 +38,7 @@ class ChunkStore:
         return chunk in self._chunks
 
     def admit(self, chunks: Sequence[int]) -> list[int]:
-        """Stores chunks as most recent; returns what had to go. Pinned ones never go, so a full store may refuse."""
+        """Store chunks as most recent; returns what had to go. Pinned ones never go, so a full store may refuse."""
         evicted = []
         for chunk in chunks:
             if chunk in self._chunks:
@@ -54,7 +54,7 @@ class ChunkStore:
         return evicted
 
     def held_prefix(self, chunks: Sequence[int]) -> list[int]:
-        """The leading chunks that are held."""
+        """Return the leading chunks that are held."""
         held = []
         for chunk in chunks:
             if chunk not in self._chunks:
@@ -80,14 +80,14 @@ class ChunkStore:
         return sum(1 for chunk in self._chunks if self.is_pinned(chunk))
 
     def remove(self, chunks: Sequence[int]) -> int:
-        """Drops the unpinned of these; the number dropped."""
+        """Drop the unpinned of these; the number dropped."""
         gone = [chunk for chunk in chunks if chunk in self._chunks and not self.is_pinned(chunk)]
         for chunk in gone:
             self._drop(chunk)
         return len(gone)
 
     def clear(self) -> int:
-        """Drops everything unpinned; the number dropped."""
+        """Drop everything unpinned; the number dropped."""
         return self.remove(list(self._chunks))
 
     def _drop(self, chunk: int) -> None:
@@ -134,7 +134,7 @@ class LmcacheWorker:
         self._alive = asyncio.Event()
 
     def admit(self, tokens: Sequence[int], location: str = CPU) -> None:
-        """Stores the full chunks of a prompt, as the engine does after its prefill."""
+        """Store the full chunks of a prompt, as the engine does after its prefill."""
         self.stores[location].admit(hash_chunks(tokens))
 
     def location_of(self, chunk: int) -> str | None:

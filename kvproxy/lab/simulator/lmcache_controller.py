@@ -45,7 +45,7 @@ class LmcacheController:
         self.workers = {one.instance_id: LmcacheWorker(one, clock=clock) for one in settings.workers}
 
     def register(self, settings: WorkerSettings) -> LmcacheWorker:
-        """A worker (re)registers: whatever it held before is forgotten."""
+        """Return a worker (re)registers: whatever it held before is forgotten."""
         self.workers[settings.instance_id] = LmcacheWorker(settings, clock=self._clock)
         return self.workers[settings.instance_id]
 
@@ -217,7 +217,7 @@ class ControllerApp(JsonApp):
         return {"keys": worker.keys}
 
     async def _sim_workers(self, request: Request) -> Any:
-        """Registers a worker, or kills, revives or slows one that is there."""
+        """Register a worker, or kills, revives or slows one that is there."""
         body = request.parse_body({"instance_id": str, "dead?": bool, "control_s?": float})
         worker = self.controller.workers.get(body["instance_id"])
         if worker is None:
@@ -229,7 +229,7 @@ class ControllerApp(JsonApp):
         return {"instance_id": body["instance_id"], "dead": worker.dead}
 
     async def _sim_lookup(self, request: Request) -> Any:
-        """Makes lookups take that long from now on."""
+        """Make lookups take that long from now on."""
         self.controller.lookup_s = float(request.parse_body({"lookup_s": float})["lookup_s"])
         return {"lookup_s": self.controller.lookup_s}
 
@@ -259,7 +259,8 @@ class ControllerApp(JsonApp):
         return worker
 
     def _codec_chunks(self, worker: LmcacheWorker, body: dict[str, Any], refusal: str) -> tuple[ChunkStore, list[int]]:
-        """The chunks a codec works on, in place; any method but CacheGen does nothing and says so with 0 tokens."""
+        """Return the chunks a codec works on, in place; any method but CacheGen does nothing and says so with
+        0 tokens."""
         store = worker.stores.get(body["location"], worker.stores[CPU])
         if body["method"] != "cachegen" or not body.get("tokens") or body["location"] not in worker.stores:
             return store, []
@@ -288,5 +289,5 @@ class ControllerApp(JsonApp):
 def create_controller_app(
     settings: ControllerSettings, *, clock: Clock = time.monotonic, rng: random.Random | None = None
 ) -> ControllerApp:
-    """A controller ready to be served; `app.controller.workers[id].admit(tokens)` reports a store in process."""
+    """Return a controller ready to be served; `app.controller.workers[id].admit(tokens)` reports a store in process."""
     return ControllerApp(LmcacheController(settings, clock=clock, rng=rng or random.Random()))

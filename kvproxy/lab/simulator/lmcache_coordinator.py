@@ -217,7 +217,7 @@ class CoordinatorApp(JsonApp):
 def create_coordinator_app(
     settings: CoordinatorSettings, *, clock: Clock = time.monotonic, rng: random.Random | None = None
 ) -> CoordinatorApp:
-    """A coordinator ready to be served."""
+    """Return a coordinator ready to be served."""
     return CoordinatorApp(settings, clock=clock, rng=rng or random.Random())
 
 

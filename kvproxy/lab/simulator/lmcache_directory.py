@@ -43,7 +43,7 @@ def make_keys(
     cache_salt: str = "",
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> list[ChunkKey]:
-    """The keys of the full chunks, chunk by chunk and rank by rank."""
+    """Return the keys of the full chunks, chunk by chunk and rank by rank."""
     return [
         ChunkKey(chunk, model_name, rank, cache_salt)
         for chunk in hash_blocks(tokens, chunk_tokens)
@@ -68,7 +68,7 @@ class MpServer:
         self.down = False
 
     def admit(self, keys: Sequence[ChunkKey]) -> None:
-        """Stores the keys; what had to go is forgotten with them."""
+        """Store the keys; what had to go is forgotten with them."""
         for key in keys:
             self.known[key.identity] = key
         self.store.admit([key.identity for key in keys])
@@ -76,7 +76,7 @@ class MpServer:
             self.known = {identity: key for identity, key in self.known.items() if identity in self.store}
 
     def remove(self, keys: Sequence[ChunkKey]) -> int:
-        """Drops the keys that are here; how many were."""
+        """Drop the keys that are here; how many were."""
         removed = self.store.remove([key.identity for key in keys])
         for key in keys:
             self.known.pop(key.identity, None)
@@ -97,7 +97,7 @@ class MpServer:
         return self.store.capacity_chunks * self.chunk_bytes
 
     def describe_placement(self) -> dict[str, object]:
-        """This server as a holder."""
+        """Return this server as a holder."""
         return {
             "instance_id": self.instance_id,
             "incarnation": self.incarnation,
@@ -144,7 +144,7 @@ class Directory:
         return found
 
     def add(self, server: MpServer) -> bool:
-        """Registers a server; True when it replaced one of the same id (the placements of that one are gone)."""
+        """Register a server; True when it replaced one of the same id (the placements of that one are gone)."""
         known = server.instance_id in self._servers
         if known:
             server.incarnation = self._servers[server.instance_id].incarnation + 1
@@ -156,25 +156,25 @@ class Directory:
         self._servers.pop(instance_id, None)
 
     def record_heartbeat(self, instance_id: str) -> bool:
-        """A heartbeat; False from a server that has to register again."""
+        """Return a heartbeat; False from a server that has to register again."""
         server = self.get(instance_id)
         if server is not None:
             server.last_seen = self._clock()
         return server is not None
 
     def get(self, instance_id: str) -> MpServer | None:
-        """A live server by id."""
+        """Return a live server by id."""
         return {server.instance_id: server for server in self.servers()}.get(instance_id)
 
     def servers(self) -> list[MpServer]:
-        """The live servers, in order of registration."""
+        """Return the live servers, in order of registration."""
         if self._timeout_s is not None:
             oldest = self._clock() - self._timeout_s
             self._servers = {name: one for name, one in self._servers.items() if one.last_seen >= oldest}
         return list(self._servers.values())
 
     def find_holders(self, key: ChunkKey) -> list[MpServer]:
-        """The live servers that hold the key."""
+        """Return the live servers that hold the key."""
         return [server for server in self.servers() if server.holds(key)]
 
     def all_keys(self) -> Iterator[ChunkKey]:

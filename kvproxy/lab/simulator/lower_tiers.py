@@ -37,7 +37,7 @@ class LowerTier:
         return len(self._held)
 
     def write(self, event: BlockStored) -> Iterator[KvEvent]:
-        """Keeps the blocks of an engine's event; announces those that are new, and those that had to go for them."""
+        """Keep the blocks of an engine's event; announces those that are new, and those that had to go for them."""
         held = self._held
         medium = self.settings.medium
         if self._write_fails():
@@ -119,7 +119,7 @@ class LowerTiers:
             yield from self._keep(self._compressing.popleft()[1])
 
     def stored(self, event: BlockStored) -> Iterator[KvEvent]:
-        """The engine made these blocks reusable."""
+        """Yield the engine made these blocks reusable."""
         if not self._on_eviction:
             yield from self._write(event)
             return
@@ -127,7 +127,7 @@ class LowerTiers:
             self._told[block_hash] = cut_event(event, range(at, at + 1))
 
     def evicted(self, block_hash: int) -> Iterator[KvEvent]:
-        """The engine's last copy of a block goes."""
+        """Yield the events that follow the eviction of the engine's last copy of a block."""
         event = self._told.pop(block_hash, None)
         if event is not None:
             yield from self._write(event)
@@ -177,7 +177,7 @@ class LowerTiers:
 
 
 def cut_event(event: BlockStored, run: range, *, medium: str = "") -> BlockStored:
-    """The same of some neighbours of its blocks, and of another medium."""
+    """Return the same of some neighbours of its blocks, and of another medium."""
     size = len(event.token_ids) // len(event.block_hashes)
     return replace(
         event,

@@ -75,7 +75,7 @@ class MediaPrompt(list[int]):
 
 
 def media_of(prompt: Sequence[int]) -> tuple[PlacedMedium, ...]:
-    """The media of a prompt; () of plain token ids."""
+    """Return the media of a prompt; () of plain token ids."""
     return prompt.media if isinstance(prompt, MediaPrompt) else ()
 
 
@@ -204,7 +204,7 @@ def _wide_ids(identifier: str) -> list[int]:
 
 
 def _content_of(part: Mapping[str, Any]) -> str | None:
-    """The URL or data URI of a part; None: it names what was sent before."""
+    """Return the URL or data URI of a part; None: it names what was sent before."""
     value = part.get(str(part["type"]))
     if value is None:
         value = part.get("image_url") or part.get("file_data") or part.get("file_url") or part.get("file_id")

@@ -28,7 +28,7 @@ class OpenAiShape(ABC):
         self._fingerprint = fingerprint
 
     def usage(self, usage: AnswerUsage) -> dict[str, Any]:
-        """The usage object of a complete answer."""
+        """Return the usage object of a complete answer."""
         return {**_totals(usage), "prompt_tokens_details": self._full_details(usage), "completion_tokens_details": None}
 
     def build_events(self, answer: Answer, deltas: list[Delta], *, last: bool) -> Iterator[bytes]:
@@ -46,7 +46,7 @@ class OpenAiShape(ABC):
 
     @abstractmethod
     def build_delta_events(self, answer: Answer, delta: Delta, *, continuous: bool) -> Iterator[bytes]:
-        """The events of one choice's new tokens."""
+        """Yield the events of one choice's new tokens."""
 
     def build_error_events(self, body: Any) -> Iterator[bytes]:
         """How a stream ends when the engine dies under it: cleanly, with an error in it."""
@@ -97,7 +97,7 @@ class ChatShape(OpenAiShape):
     id_prefix = "chatcmpl-"
 
     def build_body(self, answer: Answer) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         ids = answer.plan.body.get("return_token_ids")
         return {
             **self._head(answer),
@@ -115,7 +115,7 @@ class ChatShape(OpenAiShape):
         }
 
     def build_delta_events(self, answer: Answer, delta: Delta, *, continuous: bool) -> Iterator[bytes]:
-        """The role first, with the first token; then the text."""
+        """Yield the role first, with the first token; then the text."""
         ids = answer.plan.body.get("return_token_ids")
         if delta.generated == len(delta.token_ids):
             yield self._role_event(answer, delta, continuous=continuous)
@@ -158,7 +158,7 @@ class CompletionShape(OpenAiShape):
     id_prefix = "cmpl-"
 
     def build_body(self, answer: Answer) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         choices = range(len(answer.plan.requests))
         return {
             **self._head(answer),

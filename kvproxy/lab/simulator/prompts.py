@@ -37,8 +37,8 @@ class Rendering:
 def render_chat(
     messages: Sequence[Mapping[str, Any]], rendering: Rendering, mark_medium: Callable[[Mapping[str, Any]], str]
 ) -> str:
-    """The prompt text, with what `mark_medium` makes of content parts that are no text. Known template arguments:
-    `enable_thinking`, `reasoning_effort`, `documents`."""
+    """Return the prompt text, with what `mark_medium` makes of content parts that are no text. Known template
+    arguments: `enable_thinking`, `reasoning_effort`, `documents`."""
     if rendering.continue_final_message and rendering.add_generation_prompt:
         raise TemplateError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
     if not messages:

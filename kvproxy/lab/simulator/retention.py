@@ -77,7 +77,7 @@ class Future:
                 needed.pop()
 
     def next_use(self, block: int) -> float:
-        """The number of the prompt that needs it next; infinite for none."""
+        """Return the number of the prompt that needs it next; infinite for none."""
         needed = self._needed.get(block)
         return needed[-1] if needed else inf
 
@@ -156,7 +156,7 @@ class Ranking:
             records.popitem(last=False)
 
     def pick(self, unused: Callable[[], Iterable[int]], is_unused: Callable[[int], bool]) -> int | None:
-        """The one of the `unused` blocks that goes first; None where there is none."""
+        """Return the one of the `unused` blocks that goes first; None where there is none."""
         while True:
             while self._next:
                 block, last = self._next.pop()

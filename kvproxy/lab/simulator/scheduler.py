@@ -66,7 +66,7 @@ class Scheduler:
         return batch
 
     def limit_decode_steps(self, wanted: int) -> int:
-        """The most steps, up to `wanted`, that every decoding sequence can take in the free blocks."""
+        """Return the most steps, up to `wanted`, that every decoding sequence can take in the free blocks."""
         steps = wanted
         block_size = self._settings.block_size
         copies = self.forks.blocks_to_copy
@@ -86,7 +86,7 @@ class Scheduler:
         return sum(sequence.computed for sequence in self.decoding.values())
 
     def decode(self, sequence: Sequence, steps: int) -> None:
-        """Takes `steps` decode steps of one sequence; the caller made sure of the blocks."""
+        """Take `steps` decode steps of one sequence; the caller made sure of the blocks."""
         sequence.generated += steps
         self.forks.copy_on_write(sequence)
         self._grow(sequence, sequence.computed + steps)
@@ -103,7 +103,7 @@ class Scheduler:
         return True
 
     def drop(self, sequence: Sequence) -> None:
-        """Takes a sequence out wherever it is; its blocks are free at once."""
+        """Take a sequence out wherever it is; its blocks are free at once."""
         sequence.gone = True
         self._give_up_copies(sequence)
         self.waiting.remove(sequence)
@@ -142,7 +142,7 @@ class Scheduler:
             self._preempt(self._victim(), batch)
 
     def _victim(self) -> Sequence:
-        """The runner that vLLM gives up for another's memory."""
+        """Return the runner that vLLM gives up for another's memory."""
         if self._settings.scheduling is Scheduling.PRIORITY:
             return max(self.running.values(), key=lambda sequence: sequence.urgency)
         return next(reversed(self.running.values()))
@@ -235,7 +235,7 @@ class Scheduler:
         self.prefilling[request.id] = sequence
 
     def _grow(self, sequence: Sequence, tokens: int) -> None:
-        """Gives the sequence blocks for `tokens` and makes those that become full reusable."""
+        """Give the sequence blocks for `tokens` and makes those that become full reusable."""
         missing = self._blocks_for(tokens) - len(sequence.blocks)
         if missing > 0:
             sequence.blocks += self.cache.allocate(missing)

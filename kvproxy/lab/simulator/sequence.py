@@ -36,7 +36,7 @@ class LoraSlots:
         return not self._slots or adapter is None or adapter in in_use or len(in_use) < self._slots
 
     def take_slot(self, adapter: str | None, running: Iterable[str | None]) -> bool:
-        """A request of it begins. Whether it has to be loaded first."""
+        """Return a request of it begins. Whether it has to be loaded first."""
         if adapter is None:
             return False
         missing = adapter not in self._loaded
@@ -101,7 +101,7 @@ class Sequence:
     def stored_event(
         self, first: int, last: int, block_size: int, *, parent: int | None, lookahead_tokens: int = 0
     ) -> BlockStored:
-        """The event for blocks `first` up to, not including, `last`."""
+        """Return the event for blocks `first` up to, not including, `last`."""
         request = self.request
         end = last * block_size + lookahead_tokens
         return BlockStored(
@@ -116,7 +116,7 @@ class Sequence:
         )
 
     def states_event(self, ends: list[int], first: int, last: int, block_size: int) -> BlockStored:
-        """The event for states after the blocks of these numbers, told with blocks `first` up to `last`."""
+        """Return the event for states after the blocks of these numbers, told with blocks `first` up to `last`."""
         event = self.stored_event(
             first, last, block_size, parent=self.request.block_hashes[first - 1] if first else None
         )
@@ -157,13 +157,13 @@ class WaitingLine:
         self._push(sequence, -next(self._numbers))
 
     def first(self) -> Sequence:
-        """The next one to admit; the line is not empty."""
+        """Return the next one to admit; the line is not empty."""
         while self._waiting.get(self._heap[0][3].request.id) is not self._heap[0][3]:
             heapq.heappop(self._heap)
         return self._heap[0][3]
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out, if it is here."""
+        """Take a sequence out, if it is here."""
         if self._waiting.get(sequence.request.id) is sequence:
             del self._waiting[sequence.request.id]
             if self._heap[0][3] is sequence:

@@ -197,7 +197,7 @@ def with_event_ports(settings: SglangSettings) -> SglangSettings:
 
 
 def _free_ports(count: int, *, host: str) -> int:
-    """The first of so many in a row, below those that programs are given by chance."""
+    """Return the first of so many in a row, below those that programs are given by chance."""
     chance = random.SystemRandom()
     while True:
         first = chance.randrange(20_000, 30_000 - count)

@@ -24,7 +24,7 @@ class PageEncoder:
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode_payload(self, events: Sequence[KvEvent], *, ts: float, rank: int = 0) -> bytes:
-        """The msgpack batch; `ts` is wall-clock seconds, `rank` the attention's data-parallel rank."""
+        """Return the msgpack batch; `ts` is wall-clock seconds, `rank` the attention's data-parallel rank."""
         written = [self._write(fields) for event in events for fields in self._fields(event)]
         return self._encoder.encode([ts, written, rank])
 

@@ -13,8 +13,8 @@ from kvproxy.lab.simulator.engine_io import AllBlocksCleared, BlockRemoved, Bloc
 
 
 def hash_pages(token_ids: Sequence[int], page_size: int, *, paired: bool, namespace: str = "") -> list[int]:
-    """A signed 64-bit hash of each full page, over its keys and all before it. Keys are tokens, or pairs of a token
-    and the next: then the last token is in no key of its own. `namespace` tells salts and adapters apart."""
+    """Return a signed 64-bit hash of each full page, over its keys and all before it. Keys are tokens, or pairs of a
+    token and the next: then the last token is in no key of its own. `namespace` tells salts and adapters apart."""
     keys: Sequence[object] = list(pairwise(token_ids)) if paired else token_ids
     digest = sha256(namespace.encode()).digest() if namespace else b""
     hashes = []
@@ -89,7 +89,7 @@ class RadixPages:
         return sum(self._nodes[page_hash].users == 0 for page_hash in block_hashes[:count])
 
     def acquire(self, block_hashes: Sequence[int], count: int) -> list[int]:
-        """Takes the first `count` pages into use."""
+        """Take the first `count` pages into use."""
         nodes = [self._nodes[page_hash] for page_hash in block_hashes[:count]]
         for node in nodes:
             self._use(node)
@@ -99,7 +99,7 @@ class RadixPages:
         raise NotImplementedError("a page that is not full is one sequence's own in SGLang")
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` pages, evicting leaves where none is spare."""
+        """Take `count` pages, evicting leaves where none is spare."""
         while len(self._spare) < count:
             self._evict()
         pages = self._spare[:count]
@@ -107,7 +107,7 @@ class RadixPages:
         return pages
 
     def store(self, blocks: Sequence[int], event: BlockStored) -> None:
-        """Puts full pages of a sequence that uses them into the tree, and announces those it had not."""
+        """Put full pages of a sequence that uses them into the tree, and announces those it had not."""
         parent = event.parent
         held = 0
         for page, page_hash in zip(blocks, event.block_hashes, strict=True):
@@ -130,7 +130,7 @@ class RadixPages:
             self._events.append(event)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Ends one use of each page; what never was in the tree is spare at once."""
+        """End one use of each page; what never was in the tree is spare at once."""
         for page in reversed(blocks):
             page_hash = self._hash_of.get(page)
             if page_hash is None:

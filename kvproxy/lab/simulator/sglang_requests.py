@@ -29,12 +29,12 @@ class SglangError(HttpError):
 
 
 def flat_error(message: str, *, kind: str, param: str | None, code: int) -> dict[str, Any]:
-    """The body; in a stream it is the value of `error`."""
+    """Return the body; in a stream it is the value of `error`."""
     return {"object": "error", "message": message, "type": kind, "param": param, "code": code}
 
 
 def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """A body of vLLM's shape in SGLang's."""
+    """Return a body of vLLM's shape in SGLang's."""
     error = nested["error"]
     return flat_error(error["message"], kind=error["type"], param=error["param"], code=error["code"])
 
@@ -67,7 +67,7 @@ _MESSAGES_ERRORS = {400: "invalid_request_error", 500: "api_error", 503: "overlo
 
 
 def messages_error(error: HttpError) -> dict[str, Any]:
-    """The same in the shape of `/v1/messages`, which says nothing of what went wrong inside."""
+    """Return the same in the shape of `/v1/messages`, which says nothing of what went wrong inside."""
     inside = error.status >= 500
     message = "Internal server error" if inside else error.body["message"]
     kind = _MESSAGES_ERRORS.get(error.status, "api_error") if inside else error.body["type"]
@@ -80,7 +80,7 @@ _RANK_FIELDS = ("routed_dp_rank", "data_parallel_rank")
 
 
 def read_rank(header: str | None, body: Mapping[str, Any], ranks: int) -> int | None:
-    """The data-parallel rank that is asked for, the header's before the body's; None: any."""
+    """Return the data-parallel rank that is asked for, the header's before the body's; None: any."""
     rank = next((body[name] for name in _RANK_FIELDS if body.get(name) is not None), None)
     if header is not None:
         try:
@@ -98,8 +98,8 @@ def read_rank(header: str | None, body: Mapping[str, Any], ranks: int) -> int | 
 
 
 def messages_as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat that `/v1/messages` makes of its body, of text and tools: system blocks are lines, a billing header is
-    one as any other, and what a user says stays in its order with the results of tools."""
+    """Return the chat that `/v1/messages` makes of its body, of text and tools: system blocks are lines, a billing
+    header is one as any other, and what a user says stays in its order with the results of tools."""
     if not isinstance(body.get("messages"), list) or not all(isinstance(one, dict) for one in body["messages"]):
         raise SglangError("1 validation error: messages: Input should be a valid list", param="messages")
     system = body.get("system") or []
@@ -174,7 +174,7 @@ class SglangPlanner:
         self._numbers = itertools.count()
 
     def plan(self, body: Mapping[str, Any], prompts: Sequence[Sequence[int]], plan_id: str) -> GenerationPlan:
-        """The engine's requests, one a prompt and choice."""
+        """Return the engine's requests, one a prompt and choice."""
         choices = body.get("n") or 1
         requests = tuple(
             self._request(body, prompt, f"{plan_id}-{next(self._numbers)}", choice)

@@ -370,5 +370,5 @@ def create_sglang_app(
     wall_clock: Callable[[], float] = utc_seconds,
     rng: random.Random | None = None,
 ) -> SglangApp:
-    """A server that is ready to be entered and served."""
+    """Return a server that is ready to be entered and served."""
     return SglangApp(settings, clock=clock, wall_clock=wall_clock, rng=rng or random.Random())

@@ -21,7 +21,7 @@ class _OpenAi:
         self._report = report
 
     def build_body(self, answer: Answer) -> dict[str, Any]:
-        """The whole body."""
+        """Return the whole body."""
         choices = [self._whole(answer.read_choice(number)) for number in range(len(answer.plan.requests))]
         usage = self._usage(answer.count_usage())
         return {**_head(answer, self.object_name), "choices": choices, "usage": usage, **_METADATA}
@@ -38,7 +38,7 @@ class _OpenAi:
             yield DONE
 
     def build_error_events(self, body: Any) -> Iterator[bytes]:
-        """A failure in mid-stream."""
+        """Yield a failure in mid-stream."""
         yield format_event({"error": body})
         yield DONE
 
@@ -111,14 +111,14 @@ class SglangGenerate:
         }
 
     def build_events(self, answer: Answer, deltas: list[Delta], *, last: bool) -> Iterator[bytes]:
-        """The same, again and again."""
+        """Yield the same, again and again."""
         if deltas:
             yield format_event(self.build_body(answer))
         if last:
             yield DONE
 
     def build_error_events(self, body: Any) -> Iterator[bytes]:
-        """A failure in mid-stream."""
+        """Yield a failure in mid-stream."""
         yield format_event({"error": body})
         yield DONE
 
@@ -132,7 +132,7 @@ class SglangMessages:
         self._opened = False
 
     def build_body(self, answer: Answer) -> dict[str, Any]:
-        """The whole body."""
+        """Return the whole body."""
         whole = answer.read_choice(0)
         usage = {**self._input(answer), "output_tokens": answer.count_usage().completion_tokens}
         content = [{"type": "text", "text": whole.text}]
@@ -155,7 +155,7 @@ class SglangMessages:
             yield _named("message_stop")
 
     def build_error_events(self, body: Any) -> Iterator[bytes]:
-        """A failure in mid-stream."""
+        """Yield a failure in mid-stream."""
         if self._opened:
             yield _named("content_block_stop", index=0)
         yield _named("error", error={"type": "api_error", "message": body["message"]})

@@ -44,7 +44,7 @@ class EngineTiming:
             raise ValueError("slowness changes must be in order of time")
 
     def factor_at(self, now: float) -> float:
-        """What durations beginning at `now` are multiplied by."""
+        """Return what durations beginning at `now` are multiplied by."""
         index = bisect_right(self.slowness_changes, (now, math.inf)) - 1
         slowness = self.slowness if index < 0 else self.slowness_changes[index][1]
         return slowness * self.time_scale
@@ -84,7 +84,7 @@ class Stretch:
         return self.started_at + self.steps * self.step_s + self.growth_s * self.steps * (self.steps - 1) / 2
 
     def cut(self, moment: float) -> None:
-        """Ends it with the step under way at `moment` (or that ends there)."""
+        """End it with the step under way at `moment` (or that ends there)."""
         if self.steps > 1 and moment < self.ends_at:
             self.steps = min(self.steps, self._steps_until(moment - self.started_at))
 
@@ -118,7 +118,7 @@ class TokenGaps:
         return self._counts.total()
 
     def update(self, other: TokenGaps) -> None:
-        """Adds the other's tokens."""
+        """Add the other's tokens."""
         self._counts.update(other._counts)
 
     def percentile(self, share: float) -> float:

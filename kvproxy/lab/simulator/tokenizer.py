@@ -103,7 +103,8 @@ class Tokenizer:
         return tokens
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of `tokens`; bytes that are no UTF-8 become replacement characters, unknown ids a ValueError."""
+        """Return the text of `tokens`; bytes that are no UTF-8 become replacement characters, unknown ids a
+        ValueError."""
         try:
             raw = b"".join([self._entry(token) for token in tokens])
         except IndexError:
@@ -111,7 +112,7 @@ class Tokenizer:
         return raw.decode("utf-8", errors="replace")
 
     def token_strings(self, tokens: Iterable[int]) -> list[str]:
-        """The vocabulary's own spelling of each token: byte-level, a space is `Ġ` and a line feed `Ċ`."""
+        """Return the vocabulary's own spelling of each token: byte-level, a space is `Ġ` and a line feed `Ċ`."""
         return ["".join(_VISIBLE[value] for value in self._entry(token)) for token in tokens]
 
     def _entry(self, token: int) -> bytes:

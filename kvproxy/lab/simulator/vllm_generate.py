@@ -27,7 +27,7 @@ class Shape(Protocol):
     """One API's words for an answer."""
 
     def build_body(self, answer: Answer) -> dict[str, Any]:
-        """The whole body."""
+        """Return the whole body."""
 
     def build_events(self, answer: Answer, deltas: list[Delta], *, last: bool) -> Iterator[bytes]:
         """Events for what is new; `last` adds the end."""
@@ -45,7 +45,7 @@ class GenerateRoute:
 
 
 async def read_json(call: HttpCall) -> dict[str, Any]:
-    """The body as an object, or vLLM's error about it."""
+    """Return the body as an object, or vLLM's error about it."""
     raw = await call.read_body()
     if "application/json" not in call.headers.get("content-type", ""):
         raise unsupported_media_type()
@@ -85,7 +85,7 @@ async def answer_generation(state: VllmState, call: HttpCall, route: GenerateRou
 
 
 def build_orca_header(state: VllmState, call: HttpCall) -> dict[str, str]:
-    """The engine's load in the format the client asked for, if it asked."""
+    """Return the engine's load in the format the client asked for, if it asked."""
     wanted = call.headers.get("endpoint-load-metrics-format", "").upper()
     load = state.runner.engine.load
     figures = {"num_requests_waiting": float(load.waiting), "kv_cache_usage_perc": load.kv_usage}

@@ -150,7 +150,7 @@ class VllmMetrics:
         self._touch(settings)
 
     def observe(self, generation: SequenceProgress, output: EngineOutput) -> None:
-        """Takes in one output before the generation itself does. As in vLLM, a request's own times count when it ends,
+        """Take in one output before the generation itself does. As in vLLM, a request's own times count when it ends,
         its first token and the time between tokens at once."""
         match output:
             case FirstToken():
@@ -196,7 +196,8 @@ class VllmMetrics:
         return generate_latest(self._registry) + self._adapters()
 
     def _adapters(self) -> bytes:
-        """A line for every combination there ever was; the newest has the largest value. No label names the model."""
+        """Return a line for every combination there ever was; the newest has the largest value. No label names the
+        model."""
         slots = self._engine.settings.max_loras
         lines = [
             f'vllm:lora_requests_info{{max_lora="{slots}",running_lora_adapters="{running}",'

@@ -97,7 +97,8 @@ class RankedVllm(HttpApp):
             await next(iter(self.ranks.values())).answer_call(call)
 
     def _asked(self, header: str) -> VllmApp:
-        """The engine of the rank in the header, or the least busy one. VllmError for a rank that there is not."""
+        """Return the engine of the rank in the header, or the least busy one. VllmError for a rank that there
+        is not."""
         try:
             number = int(header)
         except ValueError:

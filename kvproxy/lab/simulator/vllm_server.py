@@ -164,5 +164,6 @@ def create_engine_app(
     rng: random.Random | None = None,
     on_prefilled: OnPrefilled | None = None,
 ) -> VllmApp:
-    """A server that is ready to be entered and served; `on_prefilled` is called with each prompt once its KV exists."""
+    """Return a server that is ready to be entered and served; `on_prefilled` is called with each prompt once its KV
+    exists."""
     return VllmApp(settings, clock=clock, wall_clock=wall_clock, rng=rng or random.Random(), on_prefilled=on_prefilled)

@@ -58,7 +58,7 @@ class Faults:
         self._changed = asyncio.Event()
 
     def update(self, changes: dict[str, Any]) -> None:
-        """Sets the named values (`{"reset": true}` first puts everything back) and releases every stall."""
+        """Set the named values (`{"reset": true}` first puts everything back) and releases every stall."""
         known = {field.name: type(field.default) for field in fields(FaultValues)}
         values = dict(changes)
         reset = values.pop("reset", False)
@@ -89,7 +89,7 @@ class Faults:
         return asdict(self.values)
 
     async def stall(self, seconds: float) -> None:
-        """Waits that long, or until the faults change."""
+        """Wait that long, or until the faults change."""
         if seconds > 0:
             try:
                 async with asyncio.timeout(seconds):
@@ -98,7 +98,7 @@ class Faults:
                 return
 
     def use_up(self, name: str) -> bool:
-        """Uses up one of a counted fault; False when none is left."""
+        """Use up one of a counted fault; False when none is left."""
         left: int = getattr(self.values, name)
         if left <= 0:
             return False
@@ -143,7 +143,7 @@ class VllmState:
         return f"{self.rng.getrandbits(64):016x}"
 
     def open_record(self, path: str, plan: GenerationPlan) -> dict[str, Any]:
-        """Opens the record of one generation; the handler fills in how it went."""
+        """Open the record of one generation; the handler fills in how it went."""
         record: dict[str, Any] = {
             "path": path,
             "id": plan.id,

@@ -136,7 +136,7 @@ def set_root_level(level: str) -> None:
 def build_admin_app(
     operated: AdminTarget, history: History, *, set_level: Callable[[str], None] = set_root_level
 ) -> AccessControl:
-    """The ASGI app, behind the configuration's token when there is one. `history` is entered by its maker."""
+    """Return the ASGI app, behind the configuration's token when there is one. `history` is entered by its maker."""
     audit = Audit()
     parts = (
         PageFiles(),
@@ -156,7 +156,7 @@ def build_admin_app(
 
 
 def guard_routes(routes: Sequence[Route], *, token: Callable[[], SecretStr | None]) -> AccessControl:
-    """An app of these routes that answers errors as this listener does, behind access control."""
+    """Return an app of these routes that answers errors as this listener does, behind access control."""
     app = Starlette(routes=routes, exception_handlers={RequestRefused: on_refused, HTTPException: on_http_error})
     app.router.redirect_slashes = False
     return AccessControl(app, token=token)

@@ -113,7 +113,7 @@ class EndpointRoutes:
         return reply_json({"removed": name, "cluster": cluster.name, "in_flight": in_flight})
 
     def _cluster(self, name: Any) -> Cluster:
-        """The named cluster, or the only one; RequestRefused when there is none."""
+        """Return the named cluster, or the only one; RequestRefused when there is none."""
         clusters = self._operated.clusters
         if name is None and len(clusters) == 1:
             return next(iter(clusters.values()))
@@ -126,7 +126,7 @@ class EndpointRoutes:
         return cluster
 
     def _named(self, request: Request) -> tuple[Cluster, EndpointId, Sequence[Endpoint]]:
-        """What the path names: an endpoint, or the engine of several, one a data-parallel rank."""
+        """Return what the path names: an endpoint, or the engine of several, one a data-parallel rank."""
         cluster = self._cluster(request.path_params["cluster"])
         name = EndpointId(request.path_params["id"])
         endpoints = cluster.find_named(name)
@@ -145,8 +145,8 @@ class EndpointRoutes:
 
 
 def _decoded(body: dict[str, Any]) -> EndpointSettings:
-    """The endpoint; RequestRefused with every problem. Files are named in the configuration only: a caller of this
-    listener must not learn by it what other files hold."""
+    """Return the endpoint; RequestRefused with every problem. Files are named in the configuration only: a caller of
+    this listener must not learn by it what other files hold."""
     problems = [
         Problem(key, "files cannot be named here", "write it out, or add the endpoint to the configuration")
         for key in ("api_key", "ca_file")
@@ -221,7 +221,7 @@ class RoutingRoutes:
             self._audit.write_line(request, "routing.change", cluster=name, parameters=changed)
 
     def _find_policy(self, name: str, problems: list[Problem]) -> Policy | None:
-        """The cluster's own, where it has parameters."""
+        """Return the cluster's own, where it has parameters."""
         cluster = self._operated.clusters.get(name)
         if cluster is None:
             fix = spelling_hint(name, self._operated.clusters)

@@ -21,7 +21,7 @@ def describe_file(reloader: ConfigReloader | None, now: float) -> dict[str, obje
 
 
 def find_refused_file(reloader: ConfigReloader | None, now: float) -> Iterator[tuple[Trouble, float]]:
-    """A finding, with when the file was changed, while the file that was read last is not in force."""
+    """Yield a finding, with when the file was changed, while the file that was read last is not in force."""
     refusal = None if reloader is None else reloader.refusal
     if reloader is None or refusal is None:
         return

@@ -50,7 +50,7 @@ _CAUSES: Mapping[str, _Cause] = {
 
 
 def find_failing(clusters: Mapping[str, Cluster], minute: Tally, failures: FailureTally) -> Iterator[Trouble]:
-    """A finding for every cluster of which a notable share of the last minute's requests was not served."""
+    """Yield a finding for every cluster of which a notable share of the last minute's requests was not served."""
     for name, (requests, failed) in count_by_cluster(minute).items():
         causes = _by_cause(failures, name)
         refused = sum(causes.get(QUEUE_FULL, {}).values())
@@ -116,7 +116,7 @@ def count_by_cluster(tally: Tally) -> dict[str, tuple[int, int]]:
 
 
 def count_by_endpoint(tally: Tally) -> Mapping[tuple[str, str], int]:
-    """Requests by cluster and endpoint."""
+    """Return requests by cluster and endpoint."""
     found: dict[tuple[str, str], int] = {}
     for (cluster, endpoint, _), count in tally.items():
         if endpoint is not None:

@@ -46,18 +46,18 @@ class Trouble:
 
 
 def list_names(endpoints: Sequence[Endpoint]) -> str:
-    """The first few, and how many more."""
+    """Return the first few, and how many more."""
     named = ", ".join(one.id for one in endpoints[:NAMED])
     return f"{named} and {len(endpoints) - NAMED} more" if len(endpoints) > NAMED else named
 
 
 def source_trouble(key: tuple[str, ...], where: str, what: str, fix: str, *, patience_s: float = 0.0) -> Trouble:
-    """A source of facts that is lost or not believed."""
+    """Return a source of facts that is lost or not believed."""
     return Trouble(key, Rank.SOURCES, "warning", where, what, fix, patience_s)
 
 
 def find_sync_troubles(sync: SyncService) -> Iterator[Trouble]:
-    """What stands between this process and those that decide as one with it."""
+    """Yield what stands between this process and those that decide as one with it."""
     if sync.namesake.lives:
         what = f"another process goes by the name {sync.origin} too: each ignores what the other does"
         yield source_trouble(("namesake",), "sync", what, "set sync.replica to a name of its own in each")
@@ -80,7 +80,7 @@ _START_WITH = "start vLLM with --scheduling-policy priority (SGLang: --enable-pr
 
 
 def find_unlearned(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
-    """A finding for every cluster that decides by speeds and has seen none for long."""
+    """Return a finding for every cluster that decides by speeds and has seen none for long."""
     for name, cluster in clusters.items():
         speeds = cluster.speeds
         if speeds is None or speeds.requests_without_sample < NOTABLE_REQUESTS:
@@ -93,7 +93,7 @@ def find_unlearned(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
 
 
 def find_unheeded_priority(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
-    """A finding for every cluster with engines that are told a priority by `on` and do not go by it."""
+    """Return a finding for every cluster with engines that are told a priority by `on` and do not go by it."""
     for name, cluster in clusters.items():
         told = [one for one in cluster.endpoints if one.priority.mode is EnginePriorityMode.ON]
         for state, what in _UNHEEDED.items():
@@ -103,7 +103,7 @@ def find_unheeded_priority(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFi
 
 
 def find_unsteered_ranks(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
-    """A finding for every engine with ranks that it refused, or that only its metrics show."""
+    """Return a finding for every engine with ranks that it refused, or that only its metrics show."""
     for name, cluster in clusters.items():
         for engine in cluster.engines:
             ranks = engine.ranks
@@ -125,7 +125,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def find_lost_adapters(clusters: Mapping[str, Cluster]) -> Iterable[ConfigFinding]:
-    """A finding for every cluster with adapters that its engines listed once, and none of them does now."""
+    """Return a finding for every cluster with adapters that its engines listed once, and none of them does now."""
     for name, cluster in clusters.items():
         if lost := sorted(cluster.adapters.lost):
             more = f" and {len(lost) - NAMED} more" if len(lost) > NAMED else ""

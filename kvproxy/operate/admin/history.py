@@ -30,7 +30,7 @@ HOUR_KEPT = 360
 
 
 def count_by_label(counter: Counter, label: str) -> dict[str, float]:
-    """The counter's value by one label, added up over the others."""
+    """Return the counter's value by one label, added up over the others."""
     found: dict[str, float] = {}
     for metric in counter.collect():
         for sample in metric.samples:
@@ -41,7 +41,7 @@ def count_by_label(counter: Counter, label: str) -> dict[str, float]:
 
 
 def count_total(counter: Counter) -> float:
-    """The counter's value over all labels."""
+    """Return the counter's value over all labels."""
     samples = (sample for metric in counter.collect() for sample in metric.samples)
     return sum(sample.value for sample in samples if sample.name.endswith("_total"))
 
@@ -155,7 +155,7 @@ class History(BackgroundTask):
         )
 
     def last_minute(self, now: float) -> list[HistorySample]:
-        """The samples of the last 60 s, the newest first."""
+        """Return the samples of the last 60 s, the newest first."""
         found = []
         for sample in reversed(self.samples):
             if now - sample.at >= 60.0:
@@ -165,7 +165,7 @@ class History(BackgroundTask):
 
 
 def add_tallies(tallies: Iterable[Mapping[K, int]]) -> dict[K, int]:
-    """The sums by key over all of them."""
+    """Return the sums by key over all of them."""
     counts: dict[K, int] = {}
     for tally in tallies:
         for key, number in tally.items():
@@ -180,5 +180,5 @@ def list_quantiles(values: Iterable[float]) -> tuple[float | None, float | None]
 
 
 def find_quantile(ordered: Sequence[float], share: float) -> float | None:
-    """The nearest rank; None of nothing."""
+    """Return the nearest rank; None of nothing."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None

@@ -208,7 +208,7 @@ class LiveView:
 
     @staticmethod
     def _breaks(kvcache: KvCache, now: float) -> dict[str, object]:
-        """What breaks prefixes, without the single breaks."""
+        """Return what breaks prefixes, without the single breaks."""
         found = prefix_breaks(kvcache, now)
         causes = found["causes"]
         assert isinstance(causes, list)

@@ -48,7 +48,7 @@ class Report(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def parse_question(request: Request, *, most_bytes: int) -> tuple[Question, bytes, InferenceRequest]:
-    """The question, the raw inference body in it, and that parsed. RequestRefused with what is wrong."""
+    """Return the question, the raw inference body in it, and that parsed. RequestRefused with what is wrong."""
     question, body = await _question(await receive_body(request, most=most_bytes))
     kind = KIND_OF_PATH.get(question.path)
     if kind is None:
@@ -66,7 +66,7 @@ async def parse_question(request: Request, *, most_bytes: int) -> tuple[Question
 
 
 async def _question(body: bytes) -> tuple[Question, bytes]:
-    """The question and the request in it; a long one is cut out in steps."""
+    """Return the question and the request in it; a long one is cut out in steps."""
     if len(body) <= MAX_DECODED_BYTES:
         question = _decoded(body, Question)
         return question, bytes(question.request)

@@ -66,7 +66,7 @@ async def on_http_error(request: Request, raised: Exception) -> Response:
 
 
 async def receive_body(request: Request, *, most: int = MAX_BODY_BYTES) -> bytes:
-    """The request's body, of at most `most` bytes; RequestRefused otherwise."""
+    """Return the request's body, of at most `most` bytes; RequestRefused otherwise."""
     pieces = Pieces()
     size = 0
     async for chunk in request.stream():
@@ -78,7 +78,7 @@ async def receive_body(request: Request, *, most: int = MAX_BODY_BYTES) -> bytes
 
 
 async def read_json_object(request: Request, *, optional: bool = False) -> dict[str, Any]:
-    """The body, a JSON object of at most 64 KiB; RequestRefused otherwise. `optional`: an empty body is {}."""
+    """Return the body, a JSON object of at most 64 KiB; RequestRefused otherwise. `optional`: an empty body is {}."""
     body = await receive_body(request)
     if not body and optional:
         return {}
@@ -92,7 +92,7 @@ async def read_json_object(request: Request, *, optional: bool = False) -> dict[
 
 
 def read_limit(request: Request, *, default: int, most: int) -> int:
-    """The query's `limit`; RequestRefused unless it is a whole number from 1 to `most`."""
+    """Return the query's `limit`; RequestRefused unless it is a whole number from 1 to `most`."""
     text = request.query_params.get("limit", str(default))
     if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):
         raise RequestRefused(400, Problem("limit", "not a possible number", f"allowed: 1 to {most}"))

@@ -77,7 +77,7 @@ def _shown(operated: AdminTarget, decision: RecentRequest) -> dict[str, object]:
 
 
 def _candidates(decision: RecentRequest) -> list[dict[str, object]]:
-    """What the last pick chose among, the cheapest first: what each would have cost and was believed to hold."""
+    """Return what the last pick chose among, the cheapest first: what each would have cost and was believed to hold."""
     outcome = decision.outcome
     facts = decision.facts
     rows: list[tuple[float, dict[str, object]]] = []

@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def write_script(shell: str, parser: argparse.ArgumentParser) -> str:
-    """The completion script of one of SHELLS."""
+    """Return the completion script of one of SHELLS."""
     found = list(list_commands(parser))
     return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](found)
 

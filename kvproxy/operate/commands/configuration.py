@@ -26,7 +26,8 @@ _COLOURS = {"error": "\x1b[31m", "warning": "\x1b[33m", "note": "\x1b[36m"}
 
 
 def find_usual_file(err: TextIO, *, env: Mapping[str, str] = os.environ) -> str | None:
-    """The file to take when none is named: `$KVPROXY_CONFIG`, else `./config.yaml`; says which. None: there is none."""
+    """Return the file to take when none is named: `$KVPROXY_CONFIG`, else `./config.yaml`; says which. None: there is
+    none."""
     named = env.get(CONFIG_VARIABLE, "")
     if named:
         print(f"using {named} (from {CONFIG_VARIABLE})", file=err)
@@ -38,7 +39,7 @@ def find_usual_file(err: TextIO, *, env: Mapping[str, str] = os.environ) -> str 
 
 
 def named_file(args: argparse.Namespace) -> str | None:
-    """The file on the command line, or the usual one when neither a file nor endpoints are named."""
+    """Return the file on the command line, or the usual one when neither a file nor endpoints are named."""
     named: str | None = args.config
     return named if named is not None or args.endpoint else find_usual_file(sys.stderr)
 
@@ -57,7 +58,7 @@ class ConfigSource:
     workers: int | Literal["auto"] | None = None
 
     def load(self) -> tuple[Config, list[Problem]]:
-        """The configuration, and what is worth saying about it. Raises ConfigError with every error."""
+        """Return the configuration, and what is worth saying about it. Raises ConfigError with every error."""
         config, problems = self._read()
         given = {"host": self.host, "port": self.port}
         listen = config.listen.model_copy(update={key: value for key, value in given.items() if value is not None})

@@ -88,7 +88,8 @@ def print_report(report: DoctorReport, out: TextIO, *, as_json: bool, verbose: b
 
 
 def load_configuration(options: DoctorOptions) -> tuple[Config | None, list[Problem]]:
-    """The configuration, None when it has errors, and what is wrong with it. Raises ConfigError when none is named."""
+    """Return the configuration, None when it has errors, and what is wrong with it. Raises ConfigError when none is
+    named."""
     if (options.path is None) == (not options.endpoints):
         hint = "`kvproxy init` writes a config.yaml"
         raise ConfigError([Problem("", "give either -c FILE, or --endpoint ID=URL once per engine", hint)])

@@ -67,7 +67,7 @@ def _print_receipts(found: list[Receipt], *, as_json: bool, out: TextIO, err: Te
 
 
 def _remembered(wanted: str, address: AdminAddress, transport: httpx.BaseTransport | None) -> dict[str, Any]:
-    """The newest decision with this id. Raises AdminRefused when the proxy does not know it."""
+    """Return the newest decision with this id. Raises AdminRefused when the proxy does not know it."""
     with address.connect(transport=transport) as client:
         answer = ask_admin(client, address.url, "/decisions?limit=1000")
     decisions = [one for one in answer.get("decisions", ()) if isinstance(one.get("request_id"), str)]
@@ -85,7 +85,8 @@ def _remembered(wanted: str, address: AdminAddress, transport: httpx.BaseTranspo
 def _with_candidates(
     decision: dict[str, Any], address: AdminAddress, transport: httpx.BaseTransport | None
 ) -> dict[str, Any]:
-    """The same decision with what each candidate would have cost, unless the proxy has forgotten it meanwhile."""
+    """Return the same decision with what each candidate would have cost, unless the proxy has forgotten it
+    meanwhile."""
     with address.connect(transport=transport) as client, contextlib.suppress(AdminRefused):
         return ask_admin(client, address.url, f"/decisions/{decision['number']}")
     return decision

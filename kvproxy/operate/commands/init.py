@@ -356,7 +356,7 @@ def _filters(kvcache: str) -> list[str]:
 
 
 def _admin_port(listen: str) -> int:
-    """The next one; 8889 where the listener's port is not known; a free one beside a free one."""
+    """Return the next one; 8889 where the listener's port is not known; a free one beside a free one."""
     try:
         port = split_address(listen)[1]
     except ValueError:

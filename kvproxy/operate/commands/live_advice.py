@@ -21,7 +21,7 @@ _MAX_BYTES = 4 << 20
 
 
 def advise_command(path: str, budget_s: float, *, lenient: bool = False) -> Sequence[str]:
-    """What is run; it makes itself nice."""
+    """Return what is run; it makes itself nice."""
     command = [sys.executable, "-m", "kvproxy", "doctor", "--advise", "--json", "-c", path]
     return [*command, "--advise-budget", f"{budget_s:g}s", *(["--lenient"] if lenient else [])]
 

@@ -129,7 +129,7 @@ class _Writer(logging.handlers.QueueListener):
         self._output = output
 
     def stop(self) -> None:
-        """Waits for what is to be written, for a bounded time."""
+        """Wait for what is to be written, for a bounded time."""
         thread: threading.Thread | None = self._thread
         self._thread = None
         if thread is None:

@@ -43,7 +43,7 @@ class AdminAddress:
     def connect(
         self, *, transport: httpx.BaseTransport | None = None, env: Mapping[str, str] = os.environ
     ) -> httpx.Client:
-        """A client that carries the token. Raises ConfigError when there is none where one is named."""
+        """Return a client that carries the token. Raises ConfigError when there is none where one is named."""
         token = self._token(env)
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
         return httpx.Client(headers=headers, timeout=_TIMEOUT_S, trust_env=False, transport=transport)
@@ -59,7 +59,7 @@ class AdminAddress:
 
 
 def ask_admin(client: httpx.Client, url: str, path: str, *, method: str = "GET") -> dict[str, Any]:
-    """The JSON object of one answer. Raises AdminRefused with what the operator should do."""
+    """Return the JSON object of one answer. Raises AdminRefused with what the operator should do."""
     try:
         answer = client.request(method, f"{url.rstrip('/')}{path}", json={} if method == "POST" else None)
         data = answer.json()
@@ -145,7 +145,7 @@ def _describe_drained(running: int) -> str:
 
 
 def _count_running(answer: dict[str, Any], cluster: str, endpoint: str) -> int:
-    """Requests of an endpoint, or of all ranks of an engine; 0 for one that is gone."""
+    """Return requests of an endpoint, or of all ranks of an engine; 0 for one that is gone."""
     members = answer.get("clusters", {}).get(cluster, ())
     return sum(one.get("in_flight", 0) for one in members if endpoint in (one.get("id"), one.get("engine_id")))
 
@@ -170,7 +170,7 @@ def reload_configuration(
 
 
 def _cluster_of(answer: dict[str, Any], endpoint: str, cluster: str | None) -> str:
-    """The cluster that has the endpoint. Raises AdminRefused when none has, or several have."""
+    """Return the cluster that has the endpoint. Raises AdminRefused when none has, or several have."""
     clusters: dict[str, Sequence[dict[str, Any]]] = answer.get("clusters", {})
     if cluster is not None:
         if cluster not in clusters:

@@ -47,7 +47,7 @@ class ProgressBar:
         self._before += done
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Take the bar away."""
         if self._out is not None:
             self._out.write("\r\033[K")
             self._out.flush()

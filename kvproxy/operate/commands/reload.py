@@ -146,7 +146,7 @@ class FileReloader:
                 await self()
 
     def _signature(self) -> Signature | None:
-        """Changes when the file does; None while it is away, as in the middle of being replaced."""
+        """Change when the file does; None while it is away, as in the middle of being replaced."""
         if self._source.path is None:
             return None
         try:

@@ -68,7 +68,7 @@ def run(source: ConfigSource) -> int:
 async def serve_until_signal(
     config: Config, problems: list[Problem], source: ConfigSource, last_resort: LastResort
 ) -> int:
-    """The proxy's whole life. A second signal ends the drain at once."""
+    """Return the proxy's whole life. A second signal ends the drain at once."""
 
     async def listen(proxy: Proxy, signals: ProcessSignals, listeners: AsyncExitStack) -> None:
         await listeners.enter_async_context(public_listener(proxy, hurry=signals.hurry))
@@ -84,7 +84,8 @@ async def serve_until_signal(
 async def supervise_until_signal(
     config: Config, problems: list[Problem], source: ConfigSource, last_resort: LastResort, *, count: int
 ) -> int:
-    """The supervisor's whole life: it binds the sockets, keeps the workers, and is the operator's one listener."""
+    """Return the supervisor's whole life: it binds the sockets, keeps the workers, and is the operator's one
+    listener."""
     signals = ProcessSignals(config.shutdown.drain, last_resort, grace_s=2 * END_GRACE_S)  # after that of its workers
     metrics = make_metrics()
     ProcessCollector(registry=metrics.registry)

@@ -91,8 +91,8 @@ async def run_until_signal(
     *,
     listen: Callable[[Proxy, ProcessSignals, AsyncExitStack], Awaitable[None]],
 ) -> int:
-    """A proxy's whole life in a process of its own; `listen` enters what serves it. `problems` are shown on the live
-    page."""
+    """Return a proxy's whole life in a process of its own; `listen` enters what serves it. `problems` are shown on the
+    live page."""
     signals = ProcessSignals(config.shutdown.drain, last_resort)
     async with Proxy(config) as proxy, AsyncExitStack() as listeners:
         try:
@@ -111,7 +111,8 @@ async def run_until_signal(
 def make_reloader(
     proxy: Reloadable, source: ConfigSource, *, problems: list[Problem], signals: ProcessSignals
 ) -> FileReloader:
-    """What reads the configuration again, as signals ask for it; and the findings about the present one are shown."""
+    """Return what reads the configuration again, as signals ask for it; and the findings about the present one are
+    shown."""
     config = proxy.config
     proxy.findings = convert_problems(problems)
     reloader = FileReloader(proxy, source, interval_s=config.reload.interval if config.reload.watch else 0.0)
@@ -157,7 +158,7 @@ async def public_listener(
 
 
 def diagnosis(proxy: Proxy) -> StartupDiagnosis:
-    """The visit to the engines at the start; what it finds is shown on the live page."""
+    """Return the visit to the engines at the start; what it finds is shown on the live page."""
 
     def show(report: DoctorReport) -> None:
         proxy.findings = [*proxy.findings, *report.findings]

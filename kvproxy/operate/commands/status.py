@@ -122,7 +122,7 @@ def _ask(client: httpx.Client, url: str) -> dict[str, Any]:
 
 
 def render_page(live: Mapping[str, Any], *, colour: bool = False) -> str:
-    """The whole screen. Control characters in names that clients chose are shown as `?`."""
+    """Return the whole screen. Control characters in names that clients chose are shown as `?`."""
     blocks = [
         [_headline(live)],
         _findings(live["findings"]),

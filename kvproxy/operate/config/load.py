@@ -34,7 +34,7 @@ def load_config(
     extra_filters: ExtraFilters = NO_EXTRA_FILTERS,
     lenient: bool = False,
 ) -> Config:
-    """The configuration that `source` holds. Raises ConfigError with every error."""
+    """Return the configuration that `source` holds. Raises ConfigError with every error."""
     return _usable(check_config(source, env=env, extra_filters=extra_filters, lenient=lenient))
 
 
@@ -45,7 +45,7 @@ def check_config(
     extra_filters: ExtraFilters = NO_EXTRA_FILTERS,
     lenient: bool = False,
 ) -> Checked:
-    """The configuration, None if any problem is an error, and all problems: errors, warnings, notes.
+    """Return the configuration, None if any problem is an error, and all problems: errors, warnings, notes.
 
     They come in one run whatever stage they belong to, in the order of the text, with line and column where there is
     one. With `lenient`, what a Pixiu file says and we do not know is a warning.
@@ -66,7 +66,7 @@ def check_config(
 
 
 def load_endpoints(endpoints: Sequence[str], *, host: str, port: int, policy: str | None = None) -> Config:
-    """The configuration that `--endpoint [id=]url` options stand for, taken literally (no `${VAR}`)."""
+    """Return the configuration that `--endpoint [id=]url` options stand for, taken literally (no `${VAR}`)."""
     raw: dict[str, Any] = {"listen": {"host": host, "port": port}, "endpoints": list(endpoints)}
     if policy is not None:
         raw["policy"] = policy

@@ -24,7 +24,7 @@ from kvproxy.proxy.settings import FilterSpec
 def decode_native(
     raw: Mapping[str, Any], *, extra_filters: Mapping[str, type[Model] | None], known: Sequence[Problem] = ()
 ) -> tuple[Config | None, list[Problem]]:
-    """The configuration, best effort if there are errors, and every problem in the order of the checks.
+    """Return the configuration, best effort if there are errors, and every problem in the order of the checks.
 
     `known`: problems found before, given back with the rest; what only follows from them is not said again.
     """
@@ -37,7 +37,7 @@ def decode_native(
 def decode_form(
     form: Canonical, *, extra_filters: Mapping[str, type[Model] | None]
 ) -> tuple[Config | None, list[Problem]]:
-    """The same for a form that another dialect produced."""
+    """Return the same for a form that another dialect produced."""
     decoded = decode_model(composed(Config), form.data, form.origins)
     for problem in decoded.problems:
         form.add_problem(_with_shorthands(problem, form))

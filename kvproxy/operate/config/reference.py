@@ -58,7 +58,7 @@ A Dubbo-go-Pixiu file is recognised by its shape and loads as it is, where all i
 
 
 def render_reference() -> str:
-    """The whole page."""
+    """Return the whole page."""
     lines = [_INTRODUCTION, "## Top level", "", _sentence(Config), "", *_table(composed(Config), "")]
     lines += ["", "## Filters", "", "Each filter's settings, below its name in `filters`."]
     for name, kind in sorted(filter_models().items()):
@@ -89,7 +89,7 @@ def _rows(model: type[Model], prefix: str) -> Iterator[tuple[str, str, str, str]
 
 
 def _inner(annotation: Any) -> tuple[type[Model] | None, str]:
-    """The model a field holds, and how its elements are written: `[]` for lists, `.NAME` for mappings."""
+    """Return the model a field holds, and how its elements are written: `[]` for lists, `.NAME` for mappings."""
     kind = bare_type(annotation)
     suffix = ""
     if get_origin(kind) is tuple:

@@ -94,7 +94,7 @@ class Translation:
 
 
 def to_canonical_form(raw: dict[str, Any]) -> Canonical:
-    """The canonical form of a native file's top-level mapping, which is not changed."""
+    """Return the canonical form of a native file's top-level mapping, which is not changed."""
     form = Canonical(dict(raw))
     for key in ("listen", "admin"):
         if key in raw:

@@ -119,7 +119,7 @@ def _endpoints(cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
 
 
 def _loops(config: Config, cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
-    """An endpoint that is the proxy itself would be sent its own requests without end."""
+    """Yield an endpoint that is the proxy itself would be sent its own requests without end."""
     for index, endpoint in enumerate(cluster.endpoints):
         if not url_fault(endpoint.url) and (fault := own_address_fault(config, endpoint)):
             yield error_at((*at, index, "url"), fault, "give the engine's address")

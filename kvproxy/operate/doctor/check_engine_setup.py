@@ -122,7 +122,7 @@ class RanksCheck(EngineCheck):
 def judge_ranks(
     where: str, answers: RankAnswers, *, stated: Sequence[int], shown: Sequence[int], named: Collection[int]
 ) -> Finding:
-    """The verdict: `stated` by the configuration, `shown` by metrics, `named` by event sources or arguments."""
+    """Return the verdict: `stated` by the configuration, `shown` by metrics, `named` by event sources or arguments."""
     taken = _listed(sorted(answers.taken))
     if answers.refused:
         fix = _STATE % taken if taken else "set `data_parallel: {steer: false}`: it knows none"

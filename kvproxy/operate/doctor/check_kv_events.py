@@ -69,7 +69,7 @@ class KvEventsCheck(EngineCheck):
 
 
 def judge_events(where: str, trial: Trial, kind: EngineKind = EngineKind.VLLM) -> Iterator[Finding]:
-    """The verdict on every stream of one engine."""
+    """Yield the verdict on every stream of one engine."""
     for stream in trial.observed:
         if not stream.connected:
             fix = (

@@ -163,7 +163,7 @@ def judge_transfers(where: str, lever: str, *, wanted: bool) -> Finding:
 
 
 def judge_strategies(where: str, strategy: CacheStrategySettings, *, evicts: bool) -> Iterator[Finding]:
-    """What a controller cannot do of it."""
+    """Yield what a controller cannot do of it."""
     if strategy.enable_eviction and not evicts and not strategy.allow_clear:
         fix = "set `allow_clear: true` to clear whole locations instead, use the coordinator, or leave eviction off"
         yield warning(where, "has no /evict (no LMCache controller has): eviction does nothing", fix)

@@ -123,7 +123,8 @@ class BudgetCheck:
 
 
 def judge_lookup_times(where: str, lookups_s: Sequence[float], tokenize_s: float, budget_s: float) -> Finding:
-    """The verdict on how long lookups took; a prompt that is not remembered is tokenized within the same budget."""
+    """Return the verdict on how long lookups took; a prompt that is not remembered is tokenized within the
+    same budget."""
     ordered = sorted(lookups_s)
     # of a few: the slowest
     p50 = ordered[len(ordered) // 2]
@@ -186,7 +187,7 @@ def _cure(*, fixed: bool) -> str:
 def judge_chunk_size(
     where: str, lengths: PromptLengths, chunk_tokens: int, min_tokens: int, *, fixed: bool = False
 ) -> Finding:
-    """The verdict on the prompts that came so far. `fixed`: the service knows no other chunk size."""
+    """Return the verdict on the prompts that came so far. `fixed`: the service knows no other chunk size."""
     below = lengths.share_below(chunk_tokens)
     if lengths.count >= _ENOUGH_PROMPTS and below >= 0.5:
         what = (

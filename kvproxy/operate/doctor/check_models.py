@@ -47,7 +47,7 @@ class ModelsCheck(ClusterCheck):
 
 
 def _declared(served: Mapping[EngineFacts, frozenset[str]]) -> Iterator[Finding]:
-    """What no engine serves is one fault, however many endpoints promise it."""
+    """Yield one fault for each model that no engine serves, however many endpoints promise it."""
     anywhere = set().union(*served.values())
     promised = Counter(model for engine in served for model in engine.endpoint.models)
     nowhere = {model for model, count in promised.items() if count > 1 and model not in anywhere}

@@ -81,7 +81,7 @@ class TokenizeCheck(EngineCheck):
 
 
 def judge_tokenize(where: str, trial: Trial, *, needed: bool) -> Finding:
-    """The verdict on one trial."""
+    """Return the verdict on one trial."""
     tokens = trial.tokenized
     make = problem if needed else warning
     if isinstance(tokens, NotSupported) and tokens.status in (400, 422):
@@ -115,7 +115,8 @@ class CachingCheck(EngineCheck):
 
 
 def judge_caching(where: str, trial: Trial, kind: EngineKind = EngineKind.VLLM) -> Finding:
-    """The verdict on one trial. What the answer says goes before what metrics say, since those count others too."""
+    """Return the verdict on one trial. What the answer says goes before what metrics say, since those count
+    others too."""
     cached = trial.second.cached_tokens
     counted = trial.second.prompt_tokens
     turn_on = _TURN_ON[kind]
@@ -168,7 +169,7 @@ def _block_tokens(trial: Trial) -> int:
 
 
 def caching_enabled(trial: Trial) -> bool | None:
-    """What the engine's metrics say; None when they do not."""
+    """Return what the engine's metrics say; None when they do not."""
     for metrics in (trial.after, trial.before):
         if metrics is not None and metrics.cache is not None:
             return metrics.cache.prefix_caching
@@ -213,7 +214,7 @@ class ClockCheck(EngineCheck):
 
 
 def priority_mode(deployment: Deployment, engine: EngineFacts) -> EnginePriorityMode:
-    """What the configuration says of it."""
+    """Return what the configuration says of it."""
     return engine.endpoint.engine_priority or deployment.config.clusters[engine.cluster].engine_priority
 
 

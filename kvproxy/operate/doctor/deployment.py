@@ -54,7 +54,7 @@ class Deployment:
 
 
 async def survey_deployment(config: Config, *, tools: Tools, open_files: int | None = None) -> Deployment:
-    """The deployment of a configuration, its discoveries asked once."""
+    """Return the deployment of a configuration, its discoveries asked once."""
     kvcache = find_kvcache_settings(config)
     lookups = kvcache is not None and bool(kvcache.lmcache_endpoint)
     engines: list[EngineFacts] = []
@@ -102,7 +102,7 @@ def find_kvcache_settings(config: Config) -> KvCacheSettings | None:
 
 
 def list_routed_models(config: Config, cluster: str) -> list[str]:
-    """What engines of this cluster are asked for by name, as routes and the kvcache filter say."""
+    """Return what engines of this cluster are asked for by name, as routes and the kvcache filter say."""
     kvcache = find_kvcache_settings(config)
     names = [route.upstream_model or route.model for route in config.routes if route.cluster == cluster]
     if kvcache is not None and kvcache.default_model and len(config.clusters) == 1:
@@ -113,7 +113,8 @@ def list_routed_models(config: Config, cluster: str) -> list[str]:
 async def gather_facts(
     engines: Sequence[EngineFacts], fact: Callable[[EngineFacts], Awaitable[T]]
 ) -> dict[EngineFacts, T]:
-    """The fact of every engine that can be asked for it; why another cannot is that fact's own check's business."""
+    """Return the fact of every engine that can be asked for it; why another cannot is that fact's own check's
+    business."""
     found: dict[EngineFacts, T] = {}
     results = await asyncio.gather(*(fact(engine) for engine in engines), return_exceptions=True)
     for engine, result in zip(engines, results, strict=True):
@@ -154,7 +155,8 @@ async def _endpoints(name: str, cluster: ClusterSettings) -> tuple[list[Endpoint
 
 
 async def _hear_trouble(source: Source) -> str:
-    """What is wrong with following a source that could be listed, such as an account that may list and not watch."""
+    """Return what is wrong with following a source that could be listed, such as an account that may list and not
+    watch."""
     said = asyncio.get_running_loop().create_future()
 
     async def hear(_: object, trouble: str) -> None:
@@ -171,14 +173,14 @@ async def _hear_trouble(source: Source) -> str:
 
 
 def _stated(endpoint: EndpointSettings, kvcache: KvCacheSettings | None) -> EventSources:
-    """What the configuration says of an engine that cannot say where its KV events are."""
+    """Return what the configuration says of an engine that cannot say where its KV events are."""
     if endpoint.kv_event_sources.endpoint or kvcache is None:
         return endpoint.kv_event_sources
     return kvcache.kv_event_sources
 
 
 def _tokenizer(kvcache: KvCacheSettings | None, tools: Tools) -> EngineFacts | None:
-    """The engine that tokenizes for all of them, where one is configured."""
+    """Return the engine that tokenizes for all of them, where one is configured."""
     if kvcache is None or not kvcache.vllm_endpoint:
         return None
     endpoint = EndpointSettings(id="vllm_endpoint", url=kvcache.vllm_endpoint)

@@ -59,7 +59,7 @@ class PromptLengths:
     shorter: tuple[tuple[float, int], ...]  # (at most so many tokens, so many prompts), growing
 
     def share_below(self, tokens: int) -> float:
-        """The share of prompts that are surely shorter (the histogram's buckets are coarse)."""
+        """Return the share of prompts that are surely shorter (the histogram's buckets are coarse)."""
         below = max((count for bound, count in self.shorter if bound < tokens), default=0)
         return below / self.count if self.count else 0.0
 
@@ -95,7 +95,7 @@ def sum_samples(text: bytes, name: bytes) -> float | None:
 
 
 def _value(line: bytes) -> float | None:
-    """The sample's value; a timestamp may follow it."""
+    """Return the sample's value; a timestamp may follow it."""
     fields = (line.rpartition(b"}")[2] if b"}" in line else line.partition(b" ")[2]).split()
     value = _number(fields[0]) if fields else None
     return value if value is not None and 0.0 <= value <= _MOST else None
@@ -189,7 +189,7 @@ class EngineFacts:
         return self.endpoint.url.rstrip("/").endswith("/v1")
 
     async def health_reply(self) -> HealthReply:
-        """What the health path says."""
+        """Return what the health path says."""
         return await self._fact("hello", self._ask_health)
 
     async def allowed_origins(self) -> str:
@@ -197,14 +197,14 @@ class EngineFacts:
         return await self._fact("preflight", self._ask_preflight)
 
     async def list_models(self) -> tuple[ModelInfo, ...]:
-        """What it serves."""
+        """Return what it serves."""
         return await self._fact("models", self.vllm.list_models)
 
     async def fetch_version(self) -> str:
         return await self._fact("version", self.vllm.fetch_version)
 
     async def sglang_info(self) -> SglangInfo:
-        """What it was started with. Raises NotSupported where it is no SGLang."""
+        """Return what it was started with. Raises NotSupported where it is no SGLang."""
         return await self._fact("sglang info", self.vllm.sglang_info)
 
     async def find_kind(self) -> EngineKind:
@@ -254,7 +254,7 @@ class EngineFacts:
             return ()
 
     async def try_ranks(self) -> RankAnswers | None:
-        """What it makes of requests for its ranks, as configured or else shown; None where there are none."""
+        """Return what it makes of requests for its ranks, as configured or else shown; None where there are none."""
         ranks = self.data_parallel.ranks or await self.shown_ranks()
         if not ranks or not self.data_parallel.steer:
             return None
@@ -262,7 +262,7 @@ class EngineFacts:
         return await self._fact("ranks", lambda: try_ranks(target, ranks))
 
     async def choose_model(self) -> ModelInfo:
-        """The model to try: a declared or routed one that is served, else the first that is no adapter."""
+        """Return the model to try: a declared or routed one that is served, else the first that is no adapter."""
         models = {one.id: one for one in await self.list_models()}
         for name in (*self.endpoint.models, *self._routed):
             if name in models:
@@ -273,11 +273,11 @@ class EngineFacts:
         return found
 
     async def exposition_now(self) -> bytes:
-        """A new scrape of `/metrics`."""
+        """Return a new scrape of `/metrics`."""
         return await self.vllm.fetch_exposition(timeout_s=self.tools.timeouts.exchange_s)
 
     async def metrics_now(self) -> EngineMetrics | None:
-        """The same as figures; None where the engine shows none."""
+        """Return the same as figures; None where the engine shows none."""
         try:
             return await self.vllm.fetch_metrics(timeout_s=self.tools.timeouts.exchange_s)
         except ClientError:

@@ -75,7 +75,7 @@ class WatchedStreams:
                 stream.connected = any(subscription.take_connections())
 
     async def listen(self, tokens: Sequence[int], *, within_s: float) -> None:
-        """Returns when one stream had an event of this prompt, or after `within_s`."""
+        """Return when one stream had an event of this prompt, or after `within_s`."""
         ends = self._clock() + within_s
         while self._open and not any(stream.mine for stream in self.observed) and (left_s := ends - self._clock()) > 0:
             for stream, subscription in zip(self.observed, self._open, strict=True):
@@ -91,7 +91,7 @@ class WatchedStreams:
                 stream.replays = await self._replays(address, within_s)
 
     def close(self) -> None:
-        """Ends the subscriptions."""
+        """End the subscriptions."""
         for subscription in self._open:
             subscription.close()
 
@@ -116,7 +116,7 @@ class WatchedStreams:
 
 @asynccontextmanager
 async def open_streams(*, clock: Clock, wall_clock: Clock) -> AsyncIterator[WatchedStreams]:
-    """Closes every subscription at the end."""
+    """Close every subscription at the end."""
     opened = WatchedStreams(clock=clock, wall_clock=wall_clock)
     try:
         yield opened

@@ -72,7 +72,7 @@ class LmcacheFacts:
         return await self.tools.answers.ask_once("lmcache kind", self._recognise)
 
     async def make_provider(self) -> Provider:
-        """The service as the proxy speaks to it."""
+        """Return the service as the proxy speaks to it."""
         if await self.find_kind() is ProviderName.COORDINATOR:
             return CoordinatorProvider(self._coordinator, model=self.settings.directory_model)
         return ControllerProvider(self._controller, self.settings.cache_strategy)
@@ -83,7 +83,8 @@ class LmcacheFacts:
         return await self.tools.answers.ask_once("lmcache instances", provider.instances)
 
     async def find_holders(self, engine: EngineFacts) -> LookupAnswer:
-        """The holders of this engine's trial prompt. Raises ClientError also when the engine did not answer it."""
+        """Return the holders of this engine's trial prompt. Raises ClientError also when the engine did not
+        answer it."""
         return await self.tools.answers.ask_once(
             f"lmcache found {engine.cluster}/{engine.endpoint.id}", lambda: self._find(engine)
         )
@@ -102,7 +103,7 @@ class LmcacheFacts:
         return took[1:]
 
     def expected_model(self, trial: Trial) -> str:
-        """The name under which the proxy looks such a prompt up."""
+        """Return the name under which the proxy looks such a prompt up."""
         return self.settings.directory_model or trial.model
 
     async def has_evict_route(self) -> bool:

@@ -50,7 +50,7 @@ class Check(Protocol):
         ...
 
     async def collect_findings(self) -> Sequence[Finding]:
-        """What it found, good findings included.
+        """Return what it found, good findings included.
 
         A ClientError means that it could not look; the check that owns the failed exchange says what is wrong.
         """
@@ -160,7 +160,7 @@ def print_table(
 
 
 def summarize_report(report: DoctorReport, *, verbose: bool = False) -> str:
-    """The last line."""
+    """Return the last line."""
     if not report.findings:
         return f"Everything is well ({_count(len(report.passed), 'check')}{'' if verbose else '; -v lists them'})."
     return f"{_count(report.problems, 'problem')}, {_count(report.warnings, 'warning')}."

@@ -37,7 +37,7 @@ class SharedAnswers:
         self._tasks: dict[str, asyncio.Task[Any]] = {}
 
     async def ask_once(self, name: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The answer under `name`; the first caller's `ask` gets it."""
+        """Return the answer under `name`; the first caller's `ask` gets it."""
         task = self._tasks.get(name)
         if task is None:
             task = self._tasks[name] = asyncio.create_task(ask(), name=f"doctor {name}")
@@ -100,7 +100,7 @@ class Tools:
         await self._open.aclose()
 
     def make_client(self, origin: Origin) -> httpx.AsyncClient:
-        """The client for origins verified as this one."""
+        """Return the client for origins verified as this one."""
         return self._clients.client(origin)
 
 

@@ -118,7 +118,7 @@ def count_words(plan: TrialPlan, metrics: EngineMetrics | None, max_model_len: i
 
 
 async def run_trial(target: TrialTarget, plan: TrialPlan) -> Trial:
-    """Raises ClientError when the engine does not answer the prompt."""
+    """Raise ClientError when the engine does not answer the prompt."""
     tools = target.tools
     timeouts = target.tools.timeouts
     before = await target.scrape()
@@ -162,7 +162,7 @@ async def _listen_again(target: TrialTarget, listening: WatchedStreams, words: i
 
 
 async def _send_first(target: TrialTarget, text: str) -> tuple[bool, TrialReply]:
-    """A chat; where the engine refuses one (a base model has no template), a text completion."""
+    """Return a chat; where the engine refuses one (a base model has no template), a text completion."""
     try:
         return True, await _send(target, text, chat=True)
     except Refused as error:
@@ -176,7 +176,7 @@ async def _send_first(target: TrialTarget, text: str) -> tuple[bool, TrialReply]
 
 
 async def send_small(target: TrialTarget, *, chat: bool | None = None) -> bool:
-    """A few words, as a chat if the engine takes one, or as said; whether it was one. Raises ClientError."""
+    """Return a few words, as a chat if the engine takes one, or as said; whether it was one. Raises ClientError."""
     text = make_prompt(target.tools.rng, words=_STEP_WORDS)
     if chat is None:
         return (await _send_first(target, text))[0]
@@ -223,7 +223,7 @@ class RankAnswers:
 
 
 async def try_ranks(target: TrialTarget, ranks: Sequence[int]) -> RankAnswers:
-    """Raises ClientError when the engine does not answer without a rank either."""
+    """Raise ClientError when the engine does not answer without a rank either."""
     chat = await send_small(target)
     tried = sorted(ranks)[:MAX_TRIED]
     first = tried[0] if tried[0] and not await _takes(target, tried[0], chat=chat) else 0  # it may count its own from 0
@@ -238,7 +238,7 @@ async def try_ranks(target: TrialTarget, ranks: Sequence[int]) -> RankAnswers:
 
 
 def asking_for(target: TrialTarget, number: int) -> TrialTarget:
-    """The same engine, by the rank of this number."""
+    """Return the same engine, by the rank of this number."""
     return replace(target, api=target.api.with_header(RANK_HEADER.decode(), str(number)))
 
 

@@ -48,7 +48,7 @@ log = logging.getLogger("kvproxy.doctor")
 
 
 async def run_checks(checks: Iterable[Check], *, timeout_s: float) -> DoctorReport:
-    """Runs all of them; `timeout_s` is for one exchange."""
+    """Run all of them; `timeout_s` is for one exchange."""
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(_run(check, timeout_s), name=f"doctor check {check.name} {check.where}")
@@ -83,14 +83,14 @@ def list_full_checks(deployment: Deployment, problems: Sequence[Problem]) -> lis
 
 
 def list_timed_checks(deployment: Deployment) -> list[Check]:
-    """What must run alone, after all the rest: it measures time."""
+    """Return what must run alone, after all the rest: it measures time."""
     if deployment.lmcache is None or not deployment.engines:
         return []
     return [BudgetCheck(deployment.engines, deployment.lmcache)]
 
 
 def list_light_checks(deployment: Deployment, problems: Sequence[Problem] = ()) -> list[Check]:
-    """What can be asked without generating anything."""
+    """Return what can be asked without generating anything."""
     return list(_quiet(deployment, problems, trial=False))
 
 
@@ -174,7 +174,7 @@ async def diagnose_setup(
 
 
 async def diagnose_lightly(config: Config, *, tools: Tools, open_files: int | None = None) -> DoctorReport:
-    """What can be found without generating anything: reachability, models, event sources, instance ids."""
+    """Return what can be found without generating anything: reachability, models, event sources, instance ids."""
     async with tools:
         deployment = await survey_deployment(config, tools=tools, open_files=open_files)
         return await run_checks(list_light_checks(deployment), timeout_s=tools.timeouts.exchange_s)
@@ -199,7 +199,7 @@ class StartupDiagnosis(BackgroundTask):
         self._tools = tools
 
     async def wait_for_report(self) -> DoctorReport:
-        """Waits for the report."""
+        """Wait for the report."""
         assert self._task is not None, "not entered"
         await asyncio.wait([self._task])
         assert self.report is not None, "the visit did not end well"

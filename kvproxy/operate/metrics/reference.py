@@ -114,7 +114,7 @@ def describe_metrics() -> dict[str, list[Described]]:
 
 
 def render_reference() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join([_HEAD, *_tables(), *_labels()]) + "\n"
 
 

@@ -23,7 +23,8 @@ def explain_receipt(receipt: Receipt) -> str:
 
 
 def explain_decision(decision: Mapping[str, Any]) -> str:
-    """The same from what a running proxy remembers: `/decisions/NUMBER`, with what each candidate would have cost."""
+    """Return the same from what a running proxy remembers: `/decisions/NUMBER`, with what each candidate would have
+    cost."""
     said = {name: printable(str(value)) for name, value in decision.items() if value not in (None, "")}
     about = [f"{name} {said[name]}" for name in ("model", "tenant", "cluster") if name in said]
     lines = [f"Request {said['request_id']}, ended {said.get('ended_at', '?')}", f"  {', '.join(about) or 'request'}"]

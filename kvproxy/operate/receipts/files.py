@@ -120,24 +120,24 @@ class RotatingFile:
 
 
 def rotated_path(path: Path, number: int) -> Path:
-    """The file of this age; 0 is the one being written."""
+    """Return the file of this age; 0 is the one being written."""
     return path.with_name(f"{path.name}.{number}") if number else path
 
 
 def worker_path(path: Path, index: int) -> Path:
-    """The file of one of several workers; the first one's is `path` itself."""
+    """Return the file of one of several workers; the first one's is `path` itself."""
     return path.with_name(f"{path.name}.worker-{index}") if index else path
 
 
 def list_workers(path: Path) -> list[Path]:
-    """The present file of every worker that wrote to `path`, the first one's before the others'."""
+    """Return the present file of every worker that wrote to `path`, the first one's before the others'."""
     beside = re.compile(rf"{re.escape(path.name)}\.worker-\d+")
     names = {match[0] for one in path.parent.iterdir() if (match := beside.match(one.name))}
     return [path, *(path.with_name(name) for name in sorted(names))]
 
 
 def list_files(path: Path) -> Iterator[Path]:
-    """The file and its predecessors, the newest first; FileNotFoundError when there is none."""
+    """Yield the file and its predecessors, the newest first; FileNotFoundError when there is none."""
     number = 0
     found = False
     while (each := rotated_path(path, number)).exists() or number == 0:

@@ -111,7 +111,7 @@ def encode_receipt(receipt: Receipt) -> bytes:
 
 
 def decode_receipt(line: bytes) -> Receipt:
-    """The receipt on a line; ValueError when it is none."""
+    """Return the receipt on a line; ValueError when it is none."""
     try:
         return _decoder.decode(line)
     except msgspec.DecodeError as error:
@@ -143,7 +143,7 @@ def wait_s(candidate: ReceiptCandidate, seconds: Features, slowness: float) -> f
 
 
 def prefill_s(receipt: Receipt, candidate: ReceiptCandidate, seconds: Features, slowness: float) -> float:
-    """The request's own prefill there."""
+    """Return the request's own prefill there."""
     return slowness * seconds_of(own_work(receipt, candidate), seconds)
 
 
@@ -168,7 +168,7 @@ def prefix_depths(blocks: int) -> tuple[int, ...]:
 
 
 def encode_prefixes(blocks: Sequence[int], *, key: bytes) -> str:
-    """The hashes at the depths of a prompt with these blocks, under `key`: a prompt that is guessed cannot be
+    """Return the hashes at the depths of a prompt with these blocks, under `key`: a prompt that is guessed cannot be
     recognised without it, and all processes that have it give it the same names."""
     keyed = blake2b(digest_size=_BYTES, key=key)
     hashes = []

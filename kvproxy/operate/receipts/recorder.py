@@ -28,7 +28,7 @@ QUEUE = "receipts"
 
 
 def keyed_hash(key: bytes) -> Hash:
-    """A hash that cannot be reproduced without `key`; "" of nothing."""
+    """Return a hash that cannot be reproduced without `key`; "" of nothing."""
     return lambda data: blake2b(data, digest_size=8, key=key).hexdigest() if data else ""
 
 
@@ -182,7 +182,7 @@ class RecorderTarget(Protocol):
 
 
 def make_recorder(proxy: RecorderTarget, settings: ReceiptSettings, *, key: bytes | None = None) -> Recorder | None:
-    """The recorder these settings ask for. `key` hides names: one of its own unless several proxies share it."""
+    """Return the recorder these settings ask for. `key` hides names: one of its own unless several proxies share it."""
     if not settings.path:
         return None
     rng = random.Random()

@@ -68,8 +68,9 @@ class GenerationStates:
     def get(
         self, kind: type[T], name: Hashable, make: Callable[[], T], *, close: Callable[[T], None] | None = None
     ) -> T:
-        """The state of this kind and name: this generation's, else that of the latest living one that has it, else a
-        new one, whose making must have no effect beyond itself. `close` is called once no living generation uses it.
+        """Return the state of this kind and name: this generation's, else that of the latest living one that has it,
+        else a new one, whose making must have no effect beyond itself. `close` is called once no living generation uses
+        it.
         """
         key = (kind, name)
         if key not in self._used:

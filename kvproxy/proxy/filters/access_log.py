@@ -88,7 +88,7 @@ class AccessLogFilter(Step):
             self._lines.add_line(format_console_line(self._time_at(now), "INFO", text) if self._stamped else text)
 
     def _time_at(self, now: float) -> str:
-        """The time as text, worked out once for all lines of a millisecond."""
+        """Return the time as text, worked out once for all lines of a millisecond."""
         if now >= self._time_ends_at:
             self._time = format_time(self._wall_clock())
             self._time_ends_at = now + 0.001
@@ -217,7 +217,7 @@ def printable(text: str) -> str:
 
 
 def build(app: ASGIApp, settings: AccessLogSettings, context: FilterContext) -> ASGIApp:
-    """The filter around `app`, and its lines among the context's lifetimes."""
+    """Return the filter around `app`, and its lines among the context's lifetimes."""
     lines = LineBatch(logging.getLogger(LOGGER))
     log_is_json = context.config.log.format == "json"
     context.lifetimes.append(lines)

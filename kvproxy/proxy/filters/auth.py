@@ -53,7 +53,7 @@ class KeyRing:
         self._nobody = (secrets.token_bytes(32), Owner(""))
 
     def owner(self, key: bytes) -> Owner | None:
-        """The owner that goes with `key`; None when there is none."""
+        """Return the owner that goes with `key`; None when there is none."""
         digest = self._digest(key)
         known, owner = self._by_digest.get(digest, self._nobody)
         return owner if hmac.compare_digest(known, digest) else None
@@ -63,7 +63,7 @@ class KeyRing:
 
 
 def presented_key(headers: Headers) -> tuple[bytes, str]:
-    """The key a client presents, from `authorization`, else from `x-api-key`; b"" and why when there is none."""
+    """Return the key a client presents, from `authorization`, else from `x-api-key`; b"" and why when there is none."""
     bearer = [value for name, value in headers if name == _AUTHORIZATION]
     plain = [value for name, value in headers if name == _API_KEY]
     if len(bearer) > 1 or len(plain) > 1:
@@ -120,7 +120,7 @@ class AuthFilter(Step):
         return bool(fault)
 
     def _admit(self, exchange: Exchange, scope: Scope) -> str:
-        """What is wrong with the key, a metric label; "" for nothing, and then the exchange is the tenant's."""
+        """Return what is wrong with the key, a metric label; "" for nothing, and then the exchange is the tenant's."""
         exchange.may_debug = False
         exchange.isolated = self._isolate_tenants
         headers: Headers = scope["headers"]
@@ -189,7 +189,7 @@ def _from_file(file: str, problems: list[Problem]) -> list[tuple[str, str, str, 
 
 
 def build(app: ASGIApp, settings: AuthSettings, context: FilterContext) -> ASGIApp:
-    """The filter around `app`. Raises ConfigError for keys it cannot use."""
+    """Return the filter around `app`. Raises ConfigError for keys it cannot use."""
     router = next((spec.settings for spec in context.config.filters if spec.name == "router"), None)
     own = router if isinstance(router, RouterSettings) else RouterSettings()
     return AuthFilter(

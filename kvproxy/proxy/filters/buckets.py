@@ -27,7 +27,7 @@ class TokenBucket:
         self.on_charge: Callable[[float], float] | None = None
 
     def level(self, now: float) -> float:
-        """What it holds; negative in debt."""
+        """Return what it holds; negative in debt."""
         if now > self._at:
             self._level = min(self.capacity, self._level + (now - self._at) * self.rate_per_s)
             self._at = now
@@ -119,7 +119,7 @@ class Buckets:
         self._table.present = self
 
     def of(self, key: str, now: float) -> tuple[TokenBucket, ...]:
-        """A key's buckets, one a limit."""
+        """Return a key's buckets, one a limit."""
         limits, buckets = self._table.get(key, ((), ()))
         if limits is not self.limits:
             known = {limit.kind: bucket for limit, bucket in zip(limits, buckets, strict=True)}

@@ -52,7 +52,7 @@ class States(Protocol):
     """What outlives a reload: each configuration finds what the ones before it made, as long as one of them serves."""
 
     def get(self, kind: type[T], name: Hashable, make: Callable[[], T]) -> T:
-        """The state of this kind and name; made without any effect beyond itself where there is none."""
+        """Return the state of this kind and name; made without any effect beyond itself where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class FilterType:
 def build_chain(
     specs: Sequence[FilterSpec], terminal: ASGIApp, *, context: FilterContext, types: Mapping[str, FilterType]
 ) -> ASGIApp:
-    """The filters of `specs` around `terminal`, the first one outermost.
+    """Return the filters of `specs` around `terminal`, the first one outermost.
 
     Neighbouring steps become one app. `terminal` answers what no filter did. Raises ConfigError with the problems of
     every filter at once.
@@ -137,7 +137,7 @@ def _typed_settings(spec: FilterSpec, kind: FilterType) -> Any:
 
 
 def _misplaced(specs: Sequence[FilterSpec], types: Mapping[str, FilterType]) -> list[Problem]:
-    """A terminal filter that is not the last one makes the rest unreachable."""
+    """Return a terminal filter that is not the last one makes the rest unreachable."""
     return [
         Problem(
             f"filters[{index}].{spec.name}", "answers by itself, so the filters after it are unreachable", "put it last"

@@ -48,7 +48,7 @@ class InferenceRequestFilter(Step):
         self._counted: dict[tuple[str, str], CounterCell] = {}
 
     def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
-        """Waits only for a body that has not arrived yet, or where others have their turn because it is long."""
+        """Wait only for a body that has not arrived yet, or where others have their turn because it is long."""
         scope = downstream.scope
         kind = KIND_OF_PATH.get(scope["path"]) if scope["method"] == "POST" else None
         if kind is None:
@@ -121,7 +121,7 @@ class InferenceRequestFilter(Step):
 
 
 def build(app: ASGIApp, settings: InferenceRequestSettings, context: FilterContext) -> ASGIApp:
-    """The filter around `app`."""
+    """Return the filter around `app`."""
     return InferenceRequestFilter(
         app,
         session_header=settings.session_header,

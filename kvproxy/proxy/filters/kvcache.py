@@ -102,7 +102,7 @@ class KvCacheFilter(Step):
         self._announces = bool(self._header) or not isinstance(app, RouterFilter)  # there is an app behind to read it
 
     def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
-        """Waits only for a lookup service."""
+        """Wait only for a lookup service."""
         scope = downstream.scope
         if self._header:  # no client can set it, whatever becomes of the request
             scope["headers"] = [pair for pair in scope["headers"] if pair[0] != self._header]
@@ -229,7 +229,7 @@ def result_of(exchange: Exchange) -> Result:
 
 
 def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> ASGIApp:
-    """The filter around `app`, and its service among the context's lifetimes; `app` itself when switched off."""
+    """Return the filter around `app`, and its service among the context's lifetimes; `app` itself when switched off."""
     if not settings.enabled:
         return app
     clusters: Mapping[str, Cluster] = context.services.clusters

@@ -62,7 +62,8 @@ class HasScope(Protocol):
 
 
 def preferred(request: HasScope | MutableMapping[str, Any]) -> str | None:
-    """The endpoint that holds most of this request's prompt, by its id; None when no endpoint is known to hold any.
+    """Return the endpoint that holds most of this request's prompt, by its id; None when no endpoint is known to hold
+    any.
 
     `request` is the one the app got, or its ASGI scope.
     """
@@ -214,8 +215,8 @@ class KVCacheMiddleware:
     # its life
 
     def _life(self) -> _Life | None:
-        """That of the running event loop. None if another thread runs the service in a loop of its own: nothing of it
-        may be touched from here."""
+        """Return that of the running event loop. None if another thread runs the service in a loop of its own: nothing
+        of it may be touched from here."""
         loop = asyncio.get_running_loop()
         life = self._lives.get(loop)
         if life is None:
@@ -226,7 +227,8 @@ class KVCacheMiddleware:
         return life
 
     async def _running(self) -> ASGIApp | None:
-        """The filters; None if the service cannot run here. Without lifespan events the first request starts it."""
+        """Return the filters; None if the service cannot run here. Without lifespan events the first request
+        starts it."""
         life = self._lives.get(asyncio.get_running_loop()) or self._life()
         if life is not None and life.filters is None:
             async with life.changing:

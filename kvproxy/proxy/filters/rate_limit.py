@@ -98,7 +98,7 @@ class TokenCharge(RequestObserver):
         self._head = headers
 
     def body_piece(self, exchange: Exchange, piece: bytes) -> None:
-        """Counts what the engine answers."""
+        """Count what the engine answers."""
         self._events += sum(map(piece.count, _EVENT_ENDS))
         self._answer_bytes += len(piece)
 
@@ -152,7 +152,7 @@ def tokens_used(exchange: Exchange, answered: int, sent_bytes: int) -> int:
 
 
 def bucket_key(tenant: str, scope: Scope) -> str:
-    """What a request counts for: its tenant, or its IPv4 address or IPv6 network of 64 bits (one customer's)."""
+    """Return what a request counts for: its tenant, or its IPv4 address or IPv6 network of 64 bits (one customer's)."""
     if tenant:
         return f"tenant {tenant}"
     client = scope.get("client")
@@ -165,7 +165,7 @@ def bucket_key(tenant: str, scope: Scope) -> str:
 
 
 def build(app: ASGIApp, settings: RateLimitSettings, context: FilterContext) -> ASGIApp:
-    """The filter around `app`. Raises ConfigError when nothing is limited."""
+    """Return the filter around `app`. Raises ConfigError when nothing is limited."""
     rates = (("requests", settings.requests_per_minute), ("tokens", settings.tokens_per_minute))
     limits = tuple(Limit(kind, rate, settings.burst) for kind, rate in rates if rate)
     if not limits:

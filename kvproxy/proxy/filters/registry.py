@@ -81,7 +81,7 @@ def discover(
 
 
 def _load(entry: metadata.EntryPoint) -> FilterType | str:
-    """The filter type an entry point names, or what is wrong with it."""
+    """Return the filter type an entry point names, or what is wrong with it."""
     try:
         loaded = entry.load()
     except Exception as error:  # noqa: BLE001 - foreign code: whatever its import raises is that filter's problem

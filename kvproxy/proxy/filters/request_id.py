@@ -61,7 +61,7 @@ class RequestIdFilter(Step):
 
 
 def build(app: ASGIApp, settings: RequestIdSettings, context: FilterContext) -> ASGIApp:
-    """The filter around `app`."""
+    """Return the filter around `app`."""
     return RequestIdFilter(
         app,
         header=settings.header,

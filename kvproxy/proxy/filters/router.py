@@ -59,7 +59,7 @@ class RouterParts:
 
 
 def build(inner: ASGIApp, settings: RouterSettings, context: FilterContext) -> RouterFilter:
-    """The router for these settings; `inner` is never called, since the router answers everything."""
+    """Return the router for these settings; `inner` is never called, since the router answers everything."""
     config = context.config
     services = context.services
     metrics = context.metrics
@@ -170,7 +170,7 @@ class RouterFilter:
                 parts.models.forget()
 
     async def _route(self, exchange: Exchange, downstream: Downstream) -> None:
-        """Forwards the request, or answers in place of an engine."""
+        """Forward the request, or answers in place of an engine."""
         parts = self._parts
         scope = downstream.scope
         body = None

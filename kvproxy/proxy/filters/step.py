@@ -55,7 +55,7 @@ class Step:
 
 
 def joined(outer: Step) -> StepRun:
-    """The step and those right behind it as one app."""
+    """Return the step and those right behind it as one app."""
     inner = outer.app
     if isinstance(inner, Step):
         inner = joined(inner)

@@ -29,8 +29,8 @@ _ERROR_BODY_S = 1.0
 
 
 async def read_beginning(response: UpstreamResponse, first: bytes) -> tuple[int, bytes]:
-    """The status, or that of an error that a stream begins with, and as much as makes its first event whole, if it is
-    one and its end is on the way."""
+    """Return the status, or that of an error that a stream begins with, and as much as makes its first event whole, if
+    it is one and its end is on the way."""
     if first.startswith((b"data:", b"event:", b":")):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ERROR_BODY_S):
@@ -40,7 +40,7 @@ async def read_beginning(response: UpstreamResponse, first: bytes) -> tuple[int,
 
 
 async def read_short(response: UpstreamResponse, first: bytes) -> tuple[bytes, bool]:
-    """The body of an error, and whether that is all to be had: it is short, or its rest stalls."""
+    """Return the body of an error, and whether that is all to be had: it is short, or its rest stalls."""
     body = first
     try:
         async with asyncio.timeout(_ERROR_BODY_S):

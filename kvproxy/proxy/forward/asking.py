@@ -71,7 +71,7 @@ class Asking(msgspec.Struct, eq=False):
         return frozenset(one for one, rank in ranked.items() if rank != asked and asked in ranked.values())
 
     def ask_engine(self, pick: Pick) -> Coroutine[None, None, Answer]:
-        """The engine's answer. (A coroutine around `_send` would be resumed with it.)"""
+        """Return the engine's answer. (A coroutine around `_send` would be resumed with it.)"""
         endpoint = pick.endpoint
         head = self.head
         if endpoint.authorization is not None:
@@ -83,7 +83,7 @@ class Asking(msgspec.Struct, eq=False):
         return self._ask_rank(pick, head, endpoint.engine.ranks.number(endpoint.rank))
 
     def _rank_member(self, pick: Pick, number: int) -> bytes:
-        """The field for engines that do not read the header everywhere."""
+        """Return the field for engines that do not read the header everywhere."""
         inference = self.exchange.inference
         if not pick.endpoint.engine.ranks.in_body or inference is None or inference.kind not in _WITH_FIELD:
             return b""
@@ -164,13 +164,13 @@ class Asking(msgspec.Struct, eq=False):
 
 
 def in_front(body: bytes, member: bytes) -> tuple[bytes, memoryview]:
-    """The beginning of a JSON object, its brace and the member, and the rest of it."""
+    """Return the beginning of a JSON object, its brace and the member, and the rest of it."""
     at = body.index(b"{") + 1
     return body[:at] + member, memoryview(body)[at:]
 
 
 async def _refused(response: UpstreamResponse, first: bytes, names: Callable[[bytes], bool]) -> tuple[bytes, bool]:
-    """What was read of an error, and whether `names` finds its cause there: then the response is done with."""
+    """Return what was read of an error, and whether `names` finds its cause there: then the response is done with."""
     try:
         first, complete = await read_short(response, first)
     except BaseException:
@@ -188,8 +188,8 @@ def names_priority(error: bytes) -> bool:
 
 
 def with_priority(body: bytes, exchange: Exchange, cluster: Cluster, pick: Pick, *, level: int) -> tuple[bytes, int]:
-    """The beginning of the body, its brace and the member, and how much of `body` that stands for; (b"", 0) where the
-    request carries none.
+    """Return the beginning of the body, its brace and the member, and how much of `body` that stands for; (b"", 0)
+    where the request carries none.
 
     The body is a JSON object without such a member of its own: what was parsed as a request has at least one member,
     and the guard has cut a client's own.

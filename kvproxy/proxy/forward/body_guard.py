@@ -130,7 +130,7 @@ class BodyGuard:
         return needs_no_change(body, known, priority=exchange.tells_priority)
 
     async def checked(self, body: bytes, exchange: Exchange, headers: Headers) -> bytes:
-        """The body as an engine may get it. Raises BodyUnchecked."""
+        """Return the body as an engine may get it. Raises BodyUnchecked."""
         known = exchange.members
         if self.passes(body, exchange):
             return body
@@ -160,7 +160,7 @@ class BodyGuard:
     async def _without_priority(
         self, body: bytes, exchange: Exchange, *, encoded: bool, known: Members | None
     ) -> bytes:
-        """The body without a `priority`, which the exchange is told of if it is a trusted client's."""
+        """Return the body without a `priority`, which the exchange is told of if it is a trusted client's."""
         if _has_no_priority(body, known) or (encoded and exchange.trusted):
             return body
         if encoded:
@@ -188,7 +188,8 @@ class BodyGuard:
 
 
 def tenant_salt(tenant: str, own: str | None) -> str:
-    """The salt of a tenant's prompts, its own salt (if it has one) included: equal for equal ones, in every proxy."""
+    """Return the salt of a tenant's prompts, its own salt (if it has one) included: equal for equal ones, in every
+    proxy."""
     digest = hashlib.blake2b(b"%d:" % len(tenant), digest_size=16, person=b"kvproxy-tenant")
     digest.update((tenant + (own or "")).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
@@ -210,8 +211,8 @@ def is_examined(name: str) -> bool:
 
 
 def without_messages(body: bytes, messages: Sequence[bytes]) -> bytes:
-    """A body, parsed as strict JSON, with the same names at its top and without its messages: what is left of a long
-    one is parsed in a tenth of the time. The body itself where they are not found as clients commonly write them.
+    """Return a body, parsed as strict JSON, with the same names at its top and without its messages: what is left of a
+    long one is parsed in a tenth of the time. The body itself where they are not found as clients commonly write them.
 
     What is cut out are whole values in an array or the whole value of a member, and another one stands in their place:
     the second quote of what is searched for ends a name (a text would go on behind it, and a quote within one has a
@@ -254,7 +255,7 @@ def _are_clients(names: Mapping[str, object]) -> bool:
 
 
 def beside_messages(body: bytes, exchange: Exchange) -> bytes:
-    """The body, or as much of a long one as has its names."""
+    """Return the body, or as much of a long one as has its names."""
     inference = exchange.inference
     if exchange.members is None and inference is not None and body is exchange.body and len(body) > _SHORTENED_BYTES:
         return without_messages(body, inference.prompt.parts)
@@ -262,14 +263,14 @@ def beside_messages(body: bytes, exchange: Exchange) -> bytes:
 
 
 def read_names(body: bytes, exchange: Exchange) -> Mapping[str, msgspec.Raw] | None:
-    """The members of its body, read once; of a long one beside its messages. None as for `top_names`."""
+    """Return the members of its body, read once; of a long one beside its messages. None as for `top_names`."""
     if exchange.names is None or exchange.names[0] is not body:
         exchange.names = (body, top_names(beside_messages(body, exchange)))
     return exchange.names[1]
 
 
 def _salted_at_once(body: bytes, exchange: Exchange) -> bytes | None:
-    """What `checked` makes of nearly all bodies of isolated tenants; None if there is more to it than a salt."""
+    """Return what `checked` makes of nearly all bodies of isolated tenants; None if there is more to it than a salt."""
     names = None if exchange.members is not None else read_names(body, exchange)
     if names is None or _SALT in names or (exchange.tells_priority and _PRIORITY in names):
         return None
@@ -297,7 +298,7 @@ def _integer(body: bytes, span: Span) -> int:
 
 
 def top_names(body: bytes) -> dict[str, msgspec.Raw] | None:
-    """The members of an object, the last of each name. None: not within milliseconds, or not in strict JSON."""
+    """Return the members of an object, the last of each name. None: not within milliseconds, or not in strict JSON."""
     if len(body) > MAX_DECODED_BYTES or (len(body) > _LARGE_BYTES and body.count(b":") > _MANY_COLONS):
         return None
     try:
@@ -309,7 +310,7 @@ def top_names(body: bytes) -> dict[str, msgspec.Raw] | None:
 async def without_control_fields(
     body: bytes, *, pace: asyncio.Lock, encoded: bool = False, known: Members | None = None
 ) -> bytes:
-    """The body without them, wherever a lenient parser would find them. Raises Unchecked.
+    """Return the body without them, wherever a lenient parser would find them. Raises Unchecked.
 
     `encoded`: the client declared a content coding; then only what is plain JSON all the same can be checked. `known`:
     the guarded members, if a scan has found them.
@@ -344,7 +345,8 @@ def _cut_out(body: bytes, known: Members | None) -> Steps[bytes]:
 
 
 async def without_media_names(body: bytes, *, tenant: str, pace: asyncio.Lock, known: Members | None = None) -> bytes:
-    """The body without a client's own names for media; a `uuid` of a tenant's is salted instead. Raises Unchecked.
+    """Return the body without a client's own names for media; a `uuid` of a tenant's is salted instead. Raises
+    Unchecked.
 
     An untrusted body that `without_control_fields` has passed: what cannot be read there holds none of their letters.
     """
@@ -375,7 +377,7 @@ async def with_salt(
     encoded: bool = False,
     known: Members | None = None,
 ) -> bytes:
-    """The body, a JSON object, with the tenant's salt in place of the client's own. Raises Unchecked.
+    """Return the body, a JSON object, with the tenant's salt in place of the client's own. Raises Unchecked.
 
     `own` is the client's salt where it is known already. What is no JSON object stays: no engine makes a prompt of it.
     """
@@ -410,7 +412,7 @@ def _salt_member(tenant: str, own: str | None, *, last: bool) -> bytes:
 
 
 def _text(body: bytes, span: Span) -> str | None:
-    """A salt as text, whatever its type; null is none."""
+    """Return a salt as text, whatever its type; null is none."""
     if span.end - span.start > _MAX_SALT_BYTES:
         return xxh3_128_hexdigest(memoryview(body)[span.start : span.end])
     value = body[span.start : span.end]
@@ -422,7 +424,7 @@ def _text(body: bytes, span: Span) -> str | None:
 
 
 def _in_utf8(body: bytes) -> bytes:
-    """The body itself, or what Python's parsers make of one in UTF-16 or UTF-32. Raises Unchecked."""
+    """Return the body itself, or what Python's parsers make of one in UTF-16 or UTF-32. Raises Unchecked."""
     encoding = json.detect_encoding(body)
     if encoding.startswith("utf-8"):
         return body
@@ -435,7 +437,7 @@ def _in_utf8(body: bytes) -> bytes:
 
 
 def _not_an_object(body: bytes, text: bytes) -> bytes:
-    """The body, whose text was in another encoding. Raises Unchecked for an object."""
+    """Return the body, whose text was in another encoding. Raises Unchecked for an object."""
     if text.removeprefix(_BOM).lstrip(b" \t\r\n").startswith(b"{"):
         raise Unchecked(_NOT_UTF8)
     return body

@@ -36,7 +36,7 @@ class CachedCounts:
     metrics: Metrics
 
     def follow(self, exchange: Exchange, response: UpstreamResponse) -> CachedCount | None:
-        """What writes it into this answer; None where that cannot be done without knowing more of it."""
+        """Return what writes it into this answer; None where that cannot be done without knowing more of it."""
         kind = None if exchange.inference is None else exchange.inference.kind
         headers = dict(response.headers)
         told = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
@@ -61,7 +61,7 @@ class CachedCount(msgspec.Struct, eq=False):
     _off: bool = False  # an event is too long
 
     def next_piece(self, piece: bytes) -> bytes:
-        """What of a stream goes down now: whole events."""
+        """Return what of a stream goes down now: whole events."""
         if self._off:
             return piece
         piece = self._held + piece
@@ -76,7 +76,7 @@ class CachedCount(msgspec.Struct, eq=False):
         return self._with_count(piece)
 
     def finish(self, rest: bytes) -> bytes:
-        """The end of a stream, or the whole of another answer."""
+        """Return the end of a stream, or the whole of another answer."""
         rest = self._held + rest
         self._held = b""
         return self._with_count(rest)

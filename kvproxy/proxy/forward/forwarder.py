@@ -143,7 +143,7 @@ class Forwarding(Placement, kw_only=True):
         downstream: Downstream,
         debug: bool = False,
     ) -> Forwarding:
-        """That of the request of `downstream`, to be sent with this head and body."""
+        """Return that of the request of `downstream`, to be sent with this head and body."""
         scope = downstream.scope
         method: str = scope["method"]
         raw_path: bytes = scope.get("raw_path") or scope["path"].encode()
@@ -281,7 +281,7 @@ class Forwarding(Placement, kw_only=True):
         return self._after_failure(error.reason, self._why_no_retry(unprocessed=unprocessed))
 
     def _server_error(self, pick: Pick, response: UpstreamResponse, body: bytes, status: int) -> _Next:
-        """A 5xx, or a 200 whose first event is an error (an engine that died in its prefill answers so).
+        """Return a 5xx, or a 200 whose first event is an error (an engine that died in its prefill answers so).
 
         The short answer is kept and another endpoint tried if that is allowed.
         """
@@ -326,7 +326,8 @@ class Forwarding(Placement, kw_only=True):
         return any(one.engine is not engine and one.serves(self._model) for one in endpoints)
 
     def _unknown_model(self, pick: Pick, response: UpstreamResponse, body: bytes) -> _Next:
-        """An adapter that this engine has not loaded, or has no more. Its answer is kept in case no other knows it."""
+        """Return an adapter that this engine has not loaded, or has no more. Its answer is kept in case no other knows
+        it."""
         self._asked_elsewhere = True
         pick.settle(AttemptOutcome.CLIENT_ERROR, now=self._shared.clock())
         engine = pick.endpoint.engine

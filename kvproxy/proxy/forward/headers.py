@@ -58,13 +58,13 @@ class RequestLoops(LocalReply):
 
 
 def _without_named_by_connection(headers: Headers, connection: bytes) -> Headers:
-    """Drops what the sender declared hop-by-hop in `connection:`."""
+    """Drop what the sender declared hop-by-hop in `connection:`."""
     named = frozenset(token.strip().lower() for token in connection.split(b","))
     return [pair for pair in headers if pair[0] not in named]
 
 
 def _set_apart(headers: Headers, names: frozenset[bytes]) -> tuple[_Sent, dict[bytes, bytes]]:
-    """The fields but for those of these names, and the values of those; several of one name are joined."""
+    """Return the fields but for those of these names, and the values of those; several of one name are joined."""
     rest = dict(headers)
     if len(rest) == len(headers):  # nearly always no name comes twice, and no field need be looked at
         found_once = {name: rest.pop(name) for name in names & rest.keys()}
@@ -100,7 +100,7 @@ class RequestHeaders:
         self._special = HOP_BY_HOP | ENGINE_HEADERS | {*forwarded, *dropped}
 
     def check_loop(self, via: bytes | None) -> None:
-        """Raises RequestLoops when these hops (RFC 9110, 7.6.3) include this proxy."""
+        """Raise RequestLoops when these hops (RFC 9110, 7.6.3) include this proxy."""
         if via is not None and self._pseudonym in via:
             raise RequestLoops
 
@@ -134,7 +134,7 @@ class RequestHeaders:
         return fields
 
     def _pass_on(self, sent: _Sent, client: str, scheme: str, trusted: bool) -> Headers:
-        """What engines get of the fields that a client sends with every request, and what is added to them."""
+        """Return what engines get of the fields that a client sends with every request, and what is added to them."""
         special = self._special
         found: dict[bytes, bytes] = {}
         headers: Headers = []
@@ -215,7 +215,7 @@ class RequestHead(msgspec.Struct):
 
 
 def response_headers(received: Headers, *, endpoint: bytes, origin: Origin | None = None) -> Headers:
-    """The engine's headers without hop-by-hop ones and its own secrets, plus the endpoint that served.
+    """Return the engine's headers without hop-by-hop ones and its own secrets, plus the endpoint that served.
 
     A redirect into the engine at `origin`, or to an address of a private network, becomes one on the client's own host.
     """

@@ -64,7 +64,7 @@ def find_media_names(body: bytes, members: Iterable[Member], rename: Rename | No
 
 
 def _look_into(body: bytes, value: Span, rename: Rename | None, depth: int, *, media: bool) -> Steps[list[Edit]]:
-    """The edits within a value; `media`: all of it belongs to content parts."""
+    """Return the edits within a value; `media`: all of it belongs to content parts."""
     edits: list[Edit] = []
     first = body[value.start : value.start + 1]
     if first == b"[" and depth:
@@ -102,7 +102,7 @@ def _is_wanted(name: str) -> bool:
 
 
 def _text_of(body: bytes, member: Member) -> str | None:
-    """The text of a `uuid`; None for anything else."""
+    """Return the text of a `uuid`; None for anything else."""
     if member.name != _UUID or body[member.value.start : member.value.start + 1] != b'"':
         return None
     try:

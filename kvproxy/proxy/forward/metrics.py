@@ -95,7 +95,7 @@ class RouteMetrics(RequestObserver):
         end.value += 1.0
 
     def _model(self, exchange: Exchange, cluster: Cluster | None) -> str:
-        """A label from a closed set: clients may write any name into a body."""
+        """Return a label from a closed set: clients may write any name into a body."""
         inference = exchange.inference
         model = "" if inference is None else inference.model
         known = not model or model in self._aliases or (cluster is not None and model in cluster.models)

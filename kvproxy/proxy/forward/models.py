@@ -164,7 +164,7 @@ class ModelList:
         return _Merged(rows, refusal=_first_refusal(answers))
 
     async def _current(self) -> _Merged:
-        """The merged rows, asked for once however many clients want them."""
+        """Return the merged rows, asked for once however many clients want them."""
         if self._clock() < self._fresh_until:
             return self._open
         if self._asking is None:
@@ -231,7 +231,7 @@ def _first_refusal(answers: Iterable[_Listed]) -> _Listed | None:
 
 
 def _rows(body: bytes) -> list[Row]:
-    """An engine's models; none in what cannot be read, or not quickly."""
+    """Return an engine's models; none in what cannot be read, or not quickly."""
     if body.count(b"{") + body.count(b"[") > _MAX_LIST_VALUES:
         return []
     try:

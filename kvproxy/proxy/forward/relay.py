@@ -56,7 +56,7 @@ class Relay(msgspec.Struct, eq=False):
     _failure: Exception | None = None  # of a piece that could not be passed on
 
     async def run(self, headers: Headers, first: bytes) -> UpstreamError | None:
-        """The failure that cut the response short; None when it was complete. The client knows either way."""
+        """Return the failure that cut the response short; None when it was complete. The client knows either way."""
         response = self._response
         downstream = self._downstream
         outcome = self._exchange.outcome
@@ -127,8 +127,8 @@ class Relay(msgspec.Struct, eq=False):
                     await self._downstream.write(piece, more=True)
 
     async def _hold(self, first: bytes) -> bytes:
-        """An answer that is not streamed, whole, so that its length can change; of a longer one, or one that breaks
-        off, its beginning."""
+        """Return an answer that is not streamed, whole, so that its length can change; of a longer one, or one that
+        breaks off, its beginning."""
         response = self._response
         pieces = [first]
         held_bytes = len(first)
@@ -178,7 +178,8 @@ class Relay(msgspec.Struct, eq=False):
 def read_end(
     exchange: Exchange, status: int, headers: Headers, *, first: bytes, tail: bytes, post: bool
 ) -> UpstreamError | None:
-    """What an answer's `first` piece and its `tail` say: token counts, for the outcome, or the error that it is."""
+    """Return what an answer's `first` piece and its `tail` say: token counts, for the outcome, or the error
+    that it is."""
     inference = exchange.inference
     outcome = exchange.outcome
     if inference is None:

@@ -54,7 +54,7 @@ class RequestBody(msgspec.Struct, eq=False):
 
     @classmethod
     def of(cls, receive: Receive, headers: Headers, *, whole: bytes | None, uploads: Uploads) -> RequestBody:
-        """That of a request with these headers; `whole` where all of it is there already."""
+        """Return that of a request with these headers; `whole` where all of it is there already."""
         body = cls(receive, uploads, whole)
         if whole is None:
             body._left_s = uploads.timeout_s
@@ -81,7 +81,7 @@ class RequestBody(msgspec.Struct, eq=False):
         return [(b"content-length", self._length)] if self.whole is None and self._length and self._streams else []
 
     async def read_beginning(self, *, whole: Callable[[bytes], bool] | None = None) -> None:
-        """Reads the beginning of a body that was not read yet; all of it if it is short, if too many are streamed, or
+        """Read the beginning of a body that was not read yet; all of it if it is short, if too many are streamed, or
         if `whole` says so of what begins so."""
         if self.consumed:
             return
@@ -109,7 +109,7 @@ class RequestBody(msgspec.Struct, eq=False):
         uploads.streams += 1
 
     def release_bytes(self) -> None:
-        """Gives back what the body holds."""
+        """Give back what the body holds."""
         self.on_consumed = None
         if self._streaming:
             self._end_stream()
@@ -118,7 +118,7 @@ class RequestBody(msgspec.Struct, eq=False):
             self._held_bytes = 0
 
     def take(self) -> bytes | AsyncIterator[bytes] | None:
-        """The body for one attempt; None when the request has none."""
+        """Yield the body for one attempt; None when the request has none."""
         if self.whole is not None:
             return self.whole
         if not self._streams:
@@ -139,7 +139,8 @@ class RequestBody(msgspec.Struct, eq=False):
             self.on_consumed()
 
     async def _next(self) -> tuple[bytes, bool]:
-        """What arrived, and whether more is to come. Only the client's time is counted, not what the engine takes."""
+        """Return what arrived, and whether more is to come. Only the client's time is counted, not what the engine
+        takes."""
         uploads = self._uploads
         before = asyncio.get_running_loop().time()
         try:

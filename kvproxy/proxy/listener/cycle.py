@@ -218,7 +218,7 @@ class RequestCycle(msgspec.Struct, eq=False):
     # ASGI
 
     async def receive(self) -> dict[str, Any]:
-        """The next part of the request: everything of its body that arrived, or that the client is gone."""
+        """Return the next part of the request: everything of its body that arrived, or that the client is gone."""
         if self._expects_continue:
             self._send_continue()
         while not self._pieces and (self._body_taken or not self.body_complete):
@@ -231,7 +231,7 @@ class RequestCycle(msgspec.Struct, eq=False):
         return {"type": "http.request", "body": self._take_pieces(), "more_body": not self._body_taken}
 
     async def send(self, message: Any) -> None:
-        """Writes once the client takes more; a client that is gone takes everything."""
+        """Write once the client takes more; a client that is gone takes everything."""
         if not self.writable:
             await self.drain()
         kind = message["type"]
@@ -322,8 +322,8 @@ def encode_head(
     keep_alive: bool,
     date: bytes = b"",
 ) -> tuple[bytes, int | None, bool]:
-    """The head, the length it states for the body (None: chunked, or for HTTP/1.0 ended by the close), and whether the
-    connection is kept.
+    """Return the head, the length it states for the body (None: chunked, or for HTTP/1.0 ended by the close), and
+    whether the connection is kept.
 
     Framing is the listener's: a transfer-encoding in `headers` is dropped. `date` is a line for those without that
     field. Raises RuntimeError for a status, a name or
@@ -378,7 +378,7 @@ def error_response(status: HTTPStatus, message: str, *, reason: str, path: str =
 
 
 def raw_error(status: HTTPStatus, message: str, *, date: bytes) -> bytes:
-    """The answer to what is no request: no path says which API the client speaks."""
+    """Return the answer to what is no request: no path says which API the client speaks."""
     headers, body = error_response(status, message, reason=status.name.lower())
     head, _, _ = encode_head(status.value, headers, bodiless=False, http_1_0=False, keep_alive=False, date=date)
     return head + body

@@ -56,7 +56,7 @@ class ListenerLimits:
 
     @classmethod
     def from_config(cls, limits: LimitSettings) -> ListenerLimits:
-        """What the configuration says of the public listener."""
+        """Return what the configuration says of the public listener."""
         return cls(
             max_connections=limits.connections,
             max_head_bytes=limits.head,
@@ -87,7 +87,7 @@ class RequestOpener(Protocol):
     """The connection, told about each request once its head is complete."""
 
     def open_request(self, scope: Scope, *, keep_alive: bool, expects_continue: bool) -> BodySink:
-        """The sink of its body. `scope` is the request's ASGI scope."""
+        """Return the sink of its body. `scope` is the request's ASGI scope."""
         ...
 
 
@@ -138,7 +138,7 @@ class RequestParser:
         self._patience = _PATIENCE
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Takes what arrived. Raises BadRequest."""
+        """Take what arrived. Raises BadRequest."""
         fresh = self._sink is None and not self.in_head
         if fresh and self._repeated is not None and self._take_repeated(data, self._repeated):
             return
@@ -235,7 +235,7 @@ class RequestParser:
                 raise BadRequest(HTTPStatus.NOT_IMPLEMENTED, "no transfer coding but chunked is known here")
 
     def _checked_head_bytes(self) -> int:
-        """The size of the head that is complete; raises BadRequest beyond the limit."""
+        """Return the size of the head that is complete; raises BadRequest beyond the limit."""
         most = self._limits.max_head_bytes
         head_bytes = self._head_bytes
         if head_bytes > min(most, MAX_FRAMING_BYTES):  # of the head, or of what came with it
@@ -258,7 +258,7 @@ class RequestParser:
         self._framing_bytes = max(0, framing) if self._fair_bytes else self._framing_bytes + framing
 
     def _hand_over(self, *, ended: bool = False) -> None:
-        """Gives the parts of a body that were parsed to its sink."""
+        """Give the parts of a body that were parsed to its sink."""
         arrived = self._arrived
         size_bytes = sum(map(len, arrived))
         self._fair_bytes += size_bytes + len(arrived) * _CHUNK_FRAMING_BYTES
@@ -267,7 +267,7 @@ class RequestParser:
         arrived.clear()
 
     def _execute(self, data: bytes | memoryview) -> None:
-        """Parses it. Goes on as if no other protocol had been offered, as often as a client offers one; httptools
+        """Parse it. Goes on as if no other protocol had been offered, as often as a client offers one; httptools
         alone would lose the body."""
         rest = memoryview(data)
         while True:
@@ -308,7 +308,7 @@ class RequestParser:
     # heads that repeat
 
     def _remember(self, data: bytes | memoryview) -> None:
-        """Keeps the head of a request that came alone and whole, to know it again.
+        """Keep the head of a request that came alone and whole, to know it again.
 
         Only a head with a content-length: what else frames a body, or asks for more than an answer, is parsed.
         """
@@ -322,7 +322,7 @@ class RequestParser:
         self._repeated = _RepeatedHead(bytes(data), digits, end, self._new_scope("1.1"))
 
     def _take_repeated(self, data: bytes | memoryview, head: _RepeatedHead) -> bool:
-        """Opens the request if it is whole and its head the last one again, but for the number in content-length."""
+        """Open the request if it is whole and its head the last one again, but for the number in content-length."""
         if not isinstance(data, bytes) or not data.startswith(head.before):
             return False
         start = len(head.before)

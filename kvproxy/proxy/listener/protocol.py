@@ -302,7 +302,7 @@ class ClientProtocol(asyncio.Protocol):
             self._watchdog = self.loop.call_later(self._limits.stall_timeout_s or LONGEST_S, self.transport.abort)
 
     def _watch(self) -> None:
-        """Looks whether a head is late or the connection idle for too long, and when to look again."""
+        """Look whether a head is late or the connection idle for too long, and when to look again."""
         self._cancel_watch()
         if self._ending:
             return
@@ -332,7 +332,7 @@ class ClientProtocol(asyncio.Protocol):
 
 
 def _address(info: Any) -> tuple[str, int | None] | None:
-    """What ASGI says of a socket's end: host and port, or the path of a Unix socket."""
+    """Return what ASGI says of a socket's end: host and port, or the path of a Unix socket."""
     if isinstance(info, (tuple, list)) and len(info) >= 2:
         return str(info[0]), int(info[1])
     return (info, None) if isinstance(info, str) and info else None

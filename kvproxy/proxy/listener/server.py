@@ -37,7 +37,7 @@ _LISTENING = "0A"
 
 
 def require_uvicorn(version: str) -> None:
-    """Raises ConfigError for a uvicorn whose server may treat our protocol otherwise than the tested ones do."""
+    """Raise ConfigError for a uvicorn whose server may treat our protocol otherwise than the tested ones do."""
     first, end = (tuple(map(int, bound.split("."))) for bound in re.findall(r"[0-9.]+", UVICORN))
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or not first <= tuple(map(int, numbers.groups())) < end:
@@ -85,7 +85,7 @@ class _Server(uvicorn.Server):
             await server.wait_closed()
 
     async def _quiet(self, limit_s: float, hurry: asyncio.Event) -> None:
-        """Returns once no request runs and no connection is open, at `limit_s`, or in a hurry."""
+        """Return once no request runs and no connection is open, at `limit_s`, or in a hurry."""
         state = self.server_state
         loop = asyncio.get_running_loop()
         end = loop.time() + limit_s
@@ -196,7 +196,7 @@ class Server:
 
 
 def url_of(host: str, port: int, *, tls: bool) -> str:
-    """The base URL of a listener."""
+    """Return the base URL of a listener."""
     return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
@@ -227,7 +227,7 @@ def _is_no_bind_error(record: logging.LogRecord) -> bool:
 
 
 def _why_not(host: str, port: int, cause: BaseException | None) -> str:
-    """What to do about a socket that cannot be bound; uvicorn exits while it handles the cause."""
+    """Return what to do about a socket that cannot be bound; uvicorn exits while it handles the cause."""
     what = f"cannot listen on {host}:{port}"
     if not isinstance(cause, OSError):
         return what
@@ -243,7 +243,7 @@ def _why_not(host: str, port: int, cause: BaseException | None) -> str:
 
 @contextlib.asynccontextmanager
 async def serve(app: Any, **options: Any) -> AsyncIterator[str]:
-    """The base URL of `app`, served for the length of the block."""
+    """Yield the base URL of `app`, served for the length of the block."""
     async with Server(app, **options) as server:
         yield server.url
 

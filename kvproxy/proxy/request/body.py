@@ -93,19 +93,19 @@ class BodyReader:
         self._reading: SharedTimer[asyncio.Task[object]] = SharedTimer(timeout_s, _cancel)
 
     def check_length(self, declared_bytes: int) -> None:
-        """Raises BodyTooLarge for a declared length that will not be read."""
+        """Raise BodyTooLarge for a declared length that will not be read."""
         if declared_bytes > self.limit_bytes:
             raise BodyTooLarge(self.limit_bytes)
 
     def accept_body(self, body: bytes) -> None:
-        """Counts a whole body that is there already, until `release`. Raises BodyRefused's kinds."""
+        """Count a whole body that is there already, until `release`. Raises BodyRefused's kinds."""
         size = len(body)
         if size > self.limit_bytes:
             raise BodyTooLarge(self.limit_bytes)
         self._held.hold_bytes(size)
 
     async def read(self, receive: Receive) -> bytes:
-        """The whole body, to be given back with `release`. Raises BodyRefused's kinds or ClientLeft."""
+        """Return the whole body, to be given back with `release`. Raises BodyRefused's kinds or ClientLeft."""
         task = asyncio.current_task()
         assert task is not None
         self._reading.add(task)
@@ -167,7 +167,7 @@ class Pieces:
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """A receive that hands out `body` once more, whole, and then whatever comes next (the disconnect)."""
+    """Return a receive that hands out `body` once more, whole, and then whatever comes next (the disconnect)."""
     handed_out = False
 
     async def receive_again() -> Message:

@@ -44,7 +44,7 @@ class Downstream(msgspec.Struct, eq=False):
     def begin(
         cls, exchange: Exchange, scope: Scope, receive: Receive, send: Send, hooks: Sequence[HeadHook] = ()
     ) -> Downstream:
-        """That of a segment that begins here."""
+        """Return that of a segment that begins here."""
         connection: ClientConnection | None = scope.get(CONNECTION)
         wrapped = connection is None or (
             getattr(send, "__self__", None) is not connection or getattr(receive, "__self__", None) is not connection
@@ -57,7 +57,7 @@ class Downstream(msgspec.Struct, eq=False):
 
     @classmethod
     def of(cls, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> Downstream:
-        """That of the filters before this app, unless something between them and the app wraps a part of it."""
+        """Return that of the filters before this app, unless something between them and the app wraps a part of it."""
         own = getattr(send, "__self__", None)
         whole = getattr(receive, "__self__", None) is own
         if whole and isinstance(own, Downstream) and scope is own.scope:
@@ -67,7 +67,7 @@ class Downstream(msgspec.Struct, eq=False):
     # the request
 
     def take_body(self) -> bytes | None:
-        """The whole request body, once, if all of it is there; None: `receive` it."""
+        """Return the whole request body, once, if all of it is there; None: `receive` it."""
         body = self.replayed
         if body is not None:
             self.replayed = None

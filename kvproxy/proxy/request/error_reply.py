@@ -145,7 +145,7 @@ async def refuse(why: LocalReply, scope: Scope, receive: Receive, send: Send, *,
 
 
 async def _linger(receive: Receive, linger_s: float) -> None:
-    """Drops what the client is still sending, within bounds.
+    """Drop what the client is still sending, within bounds.
 
     Closing a socket with bytes left unread resets it, and a client that is busy writing may then never see the answer.
     """

@@ -39,9 +39,9 @@ _DRAWN_BYTES = 2048
 
 
 def result_of(end: str, status: int) -> str:
-    """What became of a request, one of RESULTS: for the live page, `kvproxy status`, the access log and the metric
-    that alerts ask. Failed is an answer of 500 or more and one that broke off. A client's own mistake (4xx) is no
-    failure, and a client that left before the end is none.
+    """Return what became of a request, one of RESULTS: for the live page, `kvproxy status`, the access log and the
+    metric that alerts ask. Failed is an answer of 500 or more and one that broke off. A client's own mistake (4xx) is
+    no failure, and a client that left before the end is none.
     """
     if status >= 500 or end in _FAILED_ENDS:
         return FAILED
@@ -93,7 +93,7 @@ class Copier(Protocol):
     """What copies KV to where a request goes, and lets the request wait for that; None of its methods raises."""
 
     def offer(self, asked: PickRequest, now: float) -> PickRequest:
-        """What is to be decided, with what could be copied."""
+        """Return what is to be decided, with what could be copied."""
         ...
 
     async def wait(self, exchange: Exchange) -> bool:
@@ -199,7 +199,7 @@ class Exchange(msgspec.Struct, eq=False, kw_only=True):
 
     @classmethod
     def of(cls, scope: MutableMapping[str, Any], *, now: float) -> Exchange:
-        """The exchange of this scope, made on first use."""
+        """Return the exchange of this scope, made on first use."""
         exchange = scope.get(SCOPE_KEY)
         if exchange is None:
             exchange = scope[SCOPE_KEY] = cls(received_at=now)
@@ -218,7 +218,7 @@ class RandomHex:
         self._at = 0
 
     def take(self, digits: int) -> str:
-        """The next `digits` (at most 4096)."""
+        """Return the next `digits` (at most 4096)."""
         at = self._at
         end = self._at + digits
         if end > len(self._stock):

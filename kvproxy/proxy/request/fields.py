@@ -57,7 +57,7 @@ class _ClientMetadata(msgspec.Struct, gc=False):
     parent: _Key = msgspec.field(name="x-codex-parent-thread-id", default=None)
 
     def session(self) -> Session | None:
-        """The session it names."""
+        """Return the session it names."""
         own = _word(self.session_id)
         return _named(_word(self.thread_id) or own, _word(self.parent) or own)
 
@@ -92,11 +92,11 @@ class _SessionFields(msgspec.Struct, gc=False):
         return None
 
     def end_user(self) -> _Key:
-        """The end user the client speaks for."""
+        """Return the end user the client speaks for."""
         return self.user
 
     def cache_group(self) -> str | None:
-        """The requests that the client expects to share prefixes."""
+        """Return the requests that the client expects to share prefixes."""
         return bounded_key(_word(self.prompt_cache_key)) or None
 
     def retention_s(self) -> float | None:
@@ -127,7 +127,7 @@ def _session_of_nvext(nvext: _Nvext) -> Session | None:
 
 
 def _named(root: _Key, parent: _Key = None) -> Session | None:
-    """The session of this name, and the one it comes from; None without a name."""
+    """Return the session of this name, and the one it comes from; None without a name."""
     return None if root is None or root == "" else child_session(str(root), "", _word(parent))
 
 
@@ -193,8 +193,8 @@ class Responses(Templated, gc=False):
         return _named(_id_of(self.conversation))
 
     def history(self) -> tuple[str | None, bool]:
-        """The id of the response, or conversation, that this request goes on from, and whether another request may go
-        on from its response."""
+        """Return the id of the response, or conversation, that this request goes on from, and whether another request
+        may go on from its response."""
         earlier = _id_of(self.previous_response_id) or _id_of(self.conversation)
         return bounded_key(earlier) or None, self.store is not False
 

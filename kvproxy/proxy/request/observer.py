@@ -109,7 +109,7 @@ class RequestObserver:
 
 
 def notify(hook: Callable[[RequestObserver, Exchange, Unpack[Ts]], None], exchange: Exchange, *args: *Ts) -> None:
-    """Calls this hook of every observer of the exchange that has it, such as `notify(RequestObserver.finished,
+    """Call this hook of every observer of the exchange that has it, such as `notify(RequestObserver.finished,
     exchange, now)`. An observer that fails is logged, and the others go on.
 
     Where few requests have an observer with the hook, look into `exchange.hooks` first: that is cheaper than a call.
@@ -193,11 +193,11 @@ class RecentDecisions(RequestObserver):
             self._failures[key] = self._failures.get(key, 0) + 1
 
     def latest(self) -> Iterator[RecentRequest]:
-        """The newest first."""
+        """Yield the newest first."""
         return map(_recent_request, count(self._recorded, -1), reversed(self._kept))
 
     def numbered(self, number: int) -> RecentRequest | None:
-        """The request of this number; None when it is not kept any more, or not there yet."""
+        """Return the request of this number; None when it is not kept any more, or not there yet."""
         index = number - self._recorded - 1
         return _recent_request(number, self._kept[index]) if -len(self._kept) <= index < 0 else None
 
@@ -208,7 +208,7 @@ class RecentDecisions(RequestObserver):
         return [ttft_s for kept in recent if kept[5] and (ttft_s := kept[7].ttft_s) is not None]
 
     def ttfts_by_endpoint(self, moment: float) -> dict[tuple[str, EndpointId], list[float]]:
-        """The same by cluster and endpoint."""
+        """Return the same by cluster and endpoint."""
         found: dict[tuple[str, EndpointId], list[float]] = {}
         for kept in takewhile(lambda kept: kept[0] > moment, reversed(self._kept)):
             outcome = kept[7]
@@ -217,13 +217,14 @@ class RecentDecisions(RequestObserver):
         return found
 
     def take_failures(self) -> FailureTally:
-        """Requests since the last call that were not served, by cause."""
+        """Return requests since the last call that were not served, by cause."""
         failures = self._failures
         self._failures = {}
         return failures
 
     def take_tally(self) -> Tally:
-        """Requests since the last call, all of them: more than are kept here, maybe. What records must also take."""
+        """Return requests since the last call, all of them: more than are kept here, maybe. What records must also
+        take."""
         tally = self._tally
         self._tally = {}
         return tally

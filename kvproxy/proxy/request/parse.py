@@ -114,8 +114,8 @@ class _Reader:
     def scan(
         self, body: bytes, caller: Caller, also: Callable[[str], bool] = _none
     ) -> Steps[tuple[InferenceRequest, Members]]:
-        """The same in steps, and field by field: one that is of another type than expected counts as absent. With the
-        members it read and those whose names are wanted `also`. Raises Unreadable."""
+        """Return the same in steps, and field by field: one that is of another type than expected counts as absent.
+        With the members it read and those whose names are wanted `also`. Raises Unreadable."""
         names = self._names
         found = yield from find_members(body, lambda name: name in names or also(name))
         spans = {member.name: member.value for member in found.found}
@@ -221,12 +221,13 @@ class _Room:
         self.unread_bytes = 0
 
     def take_cut(self, text: bytes) -> bytes:
-        """A message whose media were cut out, for which there is room."""
+        """Return a message whose media were cut out, for which there is room."""
         self.left -= len(text)
         return text
 
     def take(self, span: Span) -> bytes:
-        """The text; what there is no room for is replaced by NUL and a digest, so that other texts stay others."""
+        """Return the text; what there is no room for is replaced by NUL and a digest, so that other texts
+        stay others."""
         end = min(span.end, span.start + self.left)
         self.left -= end - span.start
         text = self._body[span.start : end]
@@ -237,7 +238,7 @@ class _Room:
 
 
 def _as_parts(messages: Any) -> tuple[bytes, ...]:
-    """The bytes of a list's items, or of a `_First`. Raises _TooMany."""
+    """Return the bytes of a list's items, or of a `_First`. Raises _TooMany."""
     if type(messages) is not list:
         messages = msgspec.structs.astuple(messages)
         if messages[-1] is NO_RAW:
@@ -252,7 +253,7 @@ def _is_null(body: bytes, span: Span) -> bool:
 
 
 def _scalar(body: bytes, span: Span, kind: Any) -> Any:
-    """The value there; None if it is none of that type. A long one is only digested."""
+    """Return the value there; None if it is none of that type. A long one is only digested."""
     if span.end - span.start > _MAX_SCALAR_BYTES:
         text = memoryview(body)[span.start : span.end]
         return xxh3_128_hexdigest(text) if body[span.start : span.start + 1] == b'"' else None
@@ -283,7 +284,8 @@ _READERS = {
 
 
 def parse_body(kind: RequestKind, body: bytes, *, caller: Caller = NO_CALLER) -> InferenceRequest | None:
-    """What the proxy needs to know about `body`; None when it is no JSON object, or more of one than is looked at.
+    """Return what the proxy needs to know about `body`; None when it is no JSON object, or more of one than is looked
+    at.
 
     What the `caller` said in headers wins over whatever the body says. Blocks for as long as it takes.
     """
@@ -305,7 +307,7 @@ async def read_body(
 
 
 def decode_body(kind: RequestKind, body: bytes, caller: Caller) -> InferenceRequest | None:
-    """The same for nearly all bodies, within milliseconds; None if it has to be scanned."""
+    """Return the same for nearly all bodies, within milliseconds; None if it has to be scanned."""
     if len(body) > MAX_DECODED_BYTES:
         return None
     try:
@@ -317,8 +319,8 @@ def decode_body(kind: RequestKind, body: bytes, caller: Caller) -> InferenceRequ
 async def scan_body(
     kind: RequestKind, body: bytes, caller: Caller, *, pace: asyncio.Lock, also: Callable[[str], bool] = _none
 ) -> tuple[InferenceRequest, Members] | tuple[None, None]:
-    """The same for all others, in steps, and the members found on the way: those that were read and those whose names
-    are wanted `also`. Of those that share a `pace` one is scanned at a time."""
+    """Return the same for all others, in steps, and the members found on the way: those that were read and those whose
+    names are wanted `also`. Of those that share a `pace` one is scanned at a time."""
     try:
         return await run_in_turns(_READERS[kind].scan(body, caller, also), pace)
     except Unreadable:

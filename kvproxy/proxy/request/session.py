@@ -121,7 +121,7 @@ class SessionHeaders:
         self.names = frozenset((*parts, _TURN_METADATA, _CORRELATION, _FINAL, _AGENT))
 
     def read(self, headers: Mapping[bytes, bytes]) -> Caller:
-        """The caller by these headers, which are all of `names` that were sent."""
+        """Return the caller by these headers, which are all of `names` that were sent."""
         agent = headers.get(_AGENT)
         caller = NO_CALLER if agent is None else _caller_of(agent[:_AGENT_BYTES])
         if len(headers) == (agent is not None):
@@ -137,14 +137,14 @@ class SessionHeaders:
 
 
 def child_session(root: str, child: str, parent: str = "") -> Session:
-    """The session of a sub-agent of `root`; its parent is the root where it is no other sub-agent."""
+    """Return the session of a sub-agent of `root`; its parent is the root where it is no other sub-agent."""
     if not child or child == root:
         return Session(bounded_key(root), bounded_key(parent) if parent and parent != root else None)
     return Session(bounded_key(f"{root}/{child}"), bounded_key(f"{root}/{parent}" if parent else root))
 
 
 def bounded_key(key: str) -> str:
-    """The key itself, or its digest if it is long."""
+    """Return the key itself, or its digest if it is long."""
     if len(key) <= MAX_SESSION_KEY:
         return key
     return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
@@ -168,7 +168,7 @@ _decode_metadata = msgspec.json.Decoder(_TurnMetadata).decode
 
 
 def _fork_of(metadata: bytes) -> str:
-    """The thread that Codex says this one was made from."""
+    """Return the thread that Codex says this one was made from."""
     if b"thread_id" not in metadata or len(metadata) > _MAX_JSON:
         return ""
     try:
@@ -200,7 +200,8 @@ _decode_user = msgspec.json.Decoder(_ClaudeUser).decode
 
 
 def session_of_user(text: str) -> Session | None:
-    """The session in what Claude Code writes as `metadata.user_id`: JSON, or before 2.1.78 `user_..._session_ID`."""
+    """Return the session in what Claude Code writes as `metadata.user_id`: JSON, or before 2.1.78
+    `user_..._session_ID`."""
     root = ""
     if text.startswith("user_"):
         root = text.partition("_session_")[2]

@@ -84,7 +84,7 @@ class _Usage(msgspec.Struct):
     prompt_cache_hit_tokens: _Count = None
 
     def prompt(self) -> int | None:
-        """The whole prompt. Anthropic's `input_tokens` leaves out what was read from or written to the cache."""
+        """Return the whole prompt. Anthropic's `input_tokens` leaves out what was read from or written to the cache."""
         if self.prompt_tokens is not None or self.input_tokens is None:
             return self.prompt_tokens
         whole = self.input_tokens + (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
@@ -96,7 +96,7 @@ class _Usage(msgspec.Struct):
         return None if details is None else details.media()
 
     def cached(self) -> int | None:
-        """What of the prompt was cached."""
+        """Return what of the prompt was cached."""
         details = self.prompt_tokens_details or self.input_tokens_details
         if details is not None and details.cached_tokens is not None:
             return details.cached_tokens
@@ -124,7 +124,7 @@ class _Answer(msgspec.Struct):
         return said
 
     def _cached_elsewhere(self) -> int | None:
-        """What was cached, where the usage does not say it."""
+        """Return what was cached, where the usage does not say it."""
         if self.meta_info is not None:
             return self.meta_info.cached()
         if isinstance(self.timings, dict):
@@ -237,7 +237,7 @@ def _started(head: bytes) -> _Usage | None:
 
 
 def _of_all(whole: bytes) -> _Usage | None:
-    """The sums over SGLang's answers to several prompts; None unless all of them are there."""
+    """Return the sums over SGLang's answers to several prompts; None unless all of them are there."""
     if len(whole) > _MAX_READ_BYTES:
         return None
     try:
@@ -300,8 +300,8 @@ class _RawWrapped(msgspec.Struct):
 
 
 def write_cached(answer: bytes, kind: RequestKind, *, prompt: int, cached: int) -> bytes:
-    """The answer, or an event of a stream, with this count of cached tokens (of its `prompt` tokens) in its usage, in
-    the words of its API. As it is where its usage has that count already, or cannot be read."""
+    """Return the answer, or an event of a stream, with this count of cached tokens (of its `prompt` tokens) in its
+    usage, in the words of its API. As it is where its usage has that count already, or cannot be read."""
     for position, rest, wraps in _places(answer, b'"usage"'):
         if (counts := _counts_at_top(rest, wraps=wraps)) is not None:
             usage = _raw_usage(rest, wraps=wraps)
@@ -319,7 +319,7 @@ def write_cached(answer: bytes, kind: RequestKind, *, prompt: int, cached: int) 
 
 
 def _raw_usage(rest: bytes, *, wraps: bool) -> bytes:
-    """The bytes of the usage that `_counts_at_top` reads."""
+    """Return the bytes of the usage that `_counts_at_top` reads."""
     if wraps:
         with contextlib.suppress(*_INVALID):
             return bytes(_raw_wrapped.decode(b'{"response":{' + rest).response.usage)
@@ -348,13 +348,13 @@ _raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def read_response_id(head: bytes) -> str:
-    """The id that a response of the responses API begins with, streamed or not; "" if it does not."""
+    """Return the id that a response of the responses API begins with, streamed or not; "" if it does not."""
     found = _response_id(head, 0, _ID_BYTES)
     return "" if found is None else found[1].decode()
 
 
 def error_status(events: bytes, *, first: bool = False) -> int | None:
-    """The HTTP status that an error event among `events` amounts to; None if there is none.
+    """Return the HTTP status that an error event among `events` amounts to; None if there is none.
 
     With `first` only the first event is looked at, else those in the last 64 KiB. An event that names no status counts
     as 500, or 400 where its type is one of a client's mistake.
