@@ -14,7 +14,7 @@ V = TypeVar("V")
 
 
 class BoundedMapping(LRUCache[K, V]):
-    """At most `max_entries` entries and, given both, `max_bytes` of what `size_of` says of the values.
+    """At most `max_entries` entries and, given both, `max_bytes` of what `size_of` shows of the values.
 
     Reading by `[key]`, `get`, `items` or `values` is use; `in` and iteration over the keys are not, and follow
     insertion. A value over `max_bytes` is not kept, and what its key held is dropped.

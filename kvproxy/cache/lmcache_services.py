@@ -36,7 +36,7 @@ class ControllerProvider:
 
     @property
     def supports(self) -> frozenset[ActionKind]:
-        """Eviction counts as supported until the controller says that it has no such call."""
+        """Eviction counts as supported until the controller reports that it has no such call."""
         kinds = {ActionKind.PIN, ActionKind.COMPRESS, ActionKind.DECOMPRESS, ActionKind.CLEAR, ActionKind.TRANSFER}
         return frozenset(kinds if self._client.evicts is False else {*kinds, ActionKind.EVICT})
 

@@ -180,7 +180,7 @@ class MetricsScraper(BackgroundTask):
                     yield (*labels, state), count
 
     def _readings(self) -> Iterator[tuple[tuple[str, str], EngineMetrics]]:
-        """Yield what engines said that is not too old."""
+        """Yield what engines reported that is not too old."""
         for name, cluster in self._clusters.items():
             for endpoint in cluster.endpoints:
                 if (reading := self.signals.latest_scrape(endpoint)) and reading[0] <= self.signals.max_age_s:

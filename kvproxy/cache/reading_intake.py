@@ -1,4 +1,4 @@
-"""What an engine's reading changes: load, ranks, the size of its index, and what is believed of one that restarted or
+"""What an engine's reading changes: load, ranks, the size of its index, and what is trusted of one that restarted or
 sleeps."""
 
 from __future__ import annotations

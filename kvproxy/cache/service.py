@@ -289,7 +289,7 @@ class KvCache:
                 self.overlap.tokens.memory.release(key)
 
     def _cleared(self, cluster: str, endpoint: EndpointId) -> None:
-        """The engine says that it dropped its cache."""
+        """The engine reports that it dropped its cache."""
         log.info("[kvcache] %s/%s dropped its cache: what it held is forgotten", cluster, endpoint)
         self.overlap.indexes[cluster].reset_endpoint(endpoint)
         self.state.losses.note_loss(cluster, endpoint, LossReason.CLEARED)

@@ -163,7 +163,7 @@ async def hot_prefixes(
     service: KvCache, limit: int, *, pause: Callable[[], Awaitable[None]] = _let_others_run
 ) -> list[dict[str, object]]:
     """At most `limit` prefixes, the most touched first: hash of the last block, length, touches (decayed), and by
-    endpoint how many of their blocks it is believed to hold. Looks at every run there is, so it does so in slices."""
+    endpoint how many of their blocks it is estimated to hold. Looks at every run there is, so it does so in slices."""
     indexes = service.overlap.indexes
     found: list[tuple[float, str, Run]] = []
     for cluster, one in indexes.items():
@@ -210,7 +210,7 @@ def _index_status(service: KvCache, cluster: Cluster) -> dict[str, object]:
 
 
 def endpoint_index(service: KvCache, cluster: str, endpoint: Endpoint) -> dict[str, object]:
-    """Return what is believed of one endpoint, and how far. Blocks of the approximate index are text, not tokens."""
+    """Return what is trusted of one endpoint, and how far. Blocks of the approximate index are text, not tokens."""
     overlap = service.overlap
     indexes = overlap.indexes[cluster]
     streams = {} if overlap.streams is None else overlap.streams.streams(endpoint)

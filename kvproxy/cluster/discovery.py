@@ -50,7 +50,7 @@ Tell = Callable[[Answer | None, str], Awaitable[None]]
 
 
 class WatchedDiscovery(Discovery, Protocol):
-    """One that says by itself when its answer changed; `follow` runs until it is cancelled."""
+    """One that reports by itself when its answer changed; `follow` runs until it is cancelled."""
 
     async def follow(self, tell: Tell) -> None: ...
 

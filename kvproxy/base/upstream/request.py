@@ -52,7 +52,7 @@ class WireRequest(msgspec.Struct, eq=False):
 
 
 def _check_fields(text: bytes, names: list[bytes], lines: int) -> None:
-    """Raise UnsafeRequest unless this text of so many lines says what it should. One look at everything joined costs a
+    """Raise UnsafeRequest unless this text of so many lines shows what it should. One look at everything joined costs a
     tenth of a check per field."""
     if b"".join(names).translate(None, _TOKEN) or b"" in names:
         raise UnsafeRequest("a method or header name that is not a token")

@@ -27,7 +27,7 @@ MAX_HELD_BYTES = 256 * 1024 * 1024
 class Job:
     """Work of one kind on one thing. Jobs of one `lane` (an instance) never run at once; None: a lane of its own.
 
-    `run` says by its answer whether it did what it was for; errors it expects are its own business.
+    `run` shows by its answer whether it did what it was for; errors it expects are its own business.
     """
 
     key: Hashable

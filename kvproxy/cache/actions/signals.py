@@ -50,7 +50,7 @@ def engine_load(metrics: EngineMetrics) -> float | None:
 
 
 class Signals:
-    """The latest readings. One that is older than `max_age_s` says nothing any more."""
+    """The latest readings. One that is older than `max_age_s` shows nothing any more."""
 
     def __init__(self, settings: CacheStrategySettings, *, clock: Clock, max_age_s: float) -> None:
         self._settings = settings
@@ -70,7 +70,7 @@ class Signals:
         self._host = use
 
     def note_memory(self, memory: Sequence[TierMemory]) -> None:
-        """What LMCache says of its own."""
+        """What LMCache reports of its own."""
         self.memory = memory
         self._providers = {}
         for one in memory:

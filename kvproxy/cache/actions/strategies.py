@@ -267,7 +267,7 @@ CLEAR_PAUSE_S = 60.0
 
 
 class Evict:
-    """`supports` says what the service can do at present. A real LMCache controller evicts no single prefix: that is
+    """`supports` shows what the service can do at present. A real LMCache controller evicts no single prefix: that is
     said once, and whole locations are cleared only where the operator allows it."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What engines say of their load: `/metrics`, vLLM's or SGLang's, 50 kB in one quick pass, with the LoRA adapters in
+"""What engines report of their load: `/metrics`, vLLM's or SGLang's, 50 kB in one quick pass, with the LoRA adapters in
 use. Pure.
 """
 

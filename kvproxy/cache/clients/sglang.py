@@ -1,4 +1,4 @@
-"""What SGLang says of itself: `/server_info`, its arguments and what it made of them."""
+"""What SGLang reports of itself: `/server_info`, its arguments and what it made of them."""
 
 from __future__ import annotations
 

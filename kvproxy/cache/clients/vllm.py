@@ -232,7 +232,7 @@ class VllmClient:
         return sources_from_wire(answer, host=self._api.base_url.host)
 
     async def sglang_info(self, *, timeout_s: float | None = None) -> SglangInfo:
-        """Return what SGLang says of itself; NotSupported for every other engine."""
+        """Return what SGLang reports of itself; NotSupported for every other engine."""
         try:
             info = await fetch_info(self._api, timeout_s=timeout_s or self._timeout_s)
         except NotSupported:

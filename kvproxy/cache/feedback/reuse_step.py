@@ -41,7 +41,7 @@ class ReuseSteps:
         self._learned: dict[EndpointId, LearnedStep] = {}
 
     def tell_block_size(self, endpoint: EndpointId, block_tokens: int) -> None:
-        """The engine says that it reuses whole blocks of so many tokens."""
+        """The engine reports that it reuses whole blocks of so many tokens."""
         learned = self._learned.get(endpoint)
         if learned is not None or block_tokens >= LEAST_STEP_TOKENS:
             learned = learned or self._make(endpoint)

@@ -1,4 +1,4 @@
-"""How far what is believed of an engine's cache holds: claims by what earlier ones proved worth, and losses of it.
+"""How far what is trusted of an engine's cache holds: claims by what earlier ones proved worth, and losses of it.
 
 A prefix this router itself sent to an endpoint, and that its capacity should still hold, is backed. One that only
 events or a lookup service speak of is not: another router may have sent it there, or a removal was lost. Such a claim
@@ -44,7 +44,7 @@ class Trust:
         return endpoint in self._records
 
     def believed_share(self, endpoint: EndpointId) -> float:
-        """Of an unbacked claim that is believed, 0 to 1."""
+        """Of an unbacked claim that is trusted, 0 to 1."""
         record = self._records.get(endpoint)
         if record is None:
             return 1.0
@@ -108,7 +108,7 @@ class MissedReuse:
 
 
 class MissedReuses:
-    """One a cluster. `doubted` has the endpoints whose events are not believed over what was routed there: until they
+    """One a cluster. `doubted` has the endpoints whose events are not trusted over what was routed there: until they
     say enough again, the engine restarts, or the endpoint leaves."""
 
     def __init__(self) -> None:

@@ -53,7 +53,7 @@ class ApproximateIndex:
         return self._leading_blocks(cursor, _HELD_BY)
 
     def lookup_in_flight(self, cursor: PrefixCursor[Run]) -> dict[EndpointId, int]:
-        """Leading blocks of which each endpoint has a request in flight, whether it is believed to hold them or not;
+        """Leading blocks of which each endpoint has a request in flight, whether it is estimated to hold them or not;
         endpoints without are absent. Only of requests routed with `in_flight`.
         """
         return self._leading_blocks(cursor, _IN_FLIGHT_AT)
@@ -119,7 +119,7 @@ class ApproximateIndex:
         return tuple(self._slots)
 
     def held_blocks(self, endpoint: EndpointId) -> int:
-        """Blocks the endpoint is believed to hold."""
+        """Blocks the endpoint is estimated to hold."""
         lru = self._present.get(endpoint)
         return 0 if lru is None else lru.blocks
 

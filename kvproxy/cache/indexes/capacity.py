@@ -116,8 +116,8 @@ class LearnedCapacity:
     def observe_reuse(self, *, age_blocks: int | None, known_blocks: int, reused_blocks: int, full: bool) -> bool:
         """Return a response reused so many leading blocks of its prompt.
 
-        Its endpoint was believed to hold `known_blocks`, the last of which had been asked for `age_blocks` ago (None:
-        it is not certain that it ever had them); `full` says that others had to be forgotten. True: the engine lost
+        Its endpoint was estimated to hold `known_blocks`, the last of which had been asked for `age_blocks` ago (None:
+        it is not certain that it ever had them); `full` shows that others had to be forgotten. True: the engine lost
         what it held (a restart, a cleared cache), whatever its capacity.
         """
         if not self.reported:

@@ -35,7 +35,7 @@ class LayerKind:
 
     @classmethod
     def of(cls, event: BlockStored) -> LayerKind | None:
-        """None: of a kind that says nothing of what is reusable, or not enough."""
+        """None: of a kind that reports nothing of what is reusable, or not enough."""
         if event.spec_kind == _STATE:
             return cls(event.block_tokens, 1)
         if event.spec_kind in _WINDOWS and event.window:

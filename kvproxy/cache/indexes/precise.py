@@ -181,7 +181,7 @@ class PreciseIndex:
         return lcm(*sizes)
 
     def lacks_prefixes(self, endpoint: EndpointId, dp_rank: int) -> bool:
-        """Whether the rank announces only blocks that make no prefix: then events say nothing of what it holds."""
+        """Whether the rank announces only blocks that make no prefix: then events report nothing of what it holds."""
         rank = endpoint, dp_rank
         return rank in self._layers and not any(source[:2] == rank and source[2] != _STORE for source in self._followed)
 

@@ -27,7 +27,7 @@ _CONNECT_TIMEOUT_S = 5.0
 
 
 class Subscription:
-    """A SUB socket that says when its connection comes and goes, and connects again by itself. Made inside a running
+    """A SUB socket that reports when its connection comes and goes, and connects again by itself. Made inside a running
     event loop; ValueError for an address that is none."""
 
     def __init__(self, source: KvEventSource) -> None:

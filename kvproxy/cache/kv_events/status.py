@@ -84,7 +84,7 @@ class StreamHealth:
         self._settle()
 
     def mark_synchronised(self, missing: StreamReason | None) -> None:
-        """The stream is followed again; `missing` says what of its history is not known."""
+        """The stream is followed again; `missing` shows what of its history is not known."""
         self._synchronised = True
         self._failed = False
         self._missing = missing

@@ -23,7 +23,7 @@ Denials = Sequence[tuple[EndpointId, int]]
 
 class DeniedPlacements:
     """What engines of one cluster denied: hints of a lookup service about a prompt, and placements on a disk at one
-    endpoint or in a shared store at all of them, wherever a prompt goes the same way. After a while both are believed
+    endpoint or in a shared store at all of them, wherever a prompt goes the same way. After a while both are trusted
     again: an engine may have computed it meanwhile."""
 
     def __init__(self, clock: Clock) -> None:
@@ -68,7 +68,7 @@ class DeniedPlacements:
         return [(place, tokens) for place, tokens in proven if tokens is not None]
 
     def cap_hint(self, endpoint: EndpointId, hashes: array[int], tokens: int) -> int:
-        """Return as many of the `tokens` that a hint promises of this prompt as are believed."""
+        """Return as many of the `tokens` that a hint promises of this prompt as are trusted."""
         proven = self._hints.get((endpoint, hashes[0])) if hashes else None
         return tokens if proven is None else min(tokens, proven)
 

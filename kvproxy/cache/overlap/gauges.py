@@ -138,7 +138,7 @@ class _Shown:
         return ((name, endpoint) for name, cluster in self._clusters.items() for endpoint in cluster.endpoints)
 
     def utilisation_series(self) -> Series:
-        """Blocks each endpoint is believed to hold against its capacity."""
+        """Blocks each endpoint is estimated to hold against its capacity."""
         for name, endpoint in self._endpoints():
             approximate = self._indexes[name].approximate
             capacity = approximate.capacity(endpoint.id)
@@ -160,7 +160,7 @@ class _Shown:
                 yield (name, str(endpoint.id)), step
 
     def trust_series(self) -> Series:
-        """How far each source is believed about each endpoint."""
+        """How far each source is trusted about each endpoint."""
         for name, endpoint in self._endpoints():
             for source, share in self._trust(name, endpoint.id).items():
                 yield (name, str(endpoint.id), source), share

@@ -158,7 +158,7 @@ class EventStreams(BackgroundTask):
                 await consumer.sweep()
 
     def note_traffic(self, endpoint: Endpoint, uncached_tokens: int) -> None:
-        """The engine prefilled so much: streams that stay silent all the same are not believed."""
+        """The engine prefilled so much: streams that stay silent all the same are not trusted."""
         entry = self._streams.get(endpoint)
         for subscriber in entry[2] if entry is not None else ():
             subscriber.note_traffic(uncached_tokens)

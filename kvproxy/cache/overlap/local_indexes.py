@@ -341,7 +341,7 @@ class LocalIndexes:
         self.missed.observe_reuse(endpoint, announced_tokens=announced, reused_tokens=reused_tokens)
 
     def process_started(self, endpoint: EndpointId, started_at: float) -> bool:
-        """Return the engine says when its process began. Whether that is another process than before, which holds
+        """Return the engine reports when its process began. Whether that is another process than before, which holds
         nothing.
 
         Only a later start counts: behind one address there may be several engines that answer in turn.

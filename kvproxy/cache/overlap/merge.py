@@ -48,7 +48,7 @@ def merge_overlaps(
 
     `routed` is what routing told the approximate index, in leading blocks of `tokens_per_block`; of that, requests
     `in_flight` are under way. `announced` is what KV events say (None where none are followed), without a gap for the
-    endpoints in `exact`, and `trust` how far they are believed; `looked_up` what a lookup service says, believed as far
+    endpoints in `exact`, and `trust` how far they are trusted; `looked_up` what a lookup service says, believed as far
     as `lookup_trust` and never beyond `prompt_tokens`. An endpoint in `steps` reuses multiples of so many tokens.
     """
     if announced is None:
@@ -85,7 +85,7 @@ def _with_events(
 ) -> dict[EndpointId, Overlap]:
     """Return what was routed and what KV events say.
 
-    A complete event stream (`exact`) is believed over everything that was ever routed there. Only this prompt's blocks
+    A complete event stream (`exact`) is trusted over everything that was ever routed there. Only this prompt's blocks
     in requests still `in_flight` count besides: they are promised and not yet announced. Without a complete stream the
     larger match wins. What events claim beyond what was routed counts for what earlier such claims proved worth.
     """

@@ -198,7 +198,7 @@ class OverlapSources:
         return frozenset(one.instance_id for cluster in self._clusters.values() for one in cluster.endpoints)
 
     def trust(self, cluster: str, endpoint: EndpointId) -> dict[str, float]:
-        """By source: the share of an unbacked claim about the endpoint that is believed; only what was ever tried."""
+        """By source: the share of an unbacked claim about the endpoint that is trusted; only what was ever tried."""
         indexes = self.indexes[cluster]
         provider = self.lookups.provider
         sources = {FactSource.PRECISE: indexes.trust}

@@ -90,7 +90,7 @@ class EndedWork:
 
 
 def mean_of(work: Features, prefills: int, computed_tokens: int | None) -> Features:
-    """Return the mean prefill: of our requests' `work`, with as many tokens as the engine says that all of them
+    """Return the mean prefill: of our requests' `work`, with as many tokens as the engine reports that all of them
     computed."""
     requests, tokens, attention, lower = work
     ours = tokens / requests
@@ -145,7 +145,7 @@ class StepModel:
         self.base_s = y - self.sequence_s * n
 
     def estimates(self) -> Mapping[str, float]:
-        """Return what is believed now; zeros before the first answer."""
+        """Return what is trusted now; zeros before the first answer."""
         return {
             "itl_base_s": self.base_s,
             "itl_sequence_s": self.sequence_s,

@@ -58,7 +58,7 @@ def decide(
     """One of the screened `candidates`: the preferred one if it is among them, otherwise the policy's choice.
 
     None where the request excludes all of them. `name` is that of the policy; `panic`: no candidate is well;
-    `why_skipped` says why a preferred endpoint is not among them. Changes nothing (see Policy.choose).
+    `why_skipped` shows why a preferred endpoint is not among them. Changes nothing (see Policy.choose).
     """
     if request.excluded:
         # A list: a policy remembers what it worked out of the pool's own tuple, which most requests come with.

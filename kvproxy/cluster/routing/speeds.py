@@ -26,7 +26,7 @@ _RECENTRE = 0.05  # share of the mean log factor taken out a sample, so that fac
 
 @dataclass(frozen=True, slots=True)
 class SpeedPriors:
-    """What is believed before the first sample. Wrong by four either way costs a few percent for 200 requests."""
+    """What is trusted before the first sample. Wrong by four either way costs a few percent for 200 requests."""
 
     request_s: float = 0.010
     tokens_per_s: float = 8000.0
@@ -95,7 +95,7 @@ class SpeedModel:
 
     @property
     def learning(self) -> bool:
-        """No sample yet: what is believed is what is assumed before the first."""
+        """No sample yet: what is trusted is what is assumed before the first."""
         return not self._samples
 
     def slowness(self, endpoint: EndpointId, now: float) -> float:
@@ -156,7 +156,7 @@ class SpeedModel:
         self.onboarding.forget(endpoint)
 
     def estimates(self, now: float) -> SpeedEstimates:
-        """Return what is believed now."""
+        """Return what is trusted now."""
         request_s, token_s, attention_s, _ = self.seconds
         return SpeedEstimates(
             request_s=request_s,

@@ -45,7 +45,7 @@ class PoolSpeeds(msgspec.Struct, frozen=True):
 
 class Utilisation:
     """Prefill seconds and requests routed per endpoint-second, over the last `window_s`. Before that is known half of
-    the time is believed to be prefill, and requests to have come as they began to."""
+    the time is estimated to be prefill, and requests to have come as they began to."""
 
     __slots__ = (
         "_arrived",

@@ -27,7 +27,7 @@ class Routed(_Delta, tag=1, frozen=True):
 
 class Settled(_Delta, tag=2, frozen=True):
     """It is over. `reused`: blocks that the engine reused, where capacity is learned from it; `denied`: the engine had
-    only so many of those it was believed to hold; -1: nothing of the kind."""
+    only so many of those it was estimated to hold; -1: nothing of the kind."""
 
     cluster: str
     number: int

@@ -27,7 +27,7 @@ _SUMS = deltas.Spent, deltas.Sample
 
 
 class Peer:
-    """`ask` wants batches from a number on, or (0) how it stands; `has_room` says whether so many bytes that came too
+    """`ask` wants batches from a number on, or (0) how it stands; `has_room` shows whether so many bytes that came too
     early may be held; `was_told`: a snapshot was taken over. Times are of the receiver's clock."""
 
     def __init__(
@@ -179,7 +179,7 @@ class Peer:
             self._request(now)
 
     def revive(self, now: float) -> None:
-        """It was believed dead: its loads are wanted again, after what was missed."""
+        """It was trusted dead: its loads are wanted again, after what was missed."""
         self.alive = True
         self._asks = 0
         self._unsure = True

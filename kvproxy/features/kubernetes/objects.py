@@ -133,7 +133,7 @@ def endpoints_of_slices(
     slices: Iterable[EndpointSlice], pods: Mapping[str, Pod], made: Made
 ) -> tuple[dict[str, Found], list[LeftOut]]:
     """Of all slices of one service by id, and what is wrong with some. A pod with addresses of both families counts
-    once, by IPv4; `pods` say more of those that they name."""
+    once, by IPv4; `pods` show more of those that they name."""
     found: dict[str, Found] = {}
     faults: list[LeftOut] = []
     for one in sorted(slices, key=lambda each: (each.address_type != "IPv4", each.metadata.name)):

@@ -95,7 +95,7 @@ class Leasing:
         return LeaseWatch(self, facts)
 
     def finished(self, facts: RequestFacts, result: Result, tool: str | None) -> LeaseResult | None:
-        """A request is over: what it says of the lease it came under, if any. Its conversation is waited for."""
+        """A request is over: what it reports of the lease it came under, if any. Its conversation is waited for."""
         now = self._clock()
         endpoint = result.endpoint
         lease = self.book.take_returned(facts.keys)

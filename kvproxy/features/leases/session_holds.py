@@ -58,7 +58,7 @@ class SessionHolds:
         self._able: dict[Engine, tuple[bool, float]] = {}  # whether it can, and when it was asked
 
     def can_hold(self, endpoint: Endpoint, tokens: int) -> bool:
-        """Whether its engine says that it does so. Of an engine with data-parallel ranks nothing is held: it would
+        """Whether its engine reports that it does so. Of an engine with data-parallel ranks nothing is held: it would
         choose the rank."""
         return endpoint.rank is None and tokens <= MAX_TOKENS and self._able.get(endpoint.engine, (False,))[0]
 

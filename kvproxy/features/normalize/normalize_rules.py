@@ -79,7 +79,7 @@ _FIELDS = frozenset({b"tools", b"system", b"instructions"})
 
 
 def rewrite(rule: NormalizeRule, piece: Piece) -> Piece:
-    """Return the piece after the rule; the same where it says nothing of it."""
+    """Return the piece after the rule; the same where it reports nothing of it."""
     change = _RULES[rule].get(piece.name)
     return piece if change is None else Piece(piece.name, change(piece.value))
 

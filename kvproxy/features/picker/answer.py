@@ -25,7 +25,7 @@ class CarriedAnswer:
         self._last: list[bytes] = []
 
     def locate(self, address: str, details: str) -> str:
-        """It came from `address` ("": not told), or the carrier answered itself (`details` say why). The load follows.
+        """It came from `address` ("": not told), or the carrier answered itself (`details` show why). The load follows.
         How that stands to the pick; a metric label."""
         request = self._request
         held = self._request.held

@@ -42,7 +42,7 @@ class PriorityState(StrEnum):
 
 
 class EndpointPriority:
-    """One engine: whether it is sent the number, and the experiment that tells whether it heeds it."""
+    """One engine: whether it is sent the number, and the experiment that reports whether it heeds it."""
 
     __slots__ = ("_ignored_at", "_load", "_payoff", "_refused", "_rng", "_trial", "_waited_at", "mode", "off", "order")
 

@@ -194,7 +194,7 @@ class OnDemand:
         return LinkTerms(speed, LATENCY_S, least, STEP_TOKENS, lands=Tier.HOST, waits=self.waits)
 
     def _sources(self, facts: RequestFacts) -> tuple[Mapping[EndpointId, int], Mapping[EndpointId, int]]:
-        """Return what a lookup service said that endpoints have in memory, and that their instances read from
+        """Return what a lookup service reported that endpoints have in memory, and that their instances read from
         farther."""
         provider = self._overlap.lookups.provider
         published = dict[EndpointId, int]()

@@ -1,4 +1,4 @@
-"""The adviser: receipts and what engines say of themselves become advice, facts first, then what replay expects."""
+"""The adviser: receipts and what engines report of themselves become advice, facts first, then what replay expects."""
 
 from __future__ import annotations
 

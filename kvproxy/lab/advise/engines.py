@@ -1,4 +1,4 @@
-"""What engines say of their own settings: asked once, nothing is generated. None: the engine does not say."""
+"""What engines report of their own settings: asked once, nothing is generated. None: the engine does not say."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PROBE = b'{"messages": [{"role": "user", "content": "x"}]}'
 
 @dataclass(frozen=True, slots=True)
 class EngineSettingsSeen:
-    """One engine, or one data-parallel rank of it. `error` says why it could not be asked; "" where it could."""
+    """One engine, or one data-parallel rank of it. `error` shows why it could not be asked; "" where it could."""
 
     id: EndpointId
     cluster: str
@@ -176,7 +176,7 @@ def engines_of(
 
 
 def _rank(by_id: Mapping[EndpointId, EngineSettingsSeen], endpoint: EndpointId) -> EngineSettingsSeen | None:
-    """Return what an engine says of one of its ranks, `ENGINE@RANK`."""
+    """Return what an engine reports of one of its ranks, `ENGINE@RANK`."""
     name, _, rank = endpoint.rpartition("@")
     engine = by_id.get(EndpointId(name))
     own = engine.metrics.ranks.get(int(rank)) if engine is not None and rank.isdecimal() else None

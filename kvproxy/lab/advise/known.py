@@ -1,4 +1,4 @@
-"""Advice that needs no simulation: what the engines say of themselves and what the receipts show."""
+"""Advice that needs no simulation: what the engines report of themselves and what the receipts show."""
 
 from __future__ import annotations
 

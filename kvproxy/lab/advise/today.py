@@ -190,7 +190,7 @@ def _step_tokens(traffic: Traffic, engines: Sequence[EngineSettingsSeen], assume
 
 def learn_speeds(traffic: Traffic, *, max_sequences: int) -> tuple[Features, Mapping[str, float]]:
     """Return the pool's seconds for a unit of prefill work and the slowness of each endpoint, over all the receipts.
-    What waited for a slot is left out: it says nothing of how fast prefill is."""
+    What waited for a slot is left out: it reports nothing of how fast prefill is."""
     speeds = SpeedModel()
     logs: dict[str, list[float]] = {endpoint: [] for endpoint in traffic.endpoints}
     seconds: list[Features] = []

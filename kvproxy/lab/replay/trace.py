@@ -109,7 +109,7 @@ class Trace:
 
     def _conversations(self) -> Iterator[int]:
         """Every session's number. Of single requests those are one conversation that share a prefix, save one so
-        common that it tells nothing: the halves have only such prefixes in common."""
+        common that it reports nothing: the halves have only such prefixes in common."""
         if self.has_sessions:
             yield from range(len(self.sessions))
             return

@@ -63,7 +63,7 @@ class PrefixCache(Protocol):
 class BlockCache:
     """Blocks are numbered; a stored block keeps its hash after its last user left, until its memory is reused.
 
-    The free list is in eviction order, unless a `ranking` says what goes: callers release a sequence's blocks through
+    The free list is in eviction order, unless a `ranking` shows what goes: callers release a sequence's blocks through
     `release`, which queues its tail first, so that the end of the oldest sequence goes first. One hash may have several
     physical copies (a fully cached prompt recomputes its last block), and evicting any of them is announced, as vLLM
     does.

@@ -50,7 +50,7 @@ ExtraKeys = tuple[str | tuple[str, int], ...]
 class BlockStored:
     """A run of consecutive blocks became reusable; `parent` is the hash before the first one (None at the start).
 
-    Of another `group` than that of full attention, `kind` says which, only those with hashes did: the tokens are those
+    Of another `group` than that of full attention, `kind` shows which, only those with hashes did: the tokens are those
     of all blocks of the run."""
 
     block_hashes: tuple[int, ...]

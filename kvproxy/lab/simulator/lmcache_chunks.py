@@ -105,7 +105,7 @@ WRONG_STATE = "Operation cannot be accomplished in current state"
 class WorkerSettings:
     """`capacity_chunks` of 256 tokens in host memory; `control_s` is how long a control call takes.
 
-    `cachegen` says whether the model is one of the few CacheGen knows; `p2p` whether chunks can be moved.
+    `cachegen` shows whether the model is one of the few CacheGen knows; `p2p` whether chunks can be moved.
     """
 
     instance_id: str

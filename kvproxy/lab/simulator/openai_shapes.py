@@ -18,7 +18,7 @@ def format_event(body: Any) -> bytes:
 
 
 class OpenAiShape(ABC):
-    """What chat and text completions share; `details` says whether usage names the cached tokens."""
+    """What chat and text completions share; `details` shows whether usage names the cached tokens."""
 
     object_name: str
     id_prefix: str

@@ -67,7 +67,7 @@ _MESSAGES_ERRORS = {400: "invalid_request_error", 500: "api_error", 503: "overlo
 
 
 def messages_error(error: HttpError) -> dict[str, Any]:
-    """Return the same in the shape of `/v1/messages`, which says nothing of what went wrong inside."""
+    """Return the same in the shape of `/v1/messages`, which reports nothing of what went wrong inside."""
     inside = error.status >= 500
     message = "Internal server error" if inside else error.body["message"]
     kind = _MESSAGES_ERRORS.get(error.status, "api_error") if inside else error.body["type"]

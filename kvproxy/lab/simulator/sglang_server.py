@@ -326,7 +326,7 @@ class SglangApp(HttpApp):
         await call.send_reply(200, self._metrics.render_exposition(), headers)
 
     async def _answer_flush(self, call: HttpCall) -> None:
-        """400 while anything runs, at any rank. What they say of it goes out with the next events."""
+        """400 while anything runs, at any rank. What they report of it goes out with the next events."""
         done = [engine.reset_prefix_cache() for engine in self.ranks]
         await call.send_reply(200 if all(done) else 400, _FLUSHED)
 

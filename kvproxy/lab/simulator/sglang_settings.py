@@ -1,4 +1,4 @@
-"""What a simulated SGLang server is started with, and how it says so (`/get_server_info`, `/model_info`)."""
+"""What a simulated SGLang server is started with, and how it reports so (`/get_server_info`, `/model_info`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EventForm(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EventSettings:
-    """`--kv-events-config`; port 0 picks a free one. `described` is whether `/server_info` says where they are in a
+    """`--kv-events-config`; port 0 picks a free one. `described` is whether `/server_info` shows where they are in a
     field of its own, which older releases do not."""
 
     host: str = "127.0.0.1"

@@ -91,7 +91,7 @@ class SglangCompletion(_OpenAi):
 
 
 class SglangGenerate:
-    """`/generate`: each event has the whole text so far, and every answer says what was cached."""
+    """`/generate`: each event has the whole text so far, and every answer reports what was cached."""
 
     def build_body(self, answer: Answer) -> dict[str, Any]:
         """One prompt's answer."""

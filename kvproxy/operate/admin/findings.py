@@ -52,7 +52,7 @@ def list_names(endpoints: Sequence[Endpoint]) -> str:
 
 
 def source_trouble(key: tuple[str, ...], where: str, what: str, fix: str, *, patience_s: float = 0.0) -> Trouble:
-    """Return a source of facts that is lost or not believed."""
+    """Return a source of facts that is lost or not trusted."""
     return Trouble(key, Rank.SOURCES, "warning", where, what, fix, patience_s)
 
 

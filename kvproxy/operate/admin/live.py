@@ -222,7 +222,7 @@ class LiveView:
 
 
 def _series(samples: Iterable[HistorySample], now: float) -> dict[str, Sequence[float | None]]:
-    """One value a sample, the oldest first; `ago_s` says when."""
+    """One value a sample, the oldest first; `ago_s` shows when."""
     kept = list(samples)
     return {
         "ago_s": [round(now - one.at, 2) for one in kept],

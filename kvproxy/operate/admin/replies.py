@@ -106,7 +106,7 @@ class Audit:
         log.setLevel(logging.INFO)
 
     def write_line(self, request: Request, action: str, **what: Any) -> None:
-        """`request` changed something; `what` says what, with plain values."""
+        """`request` changed something; `what` shows what, with plain values."""
         if request.scope.get(REPEATED):
             return
         origin = request.client.host if request.client else "unknown"

@@ -307,7 +307,7 @@ def write_config(seen: Sequence[SeenEngine], lmcache: SeenLmCache | None, *, lis
 
 
 def _clusters(seen: Sequence[SeenEngine]) -> dict[str, list[SeenEngine]]:
-    """By the models they serve; engines that said nothing go with the first."""
+    """By the models they serve; engines that reported nothing go with the first."""
     groups: dict[frozenset[str], list[SeenEngine]] = {}
     for one in seen:
         if one.models:

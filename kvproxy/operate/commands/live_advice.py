@@ -59,7 +59,7 @@ class AdviceRunner:
         return True
 
     def describe_run(self) -> dict[str, Any]:
-        """`state` is none, running, done or failed (`error` says why); `advice` is the latest there was."""
+        """`state` is none, running, done or failed (`error` shows why); `advice` is the latest there was."""
         started = None if self._started is None else self._started.isoformat(timespec="seconds")
         return {"state": self._state, "started": started, "error": self._error, "advice": self._advice}
 

@@ -214,7 +214,7 @@ class ClockCheck(EngineCheck):
 
 
 def priority_mode(deployment: Deployment, engine: EngineFacts) -> EnginePriorityMode:
-    """Return what the configuration says of it."""
+    """Return what the configuration states of it."""
     return engine.endpoint.engine_priority or deployment.config.clusters[engine.cluster].engine_priority
 
 

@@ -173,7 +173,7 @@ async def _hear_trouble(source: Source) -> str:
 
 
 def _stated(endpoint: EndpointSettings, kvcache: KvCacheSettings | None) -> EventSources:
-    """Return what the configuration says of an engine that cannot say where its KV events are."""
+    """Return what the configuration states of an engine that cannot say where its KV events are."""
     if endpoint.kv_event_sources.endpoint or kvcache is None:
         return endpoint.kv_event_sources
     return kvcache.kv_event_sources

@@ -222,7 +222,7 @@ class EngineFacts:
         return EngineKind.SGLANG
 
     async def list_sources(self) -> tuple[KvEventSource, ...]:
-        """Where it publishes KV events: as it says, else as the configuration says of engines that cannot."""
+        """Where it publishes KV events: as it says, else as the configuration states of engines that cannot."""
         try:
             return await self._fact("kv event sources", self.vllm.kv_event_sources)
         except NotSupported:
@@ -315,7 +315,7 @@ class EngineFacts:
         return TrialTarget(await self.choose_model(), self.api, self.vllm, (), self.metrics_now, self.tools)
 
     async def is_asleep(self) -> bool:
-        """Whether its metrics say so. They are taken before our own requests show in them."""
+        """Whether its metrics report so. They are taken before our own requests show in them."""
         try:
             return parse_engine_metrics(await self.fetch_exposition()).asleep
         except ClientError:
@@ -351,7 +351,7 @@ class EngineFacts:
 
 
 def _skew_s(date: str | None, now: float) -> float | None:
-    """The header says the second that has begun: on average half a second too early."""
+    """The header states the second that has begun: on average half a second too early."""
     if date is None:
         return None
     try:

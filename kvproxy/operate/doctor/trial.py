@@ -54,7 +54,7 @@ class TrialTarget:
 
 @dataclass(frozen=True, slots=True)
 class TrialReply:
-    """What one answer says of its prompt."""
+    """What one answer reports of its prompt."""
 
     prompt_tokens: int
     cached_tokens: int | None  # None: the engine does not say
@@ -63,7 +63,7 @@ class TrialReply:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What happened. `tokenized` is what `/tokenize` says of the same prompt, or why it does not."""
+    """What happened. `tokenized` is what `/tokenize` shows of the same prompt, or why it does not."""
 
     model: str
     chat: bool  # False: the engine has no chat; a text completion was asked for

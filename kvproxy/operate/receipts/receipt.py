@@ -119,7 +119,7 @@ def decode_receipt(line: bytes) -> Receipt:
 
 
 def matched_tokens(receipt: Receipt, endpoint: EndpointId) -> int:
-    """Leading tokens it was believed to hold, never more than the prompt has."""
+    """Leading tokens it was estimated to hold, never more than the prompt has."""
     held = receipt.facts.get(endpoint)
     return 0 if held is None else min(held.tokens, receipt.prompt_tokens or 0)
 

@@ -79,7 +79,7 @@ class FollowsLease(Protocol):
 
 
 class KvCacheFilter(Step):
-    """Puts facts and preference into the exchange, and an observer that tells what became of the request. Requests to
+    """Puts facts and preference into the exchange, and an observer that reports what became of the request. Requests to
     clusters in `idle` pass without: nothing there makes use of facts."""
 
     def __init__(

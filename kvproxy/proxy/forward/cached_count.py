@@ -103,7 +103,7 @@ class CachedCount(msgspec.Struct, eq=False):
 
 
 def predict_cached(exchange: Exchange, prompt_tokens: int) -> int | None:
-    """Of a prompt that has so many tokens by the engine's count, what was believed to be cached where it went. None:
+    """Of a prompt that has so many tokens by the engine's count, what was estimated to be cached where it went. None:
     nothing is known of it. The last token is always computed."""
     facts = exchange.facts
     endpoint = exchange.outcome.endpoint

@@ -37,7 +37,7 @@ class _ClusterSeries:
         self.count_tier(Tier.DEVICE, 0)
 
     def count_tier(self, tier: Tier, tokens: int) -> None:
-        """So many tokens of a prompt were believed to be on it."""
+        """So many tokens of a prompt were estimated to be on it."""
         cells = self._tiers.get(tier)
         if cells is None:
             cache = self._catalog.group(CacheUseMetrics)
@@ -158,7 +158,7 @@ def _count_tiers(series: _ClusterSeries, held: Overlap) -> None:
 class Savings:
     """What cached prompts spared the engines: tokens and seconds of prefill by model and tenant.
 
-    Counted for the requests whose engine said that it had some of the prompt cached."""
+    Counted for the requests whose engine reported that it had some of the prompt cached."""
 
     def __init__(self, catalog: Metrics) -> None:
         self._catalog = catalog

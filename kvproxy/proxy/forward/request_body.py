@@ -29,7 +29,7 @@ class Uploads:
 
 
 class RequestBody(msgspec.Struct, eq=False):
-    """Hands out the body per attempt; `replayable` says whether another attempt may have it. Made by `of`.
+    """Hands out the body per attempt; `replayable` shows whether another attempt may have it. Made by `of`.
 
     `read_beginning` comes before the first attempt and `release_bytes` when the request is over, whatever the end. A
     body that breaks a bound raises BodyRefused's kinds, out of `read_beginning` or out of the stream.
@@ -82,7 +82,7 @@ class RequestBody(msgspec.Struct, eq=False):
 
     async def read_beginning(self, *, whole: Callable[[bytes], bool] | None = None) -> None:
         """Read the beginning of a body that was not read yet; all of it if it is short, if too many are streamed, or
-        if `whole` says so of what begins so."""
+        if `whole` shows so of what begins so."""
         if self.consumed:
             return
         uploads = self._uploads

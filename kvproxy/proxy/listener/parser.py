@@ -56,7 +56,7 @@ class ListenerLimits:
 
     @classmethod
     def from_config(cls, limits: LimitSettings) -> ListenerLimits:
-        """Return what the configuration says of the public listener."""
+        """Return what the configuration states of the public listener."""
         return cls(
             max_connections=limits.connections,
             max_head_bytes=limits.head,

@@ -144,7 +144,7 @@ class RecentRequest:
 
     @property
     def matched_tokens(self) -> int:
-        """Of the prompt's tokens, what the endpoint that served was believed to hold."""
+        """Of the prompt's tokens, what the endpoint that served was estimated to hold."""
         endpoint = self.outcome.endpoint
         return 0 if endpoint is None else self.facts.matched_tokens(endpoint)
 

@@ -163,7 +163,7 @@ _wrapped = msgspec.json.Decoder(_Wrapped)
 def read_usage(tail: bytes, head: bytes = b"", *, native: bool = False) -> Usage | None:
     """Usage from the last bytes of a response (`tail`), or where Anthropic streams put it first (`head`).
 
-    Counts are believed only where the API has them, since an answer may echo what its client chose (tools, metadata):
+    Counts are trusted only where the API has them, since an answer may echo what its client chose (tools, metadata):
     at the top of an answer or an event, or of the `response` in an event. The last ones win; None when there are none.
     With `native` those of SGLang's own API count too.
     """
