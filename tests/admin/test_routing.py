@@ -90,5 +90,5 @@ async def test_who_waits_is_shown() -> None:
         "depth": 0, "limit": 5, "without_endpoint": 0, "oldest_wait_s": 0.0, "max_wait_s": 9.0, "released": released,
         "refused": 0,
     }  # fmt: skip
-    async with admin_of(proxy_of(policy="kv_aware")) as client:
+    async with admin_of(proxy_of(policy="kv_aware", queue={"enabled": False})) as client:
         assert (await client.get("/routing")).json()["clusters"]["default"]["queue"] is None

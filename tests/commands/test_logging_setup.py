@@ -121,7 +121,7 @@ def test_a_log_reader_that_is_stuck_does_not_keep_the_process() -> None:
     script = """
 import logging, sys
 from kvproxy.operate.commands.logging_setup import log_to
-from kvproxy.operate.config.schema import LogSettings
+from kvproxy.proxy.settings import LogSettings
 with log_to(LogSettings()):
     for number in range(3000):
         logging.getLogger("kvproxy").warning("x" * 100)

@@ -104,7 +104,7 @@ async def test_engine_cache_and_findings() -> None:
     assert "12.3s of prefill saved" in text
     assert "default: kv_aware, 8,000 tokens/s prefill after 1,200 samples, rho 0.50" in text
     live |= {"cache": None, "endpoints": [], "decisions": []}
-    assert "ENDPOINT" not in render_page(live)
+    assert "\nENDPOINT" not in render_page(live)
 
 
 async def test_findings_are_those_of_the_page() -> None:

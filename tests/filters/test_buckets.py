@@ -94,16 +94,3 @@ async def test_a_reload_gives_nobody_a_fresh_start() -> None:
     assert counted(after, "kvproxy_queue_depth", queue="rate_limit") == 1
     clock.advance(0.6)
     assert (await call(app, http_scope())).status == 200
-
-
-async def test_two_limiters_keep_their_own() -> None:
-    """Each takes over from the one that had its place; a new one has none before it."""
-    store = StateStore()
-    before = filter_context(store=store)
-    inner = build(Inner(), settings(), before)
-    outer = build(inner, settings(requests_per_minute=50), before)
-    assert [(await call(outer, http_scope())).status for _ in range(3)] == [200, 200, 429]
-    after = filter_context(store=store)
-    apps = [build(Inner(), settings(), after), build(Inner(), settings(requests_per_minute=50), after)]
-    apps.append(build(Inner(), settings(), after))
-    assert [(await call(app, http_scope())).status for app in apps] == [429, 200, 200]

@@ -281,9 +281,9 @@ async def test_nothing_is_copied_that_is_computed_as_fast() -> None:
 
 @pytest.mark.parametrize(
     ("queue", "lmcache", "said"),
-    [({}, "", "needs lmcache_endpoint"), (None, "http://127.0.0.1:9", "no cluster has a queue")],
+    [({}, "", "needs lmcache_endpoint"), ({"enabled": False}, "http://127.0.0.1:9", "no cluster has a queue")],
 )
-def test_it_needs_a_queue_and_a_service(queue: dict[str, Any] | None, lmcache: str, said: str) -> None:
+def test_it_needs_a_queue_and_a_service(queue: dict[str, Any], lmcache: str, said: str) -> None:
     """Refused where it could do nothing."""
     kvcache = {"transfers": {"on_demand": True}, **({"lmcache_endpoint": lmcache} if lmcache else {})}
     raw: dict[str, Any] = {
@@ -291,7 +291,7 @@ def test_it_needs_a_queue_and_a_service(queue: dict[str, Any] | None, lmcache: s
         "policy": "kv_aware",
         "filters": ["inference_request", {"kvcache": kvcache}, "router"],
     }
-    config, problems = check_config(raw if queue is None else {**raw, "queue": queue})
+    config, problems = check_config({**raw, "queue": queue})
     assert config is None
     assert any(said in problem.message for problem in problems)
 
