@@ -142,11 +142,16 @@ def _add_serve(commands: _Commands[argparse.ArgumentParser]) -> None:
     _config_option(serve)
     serve.add_argument("--host", help="address of the public listener (without a file: 127.0.0.1)")
     serve.add_argument("--port", type=int, help="its port (without a file: 8888); 0 takes a free one")
-    serve.add_argument("--endpoint", action="append", default=[], metavar="ID=URL", help="an engine; repeat for more")
-    serve.add_argument("--policy", help="balancing policy (with --endpoint)")
+    _engine_arguments(serve)
+    serve.add_argument("--policy", help="balancing policy (without a file)")
     serve.add_argument("--workers", type=_workers, metavar="N", help="processes behind the one socket, or `auto`")
-    serve.add_argument("--no-admin", action="store_true", help="no admin listener (with --endpoint)")
+    serve.add_argument("--no-admin", action="store_true", help="no admin listener")
     serve.set_defaults(run="operate.commands.serve:main")
+
+
+def _engine_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("engines", nargs="*", metavar="URL", help="engines, instead of a file; also ID=URL")
+    command.add_argument("--endpoint", action="append", default=[], metavar="ID=URL", help="the same, once per engine")
 
 
 def _add_picker(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -159,8 +164,8 @@ def _add_picker(commands: _Commands[argparse.ArgumentParser]) -> None:
     _config_option(picker)
     picker.add_argument("--host", help="address of its listener (else `picker.host`: 127.0.0.1)")
     picker.add_argument("--port", type=int, help="its port (else `picker.port`: 9002); 0 takes a free one")
-    picker.add_argument("--endpoint", action="append", default=[], metavar="ID=URL", help="an engine; repeat for more")
-    picker.add_argument("--policy", help="balancing policy (with --endpoint)")
+    _engine_arguments(picker)
+    picker.add_argument("--policy", help="balancing policy (without a file)")
     picker.set_defaults(run="features.picker.command:main")
 
 
@@ -201,7 +206,7 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
         "Exit status: 0 fine, 1 problems, 2 warnings only (with --strict).",
     )
     _config_option(doctor)
-    doctor.add_argument("--endpoint", action="append", default=[], metavar="ID=URL", help="an engine; repeat for more")
+    _engine_arguments(doctor)
     doctor.add_argument("--timeout", default="5s", metavar="DURATION", help="for one exchange (default 5s)")
     doctor.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     doctor.add_argument("--strict", action="store_true", help="exit with 2 when there are only warnings")

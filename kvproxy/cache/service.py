@@ -265,7 +265,7 @@ class KvCache:
             lease.end(result)
         if facts.request.session_ends:
             self._end_session(facts)
-        elif result.prefilled and self._acts:
+        elif result.prefilled and (self._acts or facts.indexes.follows_events):
             self._act_on(facts, result)
 
     def _act_on(self, facts: RequestFacts, result: Result) -> None:
@@ -310,5 +310,5 @@ class KvCache:
 
 
 def _acts(settings: KvCacheSettings) -> bool:
-    """Whether anything is done about finished requests but learning."""
-    return bool(settings.lmcache_endpoint) or settings.kv_events or settings.leases.enabled
+    """Whether anything is done about finished requests but learning, KV events apart."""
+    return bool(settings.lmcache_endpoint) or settings.leases.enabled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
 from pydantic import Field
 
@@ -130,8 +131,10 @@ class KvCacheSettings(Model):
     learn_capacity: bool = True
     """Correct the size of each engine's cache by what it reuses (an eighth to eight times what its `/metrics` say);
     other clients of the same engines are accounted for that way. KV events that miss nothing make it needless."""
-    kv_events: bool = False
-    """Follow the KV events of engines that publish them (vLLM's `--kv-events-config`); others are left alone."""
+    kv_events: bool | Literal["auto"] = "auto"
+    """Follow the KV events of engines that publish them (`--kv-events-config` of vLLM and SGLang). `auto`: of all that
+    do, in clusters whose policy weighs cached prefixes; `true`: every engine is expected to publish, and a warning
+    names those that do not; `false`: none is followed."""
     kv_event_sources: EventSources = EventSources()
     """Where older engines publish them."""
     hot_window: Duration = 300.0

@@ -161,9 +161,6 @@ def print_addresses(plan: SimulationPlan, simulation: Simulation, out: TextIO, *
 
 def _sample_config(plan: SimulationPlan, simulation: Simulation) -> str:
     lines = ["endpoints:", *(f"  {name}: {url}" for name, url in simulation.engines.items())]
-    settings = ["kv_events: true"] if plan.kv_events else []
-    settings += [f"lmcache_endpoint: {simulation.lmcache}"] if simulation.lmcache else []
-    if settings:
-        chain = ["request_id", "access_log", "inference_request", f"kvcache: {{{', '.join(settings)}}}", "router"]
-        lines += ["filters:", *(f"  - {one}" for one in chain)]
+    if simulation.lmcache:
+        lines += ["filters:", f"  kvcache: {{lmcache_endpoint: {simulation.lmcache}}}"]
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from functools import cache
 from typing import Annotated, Any, Literal
@@ -170,3 +170,26 @@ def filter_models() -> Mapping[str, type[Model]]:
     """Settings type of every filter by name, those of features and fields of features included."""
     added = {name: kind for feature in installed(ProxyFeature) for name, kind in feature.filters.items()}
     return {name: composed(kind) for name, kind in {**added, **FILTER_SETTINGS}.items()}
+
+
+#: Where filters stand in a chain that is not written out: the first names are outermost, the last ones next to the
+#: engines. Other people's filters stand between the two, so that they see the parsed request and may refuse it.
+OUTER_FILTERS: tuple[str, ...] = (
+    "tracing",
+    "request_id",
+    "access_log",
+    "cors",
+    "auth",
+    "rate_limit",
+    "inference_request",
+)
+INNER_FILTERS: tuple[str, ...] = ("normalize", "kvcache", "router")
+
+
+def order_filters(names: Iterable[str]) -> list[str]:
+    """Return the default chain with `names` added, each at its place; other people's filters in the order given."""
+    wanted = dict.fromkeys([*DEFAULT_FILTERS, *names])
+    others = [name for name in wanted if name not in OUTER_FILTERS and name not in INNER_FILTERS]
+    outer = [name for name in OUTER_FILTERS if name in wanted]
+    inner = [name for name in INNER_FILTERS if name in wanted]
+    return [*outer, *others, *inner]

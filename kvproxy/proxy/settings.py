@@ -121,7 +121,8 @@ class ServingSettings(Model):
     """What a chain of filters is built by; the root of a configuration has more."""
 
     filters: tuple[FilterSpec, ...] = ()
-    """The chain in order: a name, or `name: {settings}`; the last is `router`. Empty: the default chain."""
+    """`name: {settings}` of filters that the default chain lacks or that are to be set; or the whole chain as a list,
+    the last of which is `router`. None: the default chain."""
     clusters: Mapping[str, ClusterSettings] = Field(default_factory=dict)
     """Clusters by name. With only one, `endpoints:` and `policy:` at the top level are short for `clusters.default`."""
     routes: tuple[RouteSettings, ...] = ()

@@ -118,7 +118,7 @@ async def test_what_engines_say_is_shown_with_its_age() -> None:
 @pytest.mark.parametrize("path", ["/cache/status", "/cache/hot", "/cache/leases", "/cache/priorities"])
 async def test_without_the_filter(path: str) -> None:
     """404 that says how to get it."""
-    async with admin_of(proxy_of(filters=["inference_request", "router"])) as client:
+    async with admin_of(proxy_of(policy="random", filters=["inference_request", "router"])) as client:
         answer = await client.get(path)
     assert (answer.status_code, problems_of(answer)["filters"][0]) == (404, "there is no kvcache filter, or it is off")
 

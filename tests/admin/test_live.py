@@ -156,7 +156,7 @@ async def test_the_cache_is_part_of_it(clock: FakeClock) -> None:
             assert len((await client.get("/live")).json()["cache"]["hot"]) == len(live["cache"]["hot"])
             clock.advance(1.0)
             assert len((await client.get("/live")).json()["cache"]["hot"]) > len(live["cache"]["hot"])
-    bare = proxy_of(clock=clock, filters=["inference_request", "router"])
+    bare = proxy_of(clock=clock, policy="random", filters=["inference_request", "router"])
     assert (await live_of(bare, History(bare)))["cache"] is None
 
 

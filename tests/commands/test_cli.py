@@ -145,7 +145,9 @@ def test_the_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "nothing to serve"),
         (["-c", "x.yaml", "--endpoint", "a=http://h:1"], "not both"),
-        (["--endpoint", "a=nonsense"], "url"),
+        (["--endpoint", "a=ftp://h"], "engine a: the scheme must be http or https"),
+        (["a=http://h:1", "a=http://h:2"], "another engine has the id 'a'"),
+        (["=http://h:1"], "an engine without an id"),
         (["--endpoint", "a=http://h:1", "--policy", "round_robbin"], "round_robin"),
         (["-c", "/nonexistent/x.yaml"], "/nonexistent/x.yaml"),
     ],

@@ -196,7 +196,7 @@ def test_serve_keeps_to_it() -> None:
 async def _serve() -> list[tuple[int, int, int]]:
     gc.set_threshold(700, 10, 10)
     source = ConfigSource(endpoints=("http://127.0.0.1:1",), host="127.0.0.1", port=0, admin=False)
-    config, problems = source.load()
+    config, problems = await asyncio.to_thread(source.load)
     serving = asyncio.create_task(serve_until_signal(config, problems, source, LastResort()))
     while gc.get_threshold()[0] == 700:
         await asyncio.wait({serving}, timeout=0.01)

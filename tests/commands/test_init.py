@@ -14,15 +14,8 @@ from kvproxy.cluster.settings import PriorityOrder
 from kvproxy.lab.simulator.fleet import Fleet, FleetSettings
 from kvproxy.lab.simulator.kv_event_publisher import PublisherSettings
 from kvproxy.lab.simulator.sglang_settings import EventSettings, SglangSettings
-from kvproxy.operate.commands.init import (
-    InitOptions,
-    SeenEngine,
-    SeenLmCache,
-    list_flags,
-    look_at_all,
-    run,
-    write_config,
-)
+from kvproxy.operate.commands.init import InitOptions, list_flags, run
+from kvproxy.operate.commands.survey import SeenEngine, SeenLmCache, look_at_all, write_config
 from kvproxy.operate.config.load import load_config
 from tests.kvcache.fleet import simulated
 from tests.support.loopback import serve
@@ -51,7 +44,7 @@ async def test_what_it_sees() -> None:
     assert (seen[0].models, seen[0].events, seen[0].health_path) == (("tiny",), True, "/health")
     assert "serves tiny; publishes KV events" in seen[0].describe()
     assert seen[1].trouble
-    assert "written all the same" in seen[1].describe()
+    assert "it cannot be connected to" in seen[1].describe()
     assert lmcache is not None
     assert lmcache.describe().endswith("answers as the controller")
 
@@ -149,7 +142,7 @@ async def test_an_sglang(has_ready: bool) -> None:
     cluster = config.clusters["default"]
     assert cluster.engine_priority_order is PriorityOrder.HIGHEST_FIRST
     assert (cluster.health.path, cluster.health.timeout) == (("/ready", 2.0) if has_ready else ("/health", 5.0))
-    assert [spec.settings.kv_events for spec in config.filters if spec.name == "kvcache"] == [True]
+    assert [spec.settings.kv_events for spec in config.filters if spec.name == "kvcache"] == ["auto"]
 
 
 async def test_an_engine_that_does_not_answer_is_said_in_words() -> None:

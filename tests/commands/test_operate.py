@@ -33,7 +33,7 @@ from tests.support.loopback import serve
 FILE = """
 endpoints: {{a: {url}, b: {url}/b}}
 admin: {{token: s3cret}}
-filters: [request_id, inference_request, router]
+filters: [request_id, inference_request, kvcache, router]
 """
 
 

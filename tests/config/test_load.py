@@ -12,7 +12,7 @@ from kvproxy.base.errors import ConfigError
 from kvproxy.base.settings.model import Model
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.settings import PolicyName
-from kvproxy.operate.config.load import check_config, load_config, load_endpoints
+from kvproxy.operate.config.load import check_config, load_config
 from kvproxy.operate.config.schema import Config
 from kvproxy.proxy.filter_settings import AccessLogSettings, RateLimitSettings, RouterSettings
 
@@ -122,6 +122,56 @@ def test_filters_by_name_or_with_settings() -> None:
     assert kinds[4] is RouterSettings
 
 
+def test_a_mapping_adds_to_the_default_chain() -> None:
+    """Each filter at its place, whatever the order in the file; the rest of the chain stays."""
+    added = (
+        "{rate_limit: {requests_per_minute: 6}, auth: {keys: [{name: a, key: k}]}, kvcache: {min_matched_tokens: 7},"
+    )
+    config = load(f"endpoints: [{URL}]\nfilters: {added} tracing: , normalize: }}")
+    assert [spec.name for spec in config.filters] == [
+        "tracing",
+        "request_id",
+        "access_log",
+        "auth",
+        "rate_limit",
+        "inference_request",
+        "normalize",
+        "kvcache",
+        "router",
+    ]
+    settings = {spec.name: spec.settings for spec in config.filters}
+    assert settings["kvcache"] == KvCacheSettings(min_matched_tokens=7)
+    assert settings["rate_limit"] == RateLimitSettings(requests_per_minute=6)
+
+
+def test_an_empty_mapping_is_the_default_chain() -> None:
+    """Every line of it commented out changes nothing."""
+    assert load(f"endpoints: [{URL}]\nfilters: {{}}").filters == load(f"endpoints: [{URL}]").filters
+
+
+def test_added_filters_of_other_people_see_the_parsed_request() -> None:
+    """They stand behind `inference_request`, in the order of the file, and before any fact is gathered."""
+    raw = {"endpoints": {"a": URL}, "filters": {"second": {}, "first": {}, "normalize": {}}}
+    config = load_config(raw, env={}, extra_filters={"first": None, "second": None})
+    names = [spec.name for spec in config.filters]
+    assert names[2:] == ["inference_request", "second", "first", "normalize", "kvcache", "router"]
+
+
+@pytest.mark.parametrize(
+    ("filters", "problem"),
+    [
+        ("{ath: {}}", "filters.ath: unknown filter 'ath' (did you mean 'auth'?)"),
+        ("{kvcache: {enable: false}}", "filters.kvcache.enable: unknown key (did you mean 'enabled'?)"),
+        ("{auth: {file: /nowhere}}", "filters.auth.file: no such file: '/nowhere'"),
+        ("{cors: 5}", "filters.cors: must be a mapping of settings"),
+    ],
+)
+def test_problems_of_added_filters_have_their_place(filters: str, problem: str) -> None:
+    """The path is the written one."""
+    _, problems = check_config(f"endpoints: [{URL}]\nfilters: {filters}", env={})
+    assert [str(one) for one in problems] == [problem]
+
+
 class _OtherSettings(Model):
     limit: int = 1
 
@@ -131,6 +181,7 @@ def test_other_peoples_filters() -> None:
     raw = {
         "endpoints": [URL],
         "filters": [{"typed": {"limit": "${N}"}}, {"raw": {"n": "${N}", "s": "5"}}, "bare", "router"],
+        "policy": "random",
     }
     extra: Mapping[str, type[Model] | None] = {"typed": _OtherSettings, "raw": None, "bare": None}
     config = load_config(raw, env={"N": "7"}, extra_filters=extra)
@@ -156,26 +207,6 @@ def test_an_environment_value_cannot_change_the_structure() -> None:
     config, problems = check_config("endpoints: ['${URL}']", env={"URL": "http://h:1\nadmin: false"})
     assert config is None
     assert [problem.path for problem in problems] == ["endpoints[0].url"]
-
-
-def test_from_endpoints() -> None:
-    """What `--endpoint` stands for; taken literally."""
-    config = load_endpoints([f"a={URL}", "http://h:8001"], host="::1", port=0, policy="random")
-    assert endpoints(config) == [("a", URL), ("h:8001", "http://h:8001")]
-    assert (config.listen.host, config.listen.port) == ("::1", 0)
-    assert config.clusters["default"].policy is PolicyName.RANDOM
-    assert load_endpoints([URL], host="::1", port=0).clusters["default"].policy is PolicyName.KV_AWARE
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [["h:8000"], ["a=ftp://h"], ["a=http://u:topsecret@h:1"], [URL, URL], ["http://[::1"], ["=http://h"], [""], []],
-)
-def test_bad_endpoint_options(wrong: list[str]) -> None:
-    """Every one is a configuration error that does not quote credentials."""
-    with pytest.raises(ConfigError) as caught:
-        load_endpoints(wrong, host="127.0.0.1", port=1, policy=None)
-    assert "topsecret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("raw", [None, [], "text", 5, {}])
@@ -220,6 +251,6 @@ def test_secrets_stay_hidden_in_a_whole_configuration() -> None:
     """Tokens and keys appear in no representation."""
     config = load(
         f"endpoints: [{{url: {URL}, api_key: topsecret-1}}]\nadmin: {{token: topsecret-2}}\n"
-        "filters: [auth: {keys: [{name: a, key: topsecret-3}]}, inference_request, router]"
+        "filters: {auth: {keys: [{name: a, key: topsecret-3}]}}"
     )
     assert "topsecret" not in f"{config!r} {config.model_dump()} {config.model_dump_json()}"

@@ -167,7 +167,9 @@ def test_bad_values_from_the_environment() -> None:
 )  # fmt: skip
 def test_lb_policy_in_any_spelling(written: str, policy: str) -> None:
     """The meaning is honoured; a word that means nothing is random, with a warning."""
-    config, problems = check(small(cluster={"lb_policy": written}))
+    kvcache = {"enabled": True, "vllm_endpoint": "http://127.0.0.1:8000", "lmcache_endpoint": "http://127.0.0.1:9000"}
+    filters = [{"name": "dgp.filter.ai.kvcache", "config": kvcache}] if policy == "kv_aware" else []
+    config, problems = check(small(cluster={"lb_policy": written}, http_filters=filters))
     assert config is not None
     assert config.clusters["c"].policy.value == policy
     assert bool(only(problems, "warning")) == (written == "lb")

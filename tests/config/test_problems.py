@@ -121,7 +121,10 @@ def test_no_message_contains_a_secret() -> None:
           "routes[1]: must be a mapping of settings", "routes[2].cluster: there is no cluster 'z' (clusters: x, y)"]),
         ("clusters: []\nendpoints: [{id: 5, url: x}]",
          ["clusters: must be a mapping of names to clusters", "endpoints[0].id: must be text (put it in quotes)"]),
-        ("filters: router\nendpoints: ['http://h:1']", ["filters: must be a list of filters"]),
+        ("filters: router\nendpoints: ['http://h:1']", [
+            "filters: must be a mapping or a list of filters "
+            "(`name: {settings}` of what the default chain lacks, or the whole chain as a list)"
+        ]),
         ("filters: [ruter]\nendpoints: ['http://h:1']",
          ["filters[0]: unknown filter 'ruter' (did you mean 'router'?)"]),
         ("policy: random\nclusters: {default: {policy: session}}\nendpoints: ['http://h:1']",

@@ -38,8 +38,9 @@ def test_the_schema_is_a_schema() -> None:
         {"endpoints": [f"a={E[0]}"], "policy": "${P:-random}", "timeouts": {"connect": "1m30s", "idle": 5}},
         {"clusters": {"x": {"endpoints": E}}, "routes": [{"cluster": "x"}], "limits": {"body": "8MiB"}},
         {"endpoints": [{"id": "a", "url": E[0], "api_key": "k", "retry": {"attempts": 2}}]},
-        {"endpoints": E, "filters": ["access_log", {"cors": {"allow_origins": ["*"]}}, "router"]},
-        {"endpoints": E, "filters": [{"inference_request": None}, {"router": {"debug_header": ""}}]},
+        {"endpoints": E, "filters": {"auth": {"keys": [{"name": "a", "key": "k"}]}, "kvcache": None}},
+        {"endpoints": E, "filters": ["inference_request", {"cors": {"allow_origins": ["*"]}}, "kvcache", "router"]},
+        {"endpoints": E, "filters": [{"inference_request": None}, "kvcache", {"router": {"debug_header": ""}}]},
     ],
 )  # fmt: skip
 def test_what_loads_is_valid(raw: dict[str, Any]) -> None:
@@ -57,7 +58,9 @@ def test_what_loads_is_valid(raw: dict[str, Any]) -> None:
         {"endpoints": [{"id": "a"}]},
         {"endpoints": E, "listen": {"port": 99999}},
         {"endpoints": E, "timeouts": {"connect": "5 furlongs"}},
-        {"endpoints": E, "filters": [{"cors": {"allow_orgins": []}}, "router"]},
+        {"endpoints": E, "filters": [{"cors": {"allow_orgins": []}}, "kvcache", "router"]},
+        {"endpoints": E, "filters": {"cors": {"allow_orgins": []}}},
+        {"endpoints": E, "filters": "auth"},
         {"endpoints": E, "filters": [{"cors": {}, "auth": {}}, "router"]},
         {},
     ],

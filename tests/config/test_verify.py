@@ -14,8 +14,8 @@ from kvproxy.operate.config.verify import find_faults
 
 KUBERNETES = "discovery: {kubernetes: "
 E = "endpoints: ['http://127.0.0.1:8000']\n"
-ROUTER = "filters: [inference_request, router: {{{}}}]\n"
-CHAIN = "filters: [{}, inference_request, router]\n"
+ROUTER = "filters: {{router: {{{}}}}}\n"
+CHAIN = "filters: [{}, inference_request, kvcache, router]\n"
 
 
 def problems_of(text: str) -> list[str]:
@@ -70,16 +70,16 @@ def test_a_good_configuration_has_no_problem() -> None:
          "warning: clusters.x.endpoints[0].url: Envoy knows endpoints by address"),
         ("picker: {ports: 1}\n", "error: picker.ports: unknown key"),
         # the router's public paths
-        (ROUTER.format("paths: all"), "warning: filters[1].router.paths: every path of every"),
-        (ROUTER.format("paths: [/]"), "warning: filters[1].router.paths: every path of every"),
-        (ROUTER.format("paths: [tts]"), "error: filters[1].router.paths[0]: must start with /"),
-        ("filters: [inference_request, router: {paths: /tts}]\n",
-         "error: filters[1].router.paths: must be a list of paths, or `all`"),
+        (ROUTER.format("paths: all"), "warning: filters.router.paths: every path of every"),
+        (ROUTER.format("paths: [/]"), "warning: filters.router.paths: every path of every"),
+        (ROUTER.format("paths: [tts]"), "error: filters.router.paths[0]: must start with /"),
+        ("filters: {router: {paths: /tts}}\n",
+         "error: filters.router.paths: must be a list of paths, or `all`"),
         ("filters: [inference_request, router: {cached_tokens: predicted}]\n",
          "error: filters[1].router.cached_tokens: `predicted` needs the filter kvcache"),
         ("ledger: {path: l, bill_predicted: true}\n", "error: ledger.bill_predicted: nothing is predicted for answers"),
-        ("filters: [inference_request, router: {health_path: up}]\n",
-         "error: filters[1].router.health_path: must start with /"),
+        ("filters: {router: {health_path: up}}\n",
+         "error: filters.router.health_path: must start with /"),
         # intervals
         ("retry: {backoff: 2s}\n", "error: retry.max_backoff: shorter than backoff"),
         ("pool: {max_connections: 5}\n", "warning: pool.max_idle: more than max_connections"),
@@ -128,6 +128,12 @@ def test_a_good_configuration_has_no_problem() -> None:
         ("filters: [kvcache, inference_request, router]\n", "error: filters[0]: kvcache needs the request"),
         ("filters: [kvcache, router]\n", "error: filters[0]: needs inference_request before it"),
         ("filters: [router]\nroutes: [{model: m}]\n", "error: routes[0].model: needs the filter inference_request"),
+        ("policy: dynamo\nfilters: [inference_request, router]\n",
+         "error: filters: dynamo weighs cached prefixes, and no filter `kvcache` finds them (add `- kvcache` before"),
+        ("policy: random\nshadow_policy: lmetric\nfilters: [router]\n",
+         "error: filters: lmetric weighs cached prefixes, and no filter `kvcache` finds them "
+         "(add `- inference_request` and `- kvcache` before"),
+        ("policy: random\nclient_policies: [llm_d]\nfilters: [inference_request, router]\n", "error: filters: llm_d"),
         ("filters: [access_log, request_id, router]\n", "warning: filters[0]: the access log does not know"),
         (CHAIN.format("auth"), "error: filters[0].keys: auth has neither keys nor a file"),
         (CHAIN.format("auth: {file: /nowhere}"), "error: filters[0].auth.file: no such file"),
@@ -172,7 +178,15 @@ def test_kvcache_settings(settings: str, problem: str) -> None:
     chain = "filters: [inference_request, kvcache: {{{}}}, router]\n"
     shown = problems_of(E + chain.format(settings))
     assert [line for line in shown if line.startswith(problem)], shown
-    assert problems_of(E + chain.format(f"enabled: false, {settings}")) == []
+    (off,) = problems_of(E + chain.format(f"enabled: false, {settings}"))
+    assert off.startswith("warning: filters[1].kvcache.enabled: kvcache is off, and kv_aware weighs"), off
+    assert problems_of(E + "policy: random\n" + chain.format(f"enabled: false, {settings}")) == []
+
+
+@pytest.mark.parametrize("policy", ["random", "round_robin", "least_request", "power_of_two", "session"])
+def test_a_policy_that_weighs_no_prefixes_needs_no_kvcache(policy: str) -> None:
+    """A chain may be as short as it likes."""
+    assert problems_of(E + f"policy: {policy}\nfilters: [inference_request, router]\n") == []
 
 
 def test_a_prefix_is_named_as_the_audit_log_names_it() -> None:

@@ -24,7 +24,7 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 PLAIN = replace(ENGINE, kv_events=None)
 #: What any Python service shows, and another engine's.
 _OTHER_FIGURES = b"process_start_time_seconds 1.5e9\nllamacpp:kv_cache_usage_ratio 0.5\n"
-QUIET: dict[str, Any] = {"filters": ["inference_request", {"kvcache": {"lookup_min_tokens": 256}}, "router"]}
+QUIET: dict[str, Any] = {"filters": {"kvcache": {"lookup_min_tokens": 256, "kv_events": False}}}
 
 Answer = tuple[int, Any]
 
@@ -229,7 +229,7 @@ async def test_events_nobody_asked_for() -> None:
     async with cluster({"a": ENGINE}, controller=None) as site:
         report = await visit({"endpoints": site.urls, **QUIET})
     assert report.findings == ()
-    assert any("`kv_events: true` of the kvcache filter would follow them" in one.what for one in report.passed)
+    assert any("`kv_events: auto` of the kvcache filter would follow them" in one.what for one in report.passed)
 
 
 async def test_a_routed_model_that_nobody_serves() -> None:
@@ -254,7 +254,7 @@ async def test_the_engine_that_tokenizes_for_all() -> None:
     """`vllm_endpoint` is visited too, and compared with the engines it tokenizes for."""
     other = replace(PLAIN, word_pieces=False)
     async with cluster({"a": PLAIN, "t": other}, controller=None) as site:
-        kvcache = {"kvcache": {"vllm_endpoint": site.urls["t"]}}
+        kvcache = {"kvcache": {"vllm_endpoint": site.urls["t"], "kv_events": False}}
         raw = {"endpoints": {"a": site.urls["a"]}, "filters": ["inference_request", kvcache, "router"]}
         found = only(await visit(raw))
     assert (found.check, found.where) == ("tokenizers", "vllm_endpoint of kvcache")
@@ -267,7 +267,7 @@ async def test_a_tokenizing_engine_that_cannot() -> None:
         serve(fleet.engines["a"]) as a,
         serve(Front(fleet.engines["a"], {"/tokenize": (404, {"detail": "Not Found"})})) as t,
     ):
-        kvcache = {"kvcache": {"vllm_endpoint": t}}
+        kvcache = {"kvcache": {"vllm_endpoint": t, "kv_events": False}}
         found = only(await visit({"endpoints": {"a": a}, "filters": ["inference_request", kvcache, "router"]}))
     assert (found.severity, found.check) == (Severity.PROBLEM, "tokenizer")
 
@@ -379,9 +379,9 @@ class Browsable:
 @pytest.mark.parametrize("filtered", [False, True])
 async def test_an_engine_with_cors_of_its_own(filtered: bool) -> None:
     """Its fields do not cover what the proxy answers; with the filter there is nothing to report."""
-    config: dict[str, Any] = {"filters": list(QUIET["filters"])}
+    config: dict[str, Any] = {"filters": dict(QUIET["filters"])}
     if filtered:
-        config["filters"].insert(0, {"cors": {"allow_origins": ["*"]}})
+        config["filters"]["cors"] = {"allow_origins": ["*"]}
     async with Fleet(FleetSettings({"a": PLAIN}, None)) as fleet, serve(Browsable(fleet.engines["a"])) as url:
         report = await visit({"endpoints": {"a": url}, **config})
     assert [one.check for one in report.findings] == ([] if filtered else ["cors"])

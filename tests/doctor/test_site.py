@@ -23,12 +23,16 @@ PUBLIC = "clients reach inference, the models and tokenizing"
 PLAIN = replace(ENGINE, kv_events=None)
 
 
+#: Nothing is to be said of engines that publish none.
+EVENTS_OFF = {"kvcache": {"kv_events": False}}
+
+
 async def test_discovered_endpoints_are_visited(tmp_path: Path) -> None:
     """As they are at the moment."""
     file = tmp_path / "endpoints.yaml"
     async with cluster({"a": PLAIN}, controller=None) as site:
         file.write_text(yaml.safe_dump([{"id": "a", "url": site.urls["a"]}]))
-        report = await visit({"discovery": {"file": {"path": str(file)}}})
+        report = await visit({"discovery": {"file": {"path": str(file)}}, "filters": EVENTS_OFF})
     assert report.findings == ()
     assert any(one.where == "endpoint a" for one in report.passed)
 
@@ -68,7 +72,8 @@ async def test_a_source_that_knows_no_endpoint() -> None:
 async def test_open_files() -> None:
     """Fewer than the configured connections: a warning with the number needed."""
     async with cluster({"a": PLAIN}, controller=None) as site:
-        config = parsed({"endpoints": site.urls, "limits": {"connections": 100}, "pool": {"max_connections": 50}})
+        raw = {"endpoints": site.urls, "limits": {"connections": 100}, "pool": {"max_connections": 50}}
+        config = parsed({**raw, "filters": EVENTS_OFF})
         few = await diagnose_setup(config, tools=Tools(), open_files=256)
         enough = await diagnose_setup(config, tools=Tools(), open_files=278)
         unlimited = await diagnose_setup(config, tools=Tools(), open_files=-1)
@@ -85,7 +90,7 @@ def test_settings_of_the_kvcache_filter() -> None:
     chain = ["inference_request", {"kvcache": {"kv_events": True}}, "router"]
     assert find_kvcache_settings(parsed({"endpoints": endpoints, "filters": chain})) == KvCacheSettings(kv_events=True)
     assert find_kvcache_settings(parsed({"endpoints": endpoints})) == KvCacheSettings()
-    assert find_kvcache_settings(parsed({"endpoints": endpoints, "filters": ["router"]})) is None
+    assert find_kvcache_settings(parsed({"endpoints": endpoints, "policy": "random", "filters": ["router"]})) is None
     off = ["inference_request", {"kvcache": {"enabled": False}}, "router"]
     assert find_kvcache_settings(parsed({"endpoints": endpoints, "filters": off})) is None
 
@@ -100,7 +105,7 @@ async def test_this_process_tells_its_own_limit() -> None:
 async def test_the_default_model_must_be_served() -> None:
     """A body without a model is sent to it."""
     async with cluster({"a": PLAIN}, controller=None) as site:
-        chain = ["inference_request", {"kvcache": {"default_model": "llama"}}, "router"]
+        chain = ["inference_request", {"kvcache": {"default_model": "llama", "kv_events": False}}, "router"]
         found = only(await visit({"endpoints": site.urls, "filters": chain}))
     assert "no engine serves 'llama'" in found.what
 
@@ -110,10 +115,10 @@ async def test_the_default_model_must_be_served() -> None:
     [
         ({}, [f"{PUBLIC}; no other path of an engine"]),
         (
-            {"filters": ["inference_request", {"router": {"paths": ["/version"]}}], "routes": [{"prefix": "/tts"}]},
+            {"filters": {"router": {"paths": ["/version"]}}, "routes": [{"prefix": "/tts"}]},
             [f"{PUBLIC}, and /tts, /tts/, /version; no other path of an engine"],
         ),
-        ({"filters": ["inference_request", {"router": {"paths": "all"}}]}, []),
+        ({"filters": {"router": {"paths": "all"}}}, []),
     ],
 )
 async def test_which_paths_are_public_is_said(more: dict[str, Any], said: list[str]) -> None:

@@ -308,7 +308,7 @@ async def test_its_tasks_live_between_startup_and_shutdown() -> None:
     app = starlette_app()
     life = lifespan(app)
     assert await anext(life) == "lifespan.startup.complete"
-    assert tasks() == {"kvcache watch"}
+    assert tasks() == {"kvcache watch", "kvcache event streams"}
     assert await anext(life) == "lifespan.shutdown.complete"
     assert not tasks()
     await anext(life, None)
@@ -318,7 +318,7 @@ async def test_without_lifespan_events_it_starts_with_the_first_request() -> Non
     inner = Inner()
     under_test = KVCacheMiddleware(inner, endpoints=ENGINES)
     await asyncio.gather(*(call(under_test, http_scope(CHAT, method="POST"), body=raw(TURN)) for _ in range(5)))
-    assert tasks() == {"kvcache watch"}
+    assert tasks() == {"kvcache watch", "kvcache event streams"}
     await under_test.__aexit__(None, None, None)
     await under_test.__aexit__(None, None, None)  # leaving twice is leaving once
     assert not tasks()

@@ -150,7 +150,12 @@ async def test_an_observer_that_fails_is_logged_and_nothing_more(caplog: pytest.
     """Another filter's mistake must not cost an answer."""
     extra = {"troublesome": FilterType(None, build_troublesome)}
     async with serve(FakeEngine("a")) as url:
-        raw = {"endpoints": {"a": url}, "health": {"active": False}, "filters": ["troublesome", "router"]}
+        raw = {
+            "endpoints": {"a": url},
+            "health": {"active": False},
+            "filters": ["troublesome", "router"],
+            "policy": "random",
+        }
         config = load_config(raw, extra_filters={"troublesome": None})
         async with Proxy(config, extra_filters=extra) as proxy, Server(proxy) as server:
             status = await raw_get(server.port, "/v1/responses/1")

@@ -22,7 +22,7 @@ from kvproxy.cache.kv_events.events import BlockRemoved, BlockStored
 from kvproxy.cache.kv_events.status import StreamReason, StreamState, StreamStatus
 from kvproxy.cache.overlap.facts import Result
 from kvproxy.cache.overlap.gauges import TierCounts
-from kvproxy.cache.overlap.kv_event_streams import EventStreams, _Consumer
+from kvproxy.cache.overlap.kv_event_streams import ASK_AGAIN_S, EventStreams, _Consumer
 from kvproxy.cache.overlap.local_indexes import FollowedEvents, IndexState, LocalIndexes
 from kvproxy.cache.providers import TierMemory
 from kvproxy.cache.status import troubles
@@ -132,15 +132,119 @@ async def test_streams_that_are_not_complete_are_troubles() -> None:
 
 
 async def test_an_engine_without_events_is_left_alone_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning: every engine was expected to publish."""
     plain = Fake({})
     async with world({"a": plain}, kv_events=True) as service:
-        await until(lambda: "cannot say where" in caplog.text)  # it was asked, and the answer was looked at
+        await until(lambda: "no address of KV events" in caplog.text)  # it was asked, and the answer was looked at
         assert plain.calls["/kv_event_sources"] == 1
         streams = service.kv.overlap.streams
         assert streams is not None
         await streams.follow_endpoints()
         assert plain.calls["/kv_event_sources"] == 1
-    assert caplog.text.count("a cannot say where it publishes KV events") == 1
+    (line,) = [one for one in caplog.records if "KV events" in one.getMessage()]
+    assert (line.levelname, line.getMessage()) == (
+        "WARNING",
+        "[kvcache] a: no address of KV events is known (`kv_event_sources` can name one); "
+        "their indexes follow what is routed there",
+    )
+
+
+class Starting:
+    """An engine before a restart (`as_before` answers for it), and as it is after one."""
+
+    def __init__(self, engine: ASGIApp, as_before: Fake) -> None:
+        self._engine, self._before = engine, as_before
+        self.restarted = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self._engine if self.restarted else self._before)(scope, receive, send)
+
+
+@contextlib.asynccontextmanager
+async def looking(cluster: Cluster, clock: FakeClock, *, required: bool = False) -> AsyncIterator[EventStreams]:
+    """Streams that look at their endpoints once, and then when a test says so."""
+    looked = asyncio.Event()
+
+    async def sleep(_: float) -> None:
+        looked.set()
+        await asyncio.Event().wait()
+
+    streams = EventStreams(
+        clusters={"default": cluster}, timeout_s=20, metrics=Metrics(), clock=clock, sleep=sleep, required=required
+    )
+    async with streams:
+        await looked.wait()
+        yield streams
+
+
+async def test_who_does_not_publish_is_one_line_and_no_warning(
+    clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By default events are followed where there are any; nothing is kept for them before one engine publishes."""
+    caplog.set_level(logging.INFO, "kvproxy.kvcache")
+    nothing = Fake({"/kv_event_sources": lambda _: {}})
+    async with serve(nothing) as a, serve(nothing) as b:
+        cluster = cluster_of({"a": a, "b": b})
+        async with looking(cluster, clock) as streams:
+            await streams.follow_endpoints()
+            assert [streams.publishes(one) for one in cluster.endpoints] == [False, False]
+            local = LocalIndexes(IndexState(), streams.followed["default"])
+            assert not local.follows_events
+    (line,) = [one for one in caplog.records if "KV events" in one.getMessage()]
+    assert (line.levelname, line.getMessage()) == (
+        "INFO",
+        "[kvcache] a, b: no KV events are published; their indexes follow what is routed there",
+    )
+
+
+@pytest.mark.parametrize("before", [(404, {"detail": "Not Found"}), (200, {}), (503, {"detail": "starting"})])
+async def test_an_engine_that_publishes_after_a_restart_is_followed(clock: FakeClock, before: Any) -> None:
+    """It is asked again after a while, whatever it had answered."""
+    async with simulated(engine=EVENTS, names=("a",)) as place:
+        engine_at = Starting(place.fleet.engines["a"], Fake({"/kv_event_sources": lambda _: before}))
+        async with serve(engine_at) as url:
+            cluster = cluster_of({"a": url})
+            async with looking(cluster, clock) as streams:
+                (endpoint,) = cluster.endpoints
+                assert not streams.publishes(endpoint)
+                engine_at.restarted = True
+                clock.advance(ASK_AGAIN_S + 1.0)
+                await streams.follow_endpoints()
+                assert streams.publishes(endpoint)
+                assert LocalIndexes(IndexState(), streams.followed["default"]).follows_events
+
+
+async def test_an_engine_that_publishes_nothing_after_a_restart_is_let_go(clock: FakeClock) -> None:
+    """Once its streams have been broken for a while it is asked, and its index is what was routed there again."""
+    async with simulated(engine=EVENTS, names=("a",)) as place:
+        engine_at = Starting(place.fleet.engines["a"], Fake({"/kv_event_sources": lambda _: {}}))
+        engine_at.restarted = True
+        async with serve(engine_at) as url:
+            cluster = cluster_of({"a": url})
+            async with looking(cluster, clock) as streams:
+                (endpoint,) = cluster.endpoints
+                (subscriber,) = streams._streams[endpoint][2]
+                await until(lambda: subscriber.status.state is StreamState.EXACT)
+                subscriber._health.mark_disconnected()
+                engine_at.restarted = False
+                await streams.follow_endpoints()
+                assert streams.publishes(endpoint)  # it may be back any moment
+                clock.advance(ASK_AGAIN_S + 1.0)
+                subscriber._health.mark_disconnected()
+                await streams.follow_endpoints()
+                await streams.follow_endpoints()
+                assert streams.publishes(endpoint) is False
+                assert not streams.followed["default"].any
+
+
+async def test_an_endpoint_that_discovery_adds_is_followed(clock: FakeClock) -> None:
+    """With the ones there are."""
+    async with simulated(engine=EVENTS) as place:
+        cluster = cluster_of({"a": place.engines["a"]})
+        async with looking(cluster, clock) as streams:
+            cluster.apply_endpoints([EndpointSettings(id=name, url=url) for name, url in place.engines.items()])
+            await streams.follow_endpoints()
+            assert [streams.publishes(one) for one in cluster.endpoints] == [True, True]
 
 
 class Older:

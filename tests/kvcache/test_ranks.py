@@ -99,7 +99,7 @@ async def test_an_engine_that_does_not_answer_is_asked_again() -> None:
     source = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557"}
     answers: list[Any] = [(500, {"error": "no"}), {"0": source, "1": source}]
     engine = Fake({"/metrics": lambda _: page, "/kv_event_sources": lambda _: answers.pop(0)})
-    async with world({"a": engine}) as service:
+    async with world({"a": engine}, kv_events=False) as service:
         await service.kv.scraper.scrape_all()
         assert names(service) == ["a"]
         await service.kv.scraper.scrape_all()
@@ -112,7 +112,7 @@ async def test_sglang_says_how_many_it_was_started_with() -> None:
     """Whether it publishes events or not."""
     page = b"".join(b'sglang:num_running_reqs{dp_rank="%d",tp_rank="0"} 0\n' % rank for rank in (0, 1))
     engine = Fake({"/metrics": lambda _: page, "/server_info": lambda _: {"dp_size": 2, "page_size": 16}})
-    async with world({"a": engine}) as service:
+    async with world({"a": engine}, kv_events=False) as service:
         await service.kv.scraper.scrape_all()
         assert names(service) == ["a@0", "a@1"]
 
@@ -122,7 +122,7 @@ async def test_what_is_configured_is_not_asked_for(steer: bool) -> None:
     """Neither ranks that are given, nor any where the engine is to balance by itself."""
     page = b"".join(b'vllm:num_requests_running{engine="%d"} 3\n' % rank for rank in (0, 1))
     engine = Fake({"/metrics": lambda _: page})
-    async with world({"a": engine}) as service:
+    async with world({"a": engine}, kv_events=False) as service:
         stated = DataParallelSettings(steer=steer, ranks=(0, 1, 2))
         url = str(service.cluster.endpoints[0].origin)
         service.cluster.apply_endpoints([EndpointSettings(id="a", url=url, data_parallel=stated)])

@@ -285,8 +285,8 @@ async def test_it_is_off_unless_asked_for() -> None:
 
 def test_it_needs_kv_events() -> None:
     """Routing would not learn what was warmed."""
-    raw = {"endpoints": ["http://127.0.0.1:8000"],
-           "filters": ["inference_request", {"kvcache": {"warming": {"enabled": True}}}, "router"]}  # fmt: skip
+    warming = {"kv_events": False, "warming": {"enabled": True}}
+    raw = {"endpoints": ["http://127.0.0.1:8000"], "filters": {"kvcache": warming}}
     config, problems = check_config(raw)
     assert config is None
     assert any("needs kv_events" in problem.message for problem in problems)

@@ -83,7 +83,7 @@ def test_it_installs_and_works_in_an_empty_environment(built: Built, tmp_path: P
     assert where.startswith(str(tmp_path))
     out = run(kvproxy, "demo", "--engines", "2", "--sessions", "2", "--turns", "1", cwd=tmp_path, env=env)
     assert "kv_aware" in out
-    (tmp_path / "c.yaml").write_text("endpoints: [http://127.0.0.1:9]\nfilters: [tracing, inference_request, router]\n")
+    (tmp_path / "c.yaml").write_text("endpoints: [http://127.0.0.1:9]\nfilters: {tracing: }\n")
     run(kvproxy, "check", "c.yaml", cwd=tmp_path, env=env)
     refused = f"{kvproxy} serve -c c.yaml 2>&1 | grep \"pip install 'kvproxy\\[otel\\]'\""
     run("sh", "-c", refused, cwd=tmp_path, env=env)

@@ -111,7 +111,7 @@ async def test_a_configuration_that_is_refused_shows_nothing() -> None:
 
         before = shown()
         clusters = {"other": {"endpoints": {"b": b}, "policy": "kv_aware", "queue": {}, "shadow_policy": "dynamo"}}
-        bad = load_config({"clusters": clusters, "filters": [{"rate_limit": {"requests_per_minute": 1}}, "router"]})
+        bad = load_config({"clusters": clusters, "filters": {"rate_limit": {"requests_per_minute": 1}}})
         with pytest.raises(ConfigError):
             await proxy.reload(bad.model_copy(update={"filters": (*bad.filters[1:], *bad.filters)}))
         assert shown() == before

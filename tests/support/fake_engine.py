@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 from starlette.types import Receive, Scope, Send
 
+#: The proxy asks for these of its own accord.
+_UNKNOWN = frozenset({"/metrics", "/version", "/kv_event_sources", "/server_info", "/get_server_info"})
+
 Behaviour = Callable[["FakeEngine", "Call", Send], Awaitable[None]]
 
 
@@ -52,8 +55,7 @@ async def event(send: Send, data: bytes) -> None:
 
 
 class FakeEngine:
-    """ASGI app. `behave` decides every answer and `calls` holds what came, `/health`, `/metrics` and the questions for
-    its `version` aside.
+    """ASGI app. `behave` decides every answer and `calls` holds what came, the proxy's own questions aside.
 
     `listings` holds the questions for its models, which the proxy asks of its own accord too.
     """
@@ -77,7 +79,7 @@ class FakeEngine:
             self.versions_told += 1
             await reply(send, 200, b'{"version":"%s"}' % self.version.encode())
             return
-        if scope["path"] in ("/metrics", "/version", "/server_info", "/get_server_info"):
+        if scope["path"] in _UNKNOWN:
             await reply(send, 404, b'{"detail":"Not Found"}')
             return
         call = Call(scope["method"], scope["path"], scope["query_string"], list(scope["headers"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ log = logging.getLogger("kvproxy.kvcache")
 
 #: How often the clusters are looked at for endpoints that came or left, and engines that could not say are asked again.
 LOOK_AGAIN_S = 2.0
+
+#: Engines that publish nothing are asked again so often: one that was restarted may publish now.
+ASK_AGAIN_S = 60.0
 
 #: They are asked one after the other, once each.
 MAX_CONNECTIONS = 4
@@ -113,9 +117,10 @@ class _Consumer:
 class EventStreams(BackgroundTask):
     """Owns one task that keeps a subscriber for each stream of each endpoint there is.
 
-    `stated`: where engines without `/kv_event_sources` publish. An engine that publishes nothing is left alone, and
-    that is logged once. Engines are asked over connections of its own, so that it outlives the service it was made for:
-    what it has `followed` can be had again only by having every engine repeat it.
+    `stated`: where engines without `/kv_event_sources` publish. An engine that publishes nothing is left alone, logged
+    once (as a warning where events are `required` of all engines), and asked again every `ASK_AGAIN_S`. Engines are
+    asked over connections of its own, so that it outlives the service it was made for: what it has `followed` can be
+    had again only by having every engine repeat it.
     """
 
     task_name = "kvcache event streams"
@@ -128,12 +133,16 @@ class EventStreams(BackgroundTask):
         metrics: Metrics,
         clock: Clock,
         stated: EventSources = _UNSTATED,
+        required: bool = True,
         wall_clock: Clock = utc_seconds,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self._clusters = clusters
         self._stated = stated
+        self._required = required
         self.followed: Mapping[str, FollowedEvents] = {name: FollowedEvents() for name in clusters}
+        for followed in self.followed.values():
+            followed.any = required
         self._consumers = {name: _Consumer(followed) for name, followed in self.followed.items()}
         self._pool = UpstreamPool(max_connections=MAX_CONNECTIONS, max_idle=0, clock=clock)
         self._engines = Engines(self._pool, timeout_s=timeout_s)
@@ -142,7 +151,7 @@ class EventStreams(BackgroundTask):
         self._wall_clock = wall_clock
         self._sleep = sleep
         self._streams: dict[Endpoint, tuple[str, AsyncExitStack, tuple[KvEventSubscriber, ...]]] = {}
-        self._without: set[Endpoint] = set()
+        self._ask_at: dict[Endpoint, float] = {}  # of those that publish nothing, or whose streams are in trouble
         self._replay_memory = ReceiveMemory()
 
     async def __aenter__(self) -> Self:
@@ -168,6 +177,10 @@ class EventStreams(BackgroundTask):
         entry = self._streams.get(endpoint)
         return {} if entry is None else {one.source.dp_rank: one.status for one in entry[2]}
 
+    def publishes(self, endpoint: Endpoint) -> bool | None:
+        """Whether the engine publishes KV events; None: it has not answered yet."""
+        return True if endpoint in self._streams else False if endpoint in self._ask_at else None
+
     def find_troubles(self) -> Iterator[StreamTrouble]:
         """Streams that are not what they should be."""
         for endpoint, (cluster, _, subscribers) in self._streams.items():
@@ -179,13 +192,19 @@ class EventStreams(BackgroundTask):
     async def follow_endpoints(self) -> None:
         """Bring the subscribers up to date with the endpoints there are."""
         present = {endpoint: name for name, cluster in self._clusters.items() for endpoint in cluster.endpoints}
-        self._without &= present.keys()
+        self._ask_at = {endpoint: at for endpoint, at in self._ask_at.items() if endpoint in present}
         self._engines.keep_only(endpoint.engine for endpoint in present)
         for endpoint in self._streams.keys() - present.keys():
             await self._end(endpoint)
+        silent: dict[str, list[str]] = {}
         for endpoint, name in present.items():
-            if endpoint not in self._streams and endpoint not in self._without:
-                await self._begin(endpoint, name)
+            if endpoint in self._streams:
+                await self._ask_after_trouble(endpoint)
+            elif self._ask_at.get(endpoint, -math.inf) <= self._clock():
+                await self._begin(endpoint, name, silent)
+        level = logging.WARNING if self._required else logging.INFO
+        for why, endpoints in silent.items():
+            log.log(level, "[kvcache] %s: %s; their indexes follow what is routed there", ", ".join(endpoints), why)
 
     async def _run(self) -> None:
         while True:
@@ -195,27 +214,52 @@ class EventStreams(BackgroundTask):
                 log.exception("[kvcache] KV event streams cannot be followed")
             await self._sleep(LOOK_AGAIN_S)
 
-    async def _begin(self, endpoint: Endpoint, cluster: str) -> None:
-        why = "publishes no KV events"
-        try:
-            sources = await self._engines.client(endpoint.engine).kv_event_sources()
-            if endpoint.rank is not None:
-                sources = tuple(one for one in sources if one.dp_rank == endpoint.rank)
-        except NotSupported:
-            own = endpoint.kv_event_sources
-            stated = own if own.endpoint else self._stated
-            sources = stated_sources(stated, host=endpoint.origin.host, rank=endpoint.rank)
-            why = "cannot say where it publishes KV events (`kv_event_sources` of the endpoint can)"
-        except ClientError as error:
-            log.debug("[kvcache] KV event sources of %s: %s", endpoint.id, error)
+    async def _begin(self, endpoint: Endpoint, cluster: str, silent: dict[str, list[str]]) -> None:
+        """Follow the endpoint; or note in `silent`, the first time, why it cannot be followed."""
+        found = await self._find_sources(endpoint)
+        if found is None:
             return
+        sources, why = found
         if not sources:
-            self._without.add(endpoint)
-            log.warning("[kvcache] %s %s: what was routed there is all that is known", endpoint.id, why)
+            if endpoint not in self._ask_at:
+                silent.setdefault(why, []).append(str(endpoint.id))
+            self._ask_at[endpoint] = self._clock() + ASK_AGAIN_S
             return
+        self._ask_at.pop(endpoint, None)
         stack = AsyncExitStack()
         subscribers = [await stack.enter_async_context(self._subscriber(endpoint, cluster, one)) for one in sources]
         self._streams[endpoint] = (cluster, stack, tuple(subscribers))
+        self.followed[cluster].any = True
+
+    async def _find_sources(self, endpoint: Endpoint) -> tuple[tuple[KvEventSource, ...], str] | None:
+        """Where the engine publishes, or the reason if it does not; None while it does not answer."""
+        try:
+            sources = await self._engines.client(endpoint.engine).kv_event_sources()
+        except NotSupported:
+            own = endpoint.kv_event_sources
+            stated = own if own.endpoint else self._stated
+            why = "no address of KV events is known (`kv_event_sources` can name one)"
+            return stated_sources(stated, host=endpoint.origin.host, rank=endpoint.rank), why
+        except ClientError as error:
+            log.debug("[kvcache] KV event sources of %s: %s", endpoint.id, error)
+            return None
+        if endpoint.rank is not None:
+            sources = tuple(one for one in sources if one.dp_rank == endpoint.rank)
+        return sources, "no KV events are published"
+
+    async def _ask_after_trouble(self, endpoint: Endpoint) -> None:
+        """End the streams of an engine that was restarted and publishes elsewhere now, or nothing."""
+        subscribers = self._streams[endpoint][2]
+        if any((one.troubled_s or 0.0) < ASK_AGAIN_S for one in subscribers):
+            self._ask_at.pop(endpoint, None)
+            return
+        if self._ask_at.get(endpoint, -math.inf) > self._clock():
+            return
+        self._ask_at[endpoint] = self._clock() + ASK_AGAIN_S
+        found = await self._find_sources(endpoint)
+        if found is not None and found[0] != tuple(one.source for one in subscribers):
+            await self._end(endpoint)
+            self._ask_at.pop(endpoint, None)
 
     def _subscriber(self, endpoint: Endpoint, cluster: str, source: KvEventSource) -> KvEventSubscriber:
         return KvEventSubscriber(
@@ -232,12 +276,19 @@ class EventStreams(BackgroundTask):
         cluster, stack, _ = self._streams.pop(endpoint)
         await stack.aclose()
         self._consumers[cluster].forget(endpoint.id)
+        if not self._required:
+            self.followed[cluster].any = any(name == cluster for name, _, _ in self._streams.values())
 
 
 def follow_events(
     settings: KvCacheSettings, clusters: Mapping[str, Cluster], metrics: Metrics, clock: Clock
 ) -> EventStreams:
     """Return the streams these settings ask for, to be entered."""
-    timeout_s = settings.request_timeout
-    stated = settings.kv_event_sources
-    return EventStreams(clusters=clusters, timeout_s=timeout_s, metrics=metrics, clock=clock, stated=stated)
+    return EventStreams(
+        clusters=clusters,
+        timeout_s=settings.request_timeout,
+        metrics=metrics,
+        clock=clock,
+        stated=settings.kv_event_sources,
+        required=settings.kv_events is True,
+    )

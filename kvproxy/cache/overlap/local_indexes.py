@@ -66,6 +66,7 @@ class FollowedEvents:
         self.exact: set[EndpointId] = set()  # endpoints whose event streams miss nothing
         self.loras: BoundedMapping[str, None] = BoundedMapping(MAX_LORAS)  # adapters that events spoke of
         self.paired: set[EndpointId] = set()  # endpoints whose events name pairs of tokens
+        self.any = True  # whether an engine of the cluster publishes; until one does, nothing is kept for its events
         #: Called with an endpoint whose live events say that it dropped its cache.
         self.on_cleared: Callable[[EndpointId], None] = lambda endpoint: None
 
@@ -107,10 +108,10 @@ class IndexState:
 class LocalIndexes:
     """The approximate index, fed by what was routed; the precise index, fed by KV events; and the heat of blocks.
 
-    `exact` names the endpoints whose event streams miss nothing. With `follows_events` the approximate index also
-    keeps which requests are under way; with `lookups` there is a service whose word is put to the test; with `keyed`
-    prompts are known by the keys of their messages in any case. Two of them may share one `state`, and what is
-    `followed`.
+    `exact` names the endpoints whose event streams miss nothing. With `follows_events`, and an engine that publishes,
+    the approximate index also keeps which requests are under way; with `lookups` there is a service whose word is put
+    to the test; with `keyed` prompts are known by the keys of their messages in any case. Two of them may share one
+    `state`, and what is `followed`.
     """
 
     def __init__(
@@ -135,11 +136,11 @@ class LocalIndexes:
         self.sessions = state.sessions
         self.steps = state.steps
         self.last_served = state.last_served
-        self.follows_events = follows_events
+        self._may_follow = follows_events
         self.store_readers: Callable[[], Iterable[EndpointId]] = tuple  # of what engines report in a shared store
         self.denied = DeniedPlacements(clock)  # by what engines reused
         self._lookups = lookups
-        self._keyed = follows_events or lookups or keyed  # these know prompts by their messages' keys
+        self._keyed = lookups or keyed  # these know prompts by their messages' keys, as KV events do
         followed = FollowedEvents() if followed is None else followed
         self.followed = followed
         self.precise = followed.precise
@@ -148,6 +149,11 @@ class LocalIndexes:
         self.capacities.learning = learn_capacity
         self._seed = lru_cache(_REMEMBERED_SEEDS)(_seed)
         self._precise_root = lru_cache(_REMEMBERED_SEEDS)(precise_root)
+
+    @property
+    def follows_events(self) -> bool:
+        """Whether there are KV events to find prompts by."""
+        return self._may_follow and self.followed.any
 
     def hash_prompt(
         self, request: InferenceRequest, model: str
@@ -161,7 +167,7 @@ class LocalIndexes:
         prompt = request.prompt
         kind = request.kind
         drops_header = self.state.drops_header
-        short = not self._keyed and prompt.size_bytes <= SHORT_BYTES
+        short = prompt.size_bytes <= SHORT_BYTES and not self._keyed and not self.follows_events
         if kind in RULED and not short:
             hashes, keys, prompt_bytes, told = self.sessions.identified(kind, prompt, seed, drops_header=drops_header)
             return hashes, keys, prompt_bytes, told, () if told is None else told.media

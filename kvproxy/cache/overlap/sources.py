@@ -61,13 +61,14 @@ class OverlapSources:
         self._own_streams = None
         if settings.kv_events and streams is None:
             streams = self._own_streams = follow_events(settings, clusters, metrics, clock)
+        followed = {} if streams is None else streams.followed
         self.streams = streams
         self.indexes: Mapping[str, LocalIndexes] = {
             name: LocalIndexes(
                 state.index(name, endpoints=len(cluster.endpoints)),
-                None if streams is None else streams.followed[name],
+                followed.get(name),
                 learn_capacity=settings.learn_capacity,
-                follows_events=settings.kv_events,
+                follows_events=name in followed,
                 lookups=bool(settings.lmcache_endpoint),
                 keyed=keyed or settings.leases.enabled,
                 clock=clock,
@@ -95,7 +96,6 @@ class OverlapSources:
         # Read once: settings are slow to read.
         self._min_tokens = settings.min_matched_tokens
         self._looks_up = bool(settings.lmcache_endpoint)
-        self._uses_tokens = self._looks_up or settings.kv_events
         self._facts_seconds = metrics.group(KvCacheMetrics).facts_seconds.labels()
         self._running = AsyncExitStack()
         self._entered = False
@@ -144,7 +144,7 @@ class OverlapSources:
         facts = RequestFacts(
             cluster, indexes, request, body, model, cursor, keys, prompt_bytes, began, least, text, names, media
         )
-        if self._uses_tokens:
+        if self._looks_up or indexes.follows_events:
             self.tokens.recall_tokens(facts)
         self._assess(facts)
         if self._entered and request.continues is None and self._looks_up:
@@ -165,7 +165,7 @@ class OverlapSources:
 
     def refresh(self, facts: RequestFacts) -> None:
         """The facts of a request that waited, read again from our own sources; what a lookup said stands."""
-        if self._uses_tokens and not facts.tokens_exact:
+        if not facts.tokens_exact and (self._looks_up or facts.indexes.follows_events):
             self.tokens.recall_tokens(facts)
         self._assess(facts)
 

@@ -78,6 +78,8 @@ class AgentPromptsCheck(EngineCheck):
     calls = TRIAL_CALLS + 12
 
     async def collect_findings(self) -> Sequence[Finding]:
+        if not await self.engine.needs_tokens():
+            return []
         await self.engine.try_generating()  # whatever is wrong before that is reported elsewhere
         found = [
             await self._compare(RequestKind.MESSAGES, _MESSAGES),

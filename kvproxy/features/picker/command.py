@@ -13,7 +13,7 @@ from prometheus_client import ProcessCollector
 from kvproxy import __version__
 from kvproxy.app import Proxy
 from kvproxy.base.errors import ConfigError, Problem
-from kvproxy.operate.commands.configuration import ConfigSource, named_file
+from kvproxy.operate.commands.configuration import ConfigSource, named_engines, named_file
 from kvproxy.operate.commands.garbage import GarbageCollections
 from kvproxy.operate.commands.last_resort import LastResort
 from kvproxy.operate.commands.serving import ProcessSignals, run_logged, run_until_signal
@@ -29,7 +29,8 @@ logger = logging.getLogger("kvproxy")
 def main(args: argparse.Namespace) -> int:
     """`kvproxy picker`."""
     require_packages()
-    source = ConfigSource(path=named_file(args), endpoints=args.endpoint, policy=args.policy, lenient=args.lenient)
+    engines = named_engines(args)
+    source = ConfigSource(path=named_file(args), endpoints=engines, policy=args.policy, lenient=args.lenient)
     changes = {name: value for name, value in (("host", args.host), ("port", args.port)) if value is not None}
 
     async def pick(config: Config, problems: list[Problem], last_resort: LastResort) -> int:

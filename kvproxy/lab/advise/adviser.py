@@ -133,7 +133,7 @@ class Adviser:
         engines = known.engines
         occupancy = known.occupancy
         kvcache = known.kvcache
-        follows = kvcache is not None and kvcache.kv_events
+        follows = kvcache is not None and bool(kvcache.kv_events)
         today = model_today(traffic, engines, occupancy, cluster, follows_events=follows)
         simulation = Simulation(traffic, today, budget_s=budget_s, err=self.err, clock=self.clock)
         fit = simulation.fit_today(len(list_candidates(today, engines, occupancy, kvcache=kvcache)))

@@ -1,4 +1,4 @@
-"""Where a configuration comes from (a file, or `--endpoint` options), and `kvproxy check` of it."""
+"""Where a configuration comes from (a file, or engines of the command line), and `kvproxy check` of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from kvproxy.base.errors import ConfigError, Problem
-from kvproxy.operate.config.load import check_config, load_endpoints
+from kvproxy.operate.commands.survey import survey_engines
+from kvproxy.operate.config.load import check_config
 from kvproxy.operate.config.reference import file_schema
 from kvproxy.operate.config.schema import Config
 from kvproxy.proxy.filters.registry import discover
@@ -41,7 +42,12 @@ def find_usual_file(err: TextIO, *, env: Mapping[str, str] = os.environ) -> str 
 def named_file(args: argparse.Namespace) -> str | None:
     """Return the file on the command line, or the usual one when neither a file nor endpoints are named."""
     named: str | None = args.config
-    return named if named is not None or args.endpoint else find_usual_file(sys.stderr)
+    return named if named is not None or named_engines(args) else find_usual_file(sys.stderr)
+
+
+def named_engines(args: argparse.Namespace) -> list[str]:
+    """The engines on the command line."""
+    return [*args.engines, *args.endpoint]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,7 @@ class ConfigSource:
 
     def _read(self) -> tuple[Config, list[Problem]]:
         if self.path is not None and self.endpoints:
-            raise ConfigError([Problem("", "either -c FILE or --endpoint, not both")])
+            raise ConfigError([Problem("", "either -c FILE or engines, not both")])
         if self.path is not None:
             extra = {name: kind.settings for name, kind in discover().items()}
             config, problems = check_config(Path(self.path), extra_filters=extra, lenient=self.lenient)
@@ -80,11 +86,12 @@ class ConfigSource:
                 raise ConfigError(errors)
             return config, problems
         if not self.endpoints:
-            hint = "`kvproxy init` writes a config.yaml; or give -c FILE, or --endpoint ID=URL once per engine"
+            hint = "give engines (`kvproxy serve http://host:8000 ...`) or -c FILE; `kvproxy init` writes a config.yaml"
             raise ConfigError([Problem("", "nothing to serve", hint)])
         host = self.host or _DEFAULT_HOST
         port = _DEFAULT_PORT if self.port is None else self.port
-        return load_endpoints(self.endpoints, host=host, port=port, policy=self.policy), []
+        listen = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return survey_engines(self.endpoints, listen=listen, policy=self.policy or "kv_aware")
 
 
 def main_check(args: argparse.Namespace) -> int:

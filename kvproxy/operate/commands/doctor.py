@@ -16,9 +16,10 @@ from typing import TextIO
 
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.settings.model import parse_duration_s
-from kvproxy.operate.commands.configuration import named_file
+from kvproxy.operate.commands.configuration import named_engines, named_file
 from kvproxy.operate.commands.serving import run_loop
-from kvproxy.operate.config.load import check_config, load_endpoints
+from kvproxy.operate.commands.survey import survey_engines
+from kvproxy.operate.config.load import check_config
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.doctor.report import DoctorReport, print_json, print_table
 from kvproxy.operate.doctor.tools import Tools, VisitTimeouts
@@ -50,7 +51,7 @@ def read_options(args: argparse.Namespace) -> DoctorOptions:
     """Return what the command line asks for."""
     return DoctorOptions(
         named_file(args),
-        args.endpoint,
+        named_engines(args),
         args.timeout,
         args.json,
         args.strict,
@@ -92,10 +93,10 @@ def load_configuration(options: DoctorOptions) -> tuple[Config | None, list[Prob
     named."""
     if (options.path is None) == (not options.endpoints):
         hint = "`kvproxy init` writes a config.yaml"
-        raise ConfigError([Problem("", "give either -c FILE, or --endpoint ID=URL once per engine", hint)])
+        raise ConfigError([Problem("", "give either -c FILE, or the engines' URLs", hint)])
     if options.path is None:
         try:
-            return load_endpoints(options.endpoints, host="127.0.0.1", port=8888), []
+            return survey_engines(options.endpoints, listen="127.0.0.1:8888", policy="kv_aware")[0], []
         except ConfigError as error:
             return None, error.problems
     extra = {name: kind.settings for name, kind in discover().items()}

@@ -23,7 +23,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     ),
     "serve": (
         "kvproxy serve -c config.yaml",
-        "kvproxy serve --endpoint a=http://10.0.0.1:8000 --endpoint b=http://10.0.0.2:8000",
+        "kvproxy serve http://10.0.0.1:8000 http://10.0.0.2:8000",
         "kvproxy serve -c config.yaml --workers 4",
     ),
     "demo": ("kvproxy demo", "kvproxy demo --stay", "kvproxy demo --tiers"),

@@ -17,7 +17,7 @@ from kvproxy.features.workers.assignment import shared_folder
 from kvproxy.features.workers.share import count_workers, keeps_snapshot
 from kvproxy.features.workers.supervisor import Served, Supervisor, WorkersFailed
 from kvproxy.features.workers.workers import Workers
-from kvproxy.operate.commands.configuration import ConfigSource, named_file
+from kvproxy.operate.commands.configuration import ConfigSource, named_engines, named_file
 from kvproxy.operate.commands.last_resort import END_GRACE_S, LastResort
 from kvproxy.operate.commands.serving import (
     ProcessSignals,
@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
     """`kvproxy serve`."""
     source = ConfigSource(
         path=named_file(args),
-        endpoints=args.endpoint,
+        endpoints=named_engines(args),
         host=args.host,
         port=args.port,
         policy=args.policy,

@@ -1,4 +1,4 @@
-"""Configurations into `Config`: native or Pixiu, from a file, text, plain data or `--endpoint` options."""
+"""Configurations into `Config`: native or Pixiu, from a file, text, or plain data."""
 
 from __future__ import annotations
 
@@ -63,14 +63,6 @@ def check_config(
         config, problems = _check_data(raw, env=env, extra_filters=extra_filters, lenient=lenient)
         return (None if faults else config), sort_in_file_order([*faults, *problems], places)
     return _check_data(source, env=env, extra_filters=extra_filters, lenient=lenient)
-
-
-def load_endpoints(endpoints: Sequence[str], *, host: str, port: int, policy: str | None = None) -> Config:
-    """Return the configuration that `--endpoint [id=]url` options stand for, taken literally (no `${VAR}`)."""
-    raw: dict[str, Any] = {"listen": {"host": host, "port": port}, "endpoints": list(endpoints)}
-    if policy is not None:
-        raw["policy"] = policy
-    return _usable(decode_native(raw, extra_filters=NO_EXTRA_FILTERS))
 
 
 def _read(path: FilePath) -> tuple[str | None, list[Problem]]:

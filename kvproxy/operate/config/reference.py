@@ -49,8 +49,9 @@ for editors.
   endpoint without an id gets its `host:port`.
 - **One cluster**: the fields of a cluster (`endpoints`, `policy`, `health`, ...) at the top level are short for
   `clusters.default`.
-- **Filters**: a name, or `name: {{settings}}`. Without `filters` the chain is
-  {", ".join(f"`{name}`" for name in DEFAULT_FILTERS)}.
+- **Filters**: without `filters` the chain is {", ".join(f"`{name}`" for name in DEFAULT_FILTERS)}.
+  A mapping, `filters: {{auth: {{keys: [...]}}}}`, adds filters to it at their places and sets those it has. A list of
+  names and of `name: {{settings}}` is the whole chain ([order](filters/README.md#order)).
 
 A Dubbo-go-Pixiu file is recognised by its shape and loads as it is, where all it uses exists here
 ([migrating](migrating.md)); what is done otherwise is logged once at start.
@@ -229,11 +230,14 @@ def _endpoints(definitions: dict[str, Any]) -> None:
 
 
 def _filters(listed: dict[str, Any]) -> dict[str, Any]:
-    """Names, or one-key mappings; names of other people's filters are allowed with any settings."""
+    """A mapping that adds to the default chain, or a list of names and one-key mappings; other people's filters may
+    have any settings."""
     settings = {name: {"anyOf": [{"$ref": f"#/$defs/filter_{name}"}, {"type": "null"}]} for name in filter_models()}
-    mapping = {"type": "object", "minProperties": 1, "maxProperties": 1, "properties": settings}
+    added = {"type": "object", "properties": settings}
+    mapping = {**added, "minProperties": 1, "maxProperties": 1}
     name = {"anyOf": [{"enum": sorted(filter_models())}, {"type": "string", "minLength": 1}]}
-    return {"description": listed["description"], "type": "array", "items": {"anyOf": [name, mapping]}}
+    listing = {"type": "array", "items": {"anyOf": [name, mapping]}}
+    return {"description": listed["description"], "anyOf": [added, listing]}
 
 
 def _with_placeholders(schema: Any) -> Any:

@@ -1,7 +1,8 @@
 """The one form the model has, on its way from the short forms a person may write, or from another program's file.
 
 `listen: host:port`, `admin: false`, the fields of `clusters.default` at the top level, `endpoints` as a mapping or as
-`id=url` texts, filters as names or one-key mappings. What it cannot read it leaves for the model to refuse.
+`id=url` texts, filters as a mapping that adds to the default chain, or listed as names or one-key mappings. What it
+cannot read it leaves for the model to refuse.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kvproxy.base.settings.decode import UNKNOWN_KEY, decode_model
 from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import Origins, Path, dotted_path, keys_of
 from kvproxy.cluster.settings import ClusterSettings
+from kvproxy.proxy.filter_settings import order_filters
 
 _FALSE = {"false", "off", "no"}
 _NOT_IN_IDS = re.compile(r"[^A-Za-z0-9._:-]")
@@ -126,8 +128,12 @@ def _listener(form: Canonical, key: str, value: Any) -> Any:
 def _filters(form: Canonical, value: Any) -> None:
     if value is None:
         return
+    if isinstance(value, dict):
+        _added_filters(form, value)
+        return
     if not isinstance(value, list):
-        form.add_error(("filters",), "must be a list of filters")
+        hint = "`name: {settings}` of what the default chain lacks, or the whole chain as a list"
+        form.add_error(("filters",), "must be a mapping or a list of filters", hint)
         return
     for index, entry in enumerate(value):
         if isinstance(entry, str):
@@ -137,6 +143,13 @@ def _filters(form: Canonical, value: Any) -> None:
             form.filters.append((name, settings, ("filters", index, name)))
         else:
             form.add_error(("filters", index), "must be a filter's name, or one `name: {settings}`")
+
+
+def _added_filters(form: Canonical, given: Mapping[str, Any]) -> None:
+    """The default chain with these filters added or set."""
+    for name in order_filters(given):
+        written: Path = ("filters", name) if name in given else ("filters",)
+        form.filters.append((name, given.get(name), written))
 
 
 def _clusters(form: Canonical) -> None:

@@ -11,6 +11,7 @@ from kvproxy.base.installed import installed
 from kvproxy.base.settings.addresses import url_fault
 from kvproxy.base.settings.paths import Finding, Path, error_at, missing_file, warning_at
 from kvproxy.cache.settings import KvCacheSettings, SnapshotSettings
+from kvproxy.cluster.routing.registry import POLICIES
 from kvproxy.operate.config.schema import Config
 from kvproxy.proxy.feature import FilterOrder, ProxyFeature
 from kvproxy.proxy.filter_settings import (
@@ -36,6 +37,7 @@ def find_chain_faults(config: Config) -> Iterator[Finding]:
     names = [spec.name for spec in config.filters]
     yield from _ends_with_router(names)
     yield from _order(names)
+    yield from _without_facts(config, names)
     if "inference_request" not in names:
         yield from _without_parsing(config, names)
     for index, spec in enumerate(config.filters):
@@ -64,6 +66,31 @@ def _order(names: list[str]) -> Iterator[Finding]:
         if early in first and late in first and first[late] < first[early]:
             found = error_at if severity == "error" else warning_at
             yield found(("filters", first[late]), why, f"put {early} before {late}")
+
+
+def _without_facts(config: Config, names: list[str]) -> Iterator[Finding]:
+    """A policy that weighs cached prefixes, in a chain in which nothing finds them."""
+    lacking = [name for name in ("inference_request", "kvcache") if name not in names]
+    weighing = _policies_by_facts(config)
+    if "kvcache" in lacking and weighing:
+        lines = " and ".join(f"`- {name}`" for name in lacking)
+        hint = f"add {lines} before `- router`; or `filters` as a mapping, which adds to the default chain"
+        what = f"{weighing[0]} weighs cached prefixes, and no filter `kvcache` finds them"
+        yield error_at(("filters",), what, hint, absence=True)
+    for index, spec in enumerate(config.filters):
+        if isinstance(spec.settings, KvCacheSettings) and not spec.settings.enabled and weighing:
+            what = f"kvcache is off, and {weighing[0]} weighs cached prefixes that nothing else finds"
+            yield warning_at(("filters", index, "enabled"), what, "leave `enabled` out, or use policy least_request")
+
+
+def _policies_by_facts(config: Config) -> list[str]:
+    """Policies in use (clusters' own, shadows, those that clients may ask for) that weigh what endpoints hold."""
+    used = [
+        policy
+        for cluster in config.clusters.values()
+        for policy in (cluster.policy, cluster.shadow_policy, *cluster.client_policies)
+    ]
+    return [policy.value for policy in dict.fromkeys(used) if policy is not None and POLICIES[policy].uses_overlap]
 
 
 def _without_parsing(config: Config, names: list[str]) -> Iterator[Finding]:

@@ -23,10 +23,9 @@ _SMALL_PAGE = 8
 
 @dataclass(frozen=True, slots=True)
 class SglangCheck(EngineCheck):
-    """`/server_info` against the configuration of its cluster. `wants_events`: `kvcache.kv_events` is set."""
+    """`/server_info` against the configuration of its cluster."""
 
     cluster: ClusterSettings
-    wants_events: bool
 
     name = "sglang"
     calls = 6
@@ -73,7 +72,7 @@ class SglangCheck(EngineCheck):
     def _pages(self, info: SglangInfo) -> Iterator[Finding]:
         if info.disable_radix_cache:
             yield problem(self.where, "reuses no prefixes", "start it without `--disable-radix-cache`")
-        if not self.wants_events:
+        if not self.engine.plan.events:
             return
         if info.page_size is not None and info.page_size < _SMALL_PAGE:
             what = f"has pages of {info.page_size} token(s): a KV event for each"

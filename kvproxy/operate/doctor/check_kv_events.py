@@ -28,30 +28,36 @@ _ENABLE = {
 
 @dataclass(frozen=True, slots=True)
 class EventSourcesCheck(EngineCheck):
-    """Whether the engine publishes any. `wanted`: `kvcache.kv_events` is set."""
-
-    wanted: bool
+    """Whether the engine publishes any, as `kv_events` of the kvcache filter expects."""
 
     name = "kv event sources"
     calls = 3
 
     async def collect_findings(self) -> Sequence[Finding]:
         await self.engine.list_models()  # what is no engine is reported elsewhere
+        wanted = self.engine.plan.events
+        kind = await self.engine.find_kind()
         try:
             sources = await self.engine.list_sources()
         except NotSupported:
+            if not wanted or (wanted == "auto" and kind is EngineKind.UNKNOWN):
+                return []
             fix = (
                 "set `kv_event_sources` of the endpoint (or of the kvcache filter, where it holds for all) to the "
-                "addresses in its `--kv-events-config`; until then "
-                "its index is approximate"
+                "addresses in its `--kv-events-config`; until then its index is approximate"
             )
-            return [warning(self.where, "cannot say where it publishes KV events", fix)] if self.wanted else []
+            return [warning(self.where, "cannot say where it publishes KV events", fix)]
         if sources:
-            note = "" if self.wanted else "; `kv_events: true` of the kvcache filter would follow them"
+            note = "" if wanted else "; `kv_events: auto` of the kvcache filter would follow them"
             return [ok(self.where, f"publishes KV events of {len(sources)} rank(s){note}")]
-        what = "publishes no KV events, though `kv_events` of the kvcache filter is on"
-        fix = f"{_ENABLE[await self.engine.find_kind()]}, or set `kv_events: false`"
-        return [problem(self.where, what, fix)] if self.wanted else []
+        if not wanted:
+            return []
+        enable = _ENABLE.get(kind, _ENABLE[EngineKind.VLLM])
+        if wanted == "auto":
+            what = "publishes no KV events: its index follows only what is routed there"
+            return [warning(self.where, what, enable)]
+        what = "publishes no KV events, though `kv_events: true` of the kvcache filter requires them"
+        return [problem(self.where, what, f"{enable}, or set `kv_events: auto`, which follows the other engines")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,15 +69,16 @@ def _failed(where: str, error: ClientError) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class TokenizeCheck(EngineCheck):
-    """`/tokenize` against the prompt as the engine counted it. `needed`: something asks for token ids."""
+    """`/tokenize` against the prompt as the engine counted it. `elsewhere`: another engine tokenizes for all."""
 
-    needed: bool
+    elsewhere: bool
 
     name = "tokenize"
     calls = TRIAL_CALLS
 
     async def collect_findings(self) -> Sequence[Finding]:
-        return [judge_tokenize(self.where, await self.engine.try_generating(), needed=self.needed)]
+        needed = not self.elsewhere and await self.engine.needs_tokens()
+        return [judge_tokenize(self.where, await self.engine.try_generating(), needed=needed)]
 
 
 def judge_tokenize(where: str, trial: Trial, *, needed: bool) -> Finding:

@@ -64,7 +64,8 @@ async def survey_deployment(config: Config, *, tools: Tools, open_files: int | N
         undiscovered += failed
         routed = tuple(dict.fromkeys(list_routed_models(config, name)))
         for endpoint in endpoints:
-            plan = TrialPlan(len(engines), _LOOKUP_TOKENS if lookups else 0, kvcache is not None and kvcache.kv_events)
+            events = False if kvcache is None else kvcache.kv_events
+            plan = TrialPlan(len(engines), _LOOKUP_TOKENS if lookups else 0, events)
             engines.append(
                 EngineFacts(
                     endpoint,

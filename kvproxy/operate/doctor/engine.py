@@ -230,6 +230,12 @@ class EngineFacts:
                 raise
             return stated_sources(self._stated, host=self.origin.host)
 
+    async def needs_tokens(self) -> bool:
+        """Return True if prompts are found there by their tokens: by lookups, or by KV events that it publishes."""
+        if self.plan.least_tokens or self.plan.events is True:
+            return True
+        return bool(self.plan.events and await self.sources_or_none())
+
     async def tokenize_sample(self) -> tuple[int, ...]:
         """Tokens of a sample text by `/tokenize`."""
         return await self._fact("sample", self._tokenize_sample)

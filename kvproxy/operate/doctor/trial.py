@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import msgspec
 
@@ -33,11 +34,12 @@ _BAD_REQUEST = 400
 
 @dataclass(frozen=True, slots=True)
 class TrialPlan:
-    """`number` distinguishes the engines; `least_tokens` is the length of prompt that LMCache needs."""
+    """`number` distinguishes the engines; `least_tokens` is the length of prompt that LMCache needs, 0 without LMCache;
+    `events` is `kv_events` of the kvcache filter."""
 
     number: int = 0
     least_tokens: int = 0
-    events: bool = False
+    events: bool | Literal["auto"] = False
 
 
 @dataclass(frozen=True, slots=True)

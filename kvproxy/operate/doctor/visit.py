@@ -106,8 +106,8 @@ def _quiet(deployment: Deployment, problems: Sequence[Problem], *, trial: bool) 
     for engine in deployment.engines:
         yield HealthCheck(engine)
         yield MetricsCheck(engine)
-        yield EventSourcesCheck(engine, _wants_events(deployment))
-        yield SglangCheck(engine, deployment.config.clusters[engine.cluster], _wants_events(deployment))
+        yield EventSourcesCheck(engine)
+        yield SglangCheck(engine, deployment.config.clusters[engine.cluster])
         yield ClockCheck(engine, trial)
         if not any(spec.name == "cors" for spec in deployment.config.filters):
             yield CorsCheck(engine)
@@ -125,12 +125,10 @@ def _quiet(deployment: Deployment, problems: Sequence[Problem], *, trial: bool) 
 
 
 def _trials(deployment: Deployment) -> Iterator[Check]:
-    uses_tokens = deployment.lmcache is not None or _wants_events(deployment)
     for engine in deployment.engines:
         yield GenerateCheck(engine)
-        yield TokenizeCheck(engine, uses_tokens and deployment.tokenizer is None)
-        if uses_tokens:
-            yield AgentPromptsCheck(engine, deployment.tokenizer or engine)
+        yield TokenizeCheck(engine, deployment.tokenizer is not None)
+        yield AgentPromptsCheck(engine, deployment.tokenizer or engine)
         yield CachingCheck(engine)
         yield KvEventsCheck(engine)
         yield RanksCheck(engine)
@@ -150,10 +148,6 @@ def _lookups(deployment: Deployment) -> Iterator[Check]:
     for engine in deployment.engines:
         yield LookupCheck(engine, deployment.lmcache)
         yield ChunksCheck(engine, deployment.lmcache)
-
-
-def _wants_events(deployment: Deployment) -> bool:
-    return deployment.kvcache is not None and deployment.kvcache.kv_events
 
 
 async def diagnose_setup(

@@ -52,13 +52,14 @@ def prefers(settings: KvCacheSettings, policy: PolicyName) -> bool:
 
 def needs_facts(settings: KvCacheSettings, cluster: ClusterSettings) -> bool:
     """Whether something makes use of what endpoints hold: a policy (the cluster's own, its shadow, one that clients may
-    ask for), a preference, a header that names it, LMCache, KV events, or a snapshot. (Receipts do as well.)"""
+    ask for), a preference, a header that names it, LMCache, a snapshot, or KV events that are required. (Receipts do as
+    well.)"""
     policies = (cluster.policy, cluster.shadow_policy, *cluster.client_policies)
     return (
         any(POLICIES[policy].uses_overlap for policy in policies if policy is not None)
         or any(prefers(settings, policy) for policy in policies if policy is not None)
         or bool(settings.preference_header or settings.lmcache_endpoint or settings.snapshot.path)
-        or settings.kv_events
+        or settings.kv_events is True
         or find_needs(installed(CacheFeature), settings).facts
     )
 
@@ -235,12 +236,21 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
     clusters: Mapping[str, Cluster] = context.services.clusters
     state = context.states.get(CacheState, NAME, lambda: CacheState.empty(metrics=context.metrics, clock=context.clock))
     served = frozenset(clusters.items())
+    configured = context.config.clusters  # the clusters may still have older policies
+    idle = _idle(settings, context)
+    followed = {name: one for name, one in clusters.items() if name not in idle} if settings.kv_events else {}
     streams = None
-    if settings.kv_events:  # the same ones while nothing about them changes, since the engines would repeat everything
+    if followed:  # the same ones while nothing about them changes, since the engines would repeat everything
         streams = context.states.get(
             EventStreams,
-            (state, settings.kv_event_sources, settings.request_timeout, served),
-            lambda: follow_events(settings, clusters, context.metrics, context.clock),
+            (
+                state,
+                settings.kv_events,
+                settings.kv_event_sources,
+                settings.request_timeout,
+                frozenset(followed.items()),
+            ),
+            lambda: follow_events(settings, followed, context.metrics, context.clock),
         )
         context.lifetimes.append(streams)
     service = context.states.get(
@@ -260,13 +270,7 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
     context.lifetimes.append(service)
     context.kvcaches[NAME] = service
     context.on_serving.append(service.show)
-    configured = context.config.clusters  # the clusters may still have older policies
     prefer = {name: prefers(settings, one.policy) for name, one in configured.items()}
-    told = any(one.wants_facts for one in context.observers) or any(
-        isinstance(spec.settings, RouterSettings) and spec.settings.cached_tokens is CachedTokens.PREDICTED
-        for spec in context.config.filters
-    )
-    idle = frozenset(name for name, one in configured.items() if not (told or needs_facts(settings, one)))
     return KvCacheFilter(
         app,
         service,
@@ -276,3 +280,12 @@ def build(app: ASGIApp, settings: KvCacheSettings, context: FilterContext) -> AS
         metrics=context.metrics,
         clock=context.clock,
     )
+
+
+def _idle(settings: KvCacheSettings, context: FilterContext) -> frozenset[str]:
+    """Clusters where nothing makes use of facts."""
+    told = any(one.wants_facts for one in context.observers) or any(
+        isinstance(spec.settings, RouterSettings) and spec.settings.cached_tokens is CachedTokens.PREDICTED
+        for spec in context.config.filters
+    )
+    return frozenset(name for name, one in context.config.clusters.items() if not (told or needs_facts(settings, one)))

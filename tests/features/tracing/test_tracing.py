@@ -62,6 +62,7 @@ class Traced:
 
 
 #: Round robin tries the engines in order; the shadow needs facts, so that these have a span.
+PLAIN: dict[str, Any] = {"policy": "random", "shadow_policy": None, "filters": ["inference_request", "router"]}
 LOOKED_ON = {"policy": "round_robin", "shadow_policy": "kv_aware"}
 
 
@@ -255,7 +256,7 @@ async def test_each_attempt_is_a_span_with_its_own_parent_id_upstream() -> None:
 async def test_no_endpoint_is_a_failed_decision() -> None:
     """No endpoint to pick: the decision failed and there is no attempt."""
     async with traced(FakeEngine("a"), endpoints=[{"id": "a", "url": "http://127.0.0.1:9", "models": ["other"]}],
-                      filters=["inference_request", "router"]) as proxy:  # fmt: skip
+                      **PLAIN) as proxy:  # fmt: skip
         assert (await proxy.client.post(CHAT, json=chat())).status_code == 404
         server, decision = await proxy.spans()
     assert decision.name == "decision"
@@ -295,7 +296,9 @@ async def test_a_stream_that_breaks_off_is_an_error_despite_its_status() -> None
 
 async def test_what_is_no_inference_request_has_a_plain_name() -> None:
     """Unknown paths never become span names: their number is not ours to bound."""
-    async with traced(FakeEngine("a"), filters=["inference_request", "router"]) as proxy:
+    async with traced(
+        FakeEngine("a"), filters=["inference_request", "router"], policy="random", shadow_policy=None
+    ) as proxy:
         await proxy.client.get("/v1/responses/thing")
         server, _, attempt = await proxy.spans()
     assert (server.name, attempt.name) == ("GET", "forward")
