@@ -9,19 +9,20 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from kvproxy.base.background_task import TaskSet
 from kvproxy.base.errors import ClientError, DiscoveryError
+from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, Sleep
 from kvproxy.cluster.discovery_settings import DiscoverySettings
+from kvproxy.cluster.feature import ClusterFeature
 from kvproxy.cluster.metrics import EndpointStateMetrics
 from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.cluster.sources.entries import Answer, LeftOut, Refuse, all_bad, split_answer
 from kvproxy.cluster.sources.polled import DnsDiscovery, FileDiscovery
-from kvproxy.features.etcd.source import EtcdDiscovery
-from kvproxy.features.kubernetes.source import KubernetesDiscovery
+from kvproxy.cluster.sources.protocols import Discovery, Tell
 
 log = logging.getLogger(__name__)
 
@@ -36,23 +37,6 @@ _SHARE = 0.01
 _NAMED = 3
 #: No source is asked more often, whatever its interval says.
 MIN_INTERVAL_S = 0.05
-
-
-class Discovery(Protocol):
-    """Answers with every endpoint it knows at present, and with what it left out; or raises DiscoveryError or
-    OSError."""
-
-    async def endpoints(self) -> Answer: ...
-
-
-#: Hears all endpoints there are now (None: not known yet), and what is wrong ("": nothing is).
-Tell = Callable[[Answer | None, str], Awaitable[None]]
-
-
-class WatchedDiscovery(Discovery, Protocol):
-    """One that reports by itself when its answer changed; `follow` runs until it is cancelled."""
-
-    async def follow(self, tell: Tell) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +57,7 @@ def sources_of(
     rng: Random | None = None,
     sleep: Sleep = asyncio.sleep,
 ) -> list[Source]:
-    """Return the sources a cluster's configuration names."""
+    """Return the sources a cluster's configuration names, those of features among them."""
     file = settings.file
     dns = settings.dns
     rng = rng or Random()
@@ -82,12 +66,10 @@ def sources_of(
         sources.append(Source("file", FileDiscovery(file.path, credentials=file.credentials), file.interval))
     if dns is not None:
         sources.append(Source("dns", DnsDiscovery(dns), dns.interval))
-    watched: dict[str, WatchedDiscovery] = {}
-    if settings.kubernetes is not None:
-        watched["kubernetes"] = KubernetesDiscovery(settings.kubernetes, clock=clock, rng=rng, sleep=sleep)
-    if settings.etcd is not None:
-        watched["etcd"] = EtcdDiscovery(settings.etcd, clock=clock, rng=rng, sleep=sleep)
-    return [*sources, *(Source(name, one, _FOLLOW_AGAIN_S, one.follow) for name, one in watched.items())]
+    for feature in installed(ClusterFeature):
+        watched = feature.list_sources(settings, clock=clock, rng=rng, sleep=sleep)
+        sources += [Source(name, one, _FOLLOW_AGAIN_S, one.follow) for name, one in watched.items()]
+    return sources
 
 
 class Poller:

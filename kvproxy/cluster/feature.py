@@ -1,20 +1,23 @@
-"""Features, as far as clusters meet them: observers of decisions."""
+"""Features, as far as clusters meet them: sources of endpoints, observers of decisions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from random import Random
 from typing import TYPE_CHECKING, Protocol
 
 from kvproxy.base.feature import BaseFeature
 
 if TYPE_CHECKING:
     from kvproxy.base.metrics.groups import Metrics
-    from kvproxy.base.types import Clock
+    from kvproxy.base.types import Clock, Sleep
+    from kvproxy.cluster.discovery_settings import DiscoverySettings
     from kvproxy.cluster.endpoint import Endpoint
     from kvproxy.cluster.router_queue import RouterQueue
     from kvproxy.cluster.routing.load import Reservation
     from kvproxy.cluster.routing.speeds import SpeedModel
     from kvproxy.cluster.settings import ClusterSettings
+    from kvproxy.cluster.sources.protocols import WatchedDiscovery
 
 
 class ClusterObserver:
@@ -44,6 +47,12 @@ ListClusters = Callable[[], Iterable[ObservedCluster]]
 
 class ClusterFeature(BaseFeature):
     """What a feature adds to clusters."""
+
+    def list_sources(
+        self, discovery: DiscoverySettings, *, clock: Clock, rng: Random, sleep: Sleep
+    ) -> Mapping[str, WatchedDiscovery]:
+        """Return sources of endpoints by name, those that these settings ask for."""
+        return {}
 
     def observe_cluster(self, cluster: ObservedCluster) -> ClusterObserver | None:
         """Its observer of this cluster, which is being made; None: it has none."""

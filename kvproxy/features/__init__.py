@@ -7,6 +7,8 @@ SHIPPED = (
     "tracing",
     "normalize",
     "autoscaling",
+    "kubernetes",
+    "etcd",
     "leases",
     "transfers",
     "warming",

@@ -12,7 +12,6 @@ from kvproxy.operate.config.load import check_config
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.verify import find_faults
 
-KUBERNETES = "discovery: {kubernetes: "
 E = "endpoints: ['http://127.0.0.1:8000']\n"
 ROUTER = "filters: {{router: {{{}}}}}\n"
 CHAIN = "filters: [{}, inference_request, kvcache, router]\n"
@@ -97,15 +96,6 @@ def test_a_good_configuration_has_no_problem() -> None:
         ("routes: [{model: m}, {model: m}]\n", "error: routes[1]: never reached"),
         # discovery
         ("discovery: {file: {path: /nowhere}}\n", "warning: discovery.file.path: the file does not exist yet"),
-        (f"{KUBERNETES}{{namespace: x}}}}\n", "error: discovery.kubernetes: needs `service`, `selector`, or both"),
-        (f"{KUBERNETES}{{service: x, api: {{url: 'ftp://x'}}}}}}\n", "error: discovery.kubernetes.api.url: the scheme"),
-        (f"{KUBERNETES}{{service: x, api: {{url: 'https://x', ca_file: /no}}}}}}\n",
-         "error: discovery.kubernetes.api.ca_file: no such file"),
-        (f"{KUBERNETES}{{service: x, api: {{url: 'http://x:1', token_file: /no}}}}}}\n",
-         "warning: discovery.kubernetes.api.token_file: sent in clear text over http"),
-        (f"{KUBERNETES}{{service: x, api: {{token_file: /no}}}}}}\n",
-         "warning: discovery.kubernetes.api: without `url` the pod's own service account is used"),
-        ("discovery: {etcd: {urls: [x], prefix: /e/}}\n", "error: discovery.etcd.urls[0]: must start with http"),
         # engine priority
         (
             "policy: round_robin\nengine_priority: auto\n",

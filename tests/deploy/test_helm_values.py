@@ -9,6 +9,8 @@ from typing import Any
 import yaml
 
 from kvproxy import __version__
+from kvproxy.base.settings.compose import part_of
+from kvproxy.features.kubernetes.settings import KubernetesPlace
 from kvproxy.operate.config.load import load_config
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -40,7 +42,7 @@ def test_the_schema_knows_every_value() -> None:
 def test_the_default_configuration_is_a_good_one() -> None:
     """As it stands in the values; the templates add the listeners and the drain."""
     config = load_config(yaml.safe_dump(VALUES["config"]))
-    kubernetes = config.clusters["default"].discovery.kubernetes
+    kubernetes = part_of(config.clusters["default"].discovery, KubernetesPlace).kubernetes
     assert kubernetes is not None
     assert kubernetes.service == VALUES["autoscaling"]["target"]["name"]
 

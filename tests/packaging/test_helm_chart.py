@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from kvproxy.base.settings.compose import part_of
 from kvproxy.cli import main
+from kvproxy.features.kubernetes.settings import KubernetesPlace
 from kvproxy.operate.config.load import load_config
 from tests.deploy import test_kubernetes as plain
 from tests.deploy.promql import SERIES
@@ -180,7 +182,7 @@ def test_the_configuration_loads_and_agrees_with_the_pod() -> None:
     assert config.shutdown.drain == 300
     assert pod["terminationGracePeriodSeconds"] == 315
     assert container["args"][-1] == "--workers=4"
-    kubernetes = config.clusters["default"].discovery.kubernetes
+    kubernetes = part_of(config.clusters["default"].discovery, KubernetesPlace).kubernetes
     assert kubernetes is not None
     assert (kubernetes.service, kubernetes.namespace) == ("vllm", "")
     assert config.clusters["default"].queue.enabled

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster.sources.conftest import Follow, follow
+from tests.cluster.followed import Follow, follow
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.until import until, until_says
 

@@ -11,11 +11,11 @@ import msgspec
 from kvproxy.base.settings.addresses import url_fault
 from kvproxy.base.timed_thread import TimedThread
 from kvproxy.base.types import Clock, Sleep
-from kvproxy.cluster.discovery_settings import EtcdDiscoverySettings
 from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.cluster.sources.entries import Answer, LeftOut, read_entry
 from kvproxy.cluster.sources.mirror import Mirror
 from kvproxy.features.etcd.client import EtcdPrefix
+from kvproxy.features.etcd.settings import EtcdDiscoverySettings
 
 #: Files that its endpoints name are read away from the event loop.
 _FILES_S = 5.0

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import msgspec
 
 from kvproxy.base.settings.addresses import is_address, url_fault
-from kvproxy.cluster.discovery_settings import KubernetesDiscoverySettings
 from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.cluster.sources.entries import LeftOut, read_entry
 from kvproxy.features.kubernetes.client import KubernetesObject, Metadata
+from kvproxy.features.kubernetes.settings import KubernetesDiscoverySettings
 
 #: The label that says which service a slice belongs to.
 SERVICE_LABEL = "kubernetes.io/service-name"

@@ -10,7 +10,6 @@ from typing import Any
 
 from kvproxy.base.errors import DiscoveryError
 from kvproxy.base.types import Clock, Sleep
-from kvproxy.cluster.discovery_settings import KubernetesDiscoverySettings
 from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.cluster.sources.entries import Answer, LeftOut
 from kvproxy.cluster.sources.mirror import Mirror
@@ -24,6 +23,7 @@ from kvproxy.features.kubernetes.objects import (
     endpoints_of_pods,
     endpoints_of_slices,
 )
+from kvproxy.features.kubernetes.settings import KubernetesDiscoverySettings
 
 _SLICES = "/apis/discovery.k8s.io/v1/endpointslices"
 _PODS = "/api/v1/pods"

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from kvproxy.base.installed import installed
 from kvproxy.base.settings.addresses import is_address, is_loopback, same_origin, url_fault
 from kvproxy.base.settings.paths import Finding, Path, closest_word, error_at, missing_file, warning_at
-from kvproxy.cluster.discovery_settings import DiscoverySettings
 from kvproxy.cluster.settings import RouteSettings
 from kvproxy.features.exchange.settings import SyncSettings
 from kvproxy.operate.config.schema import Config
@@ -93,7 +92,7 @@ def _routes(config: Config) -> Iterator[Finding]:
             yield error_at(at, f"never reached: routes[{shadow}] already matches all of it")
         earlier.append(route)
     for name, cluster in config.clusters.items() if not config.routes and len(config.clusters) > 1 else ():
-        if not any(endpoint.models for endpoint in cluster.endpoints) and cluster.discovery == DiscoverySettings():
+        if not any(endpoint.models for endpoint in cluster.endpoints) and not cluster.discovery.named:
             yield error_at(("clusters", name), "no route leads here and no endpoint declares its models")
     used = {route.cluster for route in config.routes}
     for name in config.clusters if used and used <= set(config.clusters) else ():

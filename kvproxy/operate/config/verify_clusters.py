@@ -7,7 +7,6 @@ from pathlib import Path as FilePath
 
 from kvproxy.base.settings.addresses import is_loopback, listener_at, same_origin, url_fault
 from kvproxy.base.settings.paths import Finding, Path, error_at, missing_file, warning_at
-from kvproxy.cluster.discovery_settings import DiscoverySettings
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, EnginePriorityMode, PolicyName
 from kvproxy.operate.config.schema import Config
 
@@ -32,33 +31,9 @@ def find_cluster_faults(config: Config) -> Iterator[Finding]:
             hint = "use kv_aware or least_ttft, or leave the queue out"
             yield error_at((*at, "queue"), f"{cluster.policy} does not know how long a prefill takes", hint)
         yield from _engine_priority(config, cluster, at)
-        yield from _discovery(cluster.discovery, (*at, "discovery"))
-
-
-def _discovery(settings: DiscoverySettings, at: Path) -> Iterator[Finding]:
-    file = settings.file
-    kubernetes = settings.kubernetes
-    etcd = settings.etcd
-    if file is not None and not FilePath(file.path).is_file():
-        yield warning_at((*at, "file", "path"), "the file does not exist yet")
-    given: list[tuple[Path, str]] = []
-    if kubernetes is not None:
-        api = kubernetes.api
-        given = [(("kubernetes", "ca_file"), kubernetes.ca_file), (("kubernetes", "api", "ca_file"), api.ca_file)]
-        if api.url and (fault := url_fault(api.url)):
-            yield error_at((*at, "kubernetes", "api", "url"), fault)
-        elif api.token_file and api.url.startswith("http://") and not _local(api.url):
-            yield warning_at((*at, "kubernetes", "api", "token_file"), "sent in clear text over http")
-        if not api.url and (api.token_file or api.ca_file):
-            what = "without `url` the pod's own service account is used"
-            yield warning_at((*at, "kubernetes", "api"), what, "add the url, or leave `api` out")
-    if etcd is not None:
-        given.append((("etcd", "ca_file"), etcd.ca_file))
-        for index, url in enumerate(etcd.urls):
-            if fault := url_fault(url):
-                yield error_at((*at, "etcd", "urls", index), fault)
-    for path, name in given:
-        yield from missing_file((*at, *path), name) if name else ()
+        file = cluster.discovery.file
+        if file is not None and not FilePath(file.path).is_file():
+            yield warning_at((*at, "discovery", "file", "path"), "the file does not exist yet")
 
 
 def _engine_priority(config: Config, cluster: ClusterSettings, at: Path) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvproxy.base.metrics.groups import Metrics
+from kvproxy.base.settings.compose import composed
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.discovery_settings import DiscoverySettings
 from kvproxy.cluster.settings import ClusterSettings, HealthCheckSettings, PolicyName
@@ -74,7 +75,7 @@ def follow(clock: FakeClock) -> Follow:
     async def entered(**discovery: Any) -> AsyncIterator[Followed]:
         settings = ClusterSettings(
             policy=PolicyName.ROUND_ROBIN,
-            discovery=DiscoverySettings(**discovery),
+            discovery=composed(DiscoverySettings)(**discovery),
             health=HealthCheckSettings(active=False),
         )
         metrics, pauses = Metrics(), Pauses()

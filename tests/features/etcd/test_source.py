@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.cluster.sources.entries import LeftOut
 from kvproxy.features.etcd.source import endpoint_of
-from tests.cluster.sources.conftest import Follow
+from tests.cluster.followed import Follow
 from tests.support.loopback import serve
 from tests.support.until import until
 

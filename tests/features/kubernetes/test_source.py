@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from kvproxy.base.errors import ClientError, DiscoveryError
-from kvproxy.cluster.discovery_settings import KubernetesDiscoverySettings
 from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.features.kubernetes.client import KubernetesAccess
+from kvproxy.features.kubernetes.settings import KubernetesDiscoverySettings
 from kvproxy.features.kubernetes.source import KubernetesDiscovery
 from kvproxy.proxy.listener_settings import ListenerTls
-from tests.cluster.sources.conftest import Follow
+from tests.cluster.followed import Follow
 from tests.support.certificates import make_certificate
 from tests.support.clock import FakeClock
 from tests.support.fake_kubernetes import PODS, SLICES, FakeKubernetes, member, pod, slice_of

@@ -1,0 +1,36 @@
+"""Settings of the discovery from etcd, and their place in the file."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from kvproxy.base.settings.model import Model, Name, Secret
+
+
+class EtcdDiscoverySettings(Model):
+    """One endpoint for each key below a prefix, over etcd's JSON gateway (etcd 3.4 or newer)."""
+
+    urls: tuple[str, ...] = Field(min_length=1, max_length=16)
+    """Of the members of the etcd cluster, such as `http://etcd:2379`; the next one is asked when one fails."""
+    prefix: str = Field(min_length=1, max_length=1000)
+    """Such as `/kvproxy/endpoints/`. The rest of a key is the endpoint's id, its value the endpoint as JSON, with the
+    fields it has here, or its URL alone. Give the keys a lease, and endpoints end with their engines."""
+    models: tuple[str, ...] = ()
+    """Models they serve, where their values do not say it."""
+    ca_file: str = ""
+    """PEM file to verify https with; empty: the system's."""
+    user: Name | Literal[""] = ""
+    """Of etcd, with the right to read the prefix; empty: its authentication is off."""
+    password: Secret | None = None
+    """Of that user."""
+    credentials: bool = False
+    """Its endpoints may name files and credentials (`api_key`, `ca_file`), as of the file."""
+
+
+class EtcdPlace(Model):
+    """Section `etcd` of a discovery."""
+
+    etcd: EtcdDiscoverySettings | None = None
+    """From etcd, at once when something changes."""

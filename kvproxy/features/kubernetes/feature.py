@@ -1,0 +1,48 @@
+"""The feature, as the core meets it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from random import Random
+from typing import TYPE_CHECKING
+
+from kvproxy.base.settings.compose import part_of
+from kvproxy.cluster.discovery_settings import DiscoverySettings
+from kvproxy.features.kubernetes.settings import KubernetesPlace
+from kvproxy.operate.feature import Feature
+
+if TYPE_CHECKING:
+    from kvproxy.base.settings.paths import Finding
+    from kvproxy.base.types import Clock, Sleep
+    from kvproxy.cluster.sources.protocols import WatchedDiscovery
+    from kvproxy.operate.config.schema import Config
+
+
+class KubernetesFeature(Feature):
+    """Finds the endpoints of a cluster in Kubernetes: pods of a service, or with some labels."""
+
+    name = "kubernetes"
+    settings = {DiscoverySettings: (KubernetesPlace,)}
+
+    def list_sources(
+        self, discovery: DiscoverySettings, *, clock: Clock, rng: Random, sleep: Sleep
+    ) -> Mapping[str, WatchedDiscovery]:
+        """Return the source, where the cluster has the section."""
+        settings = part_of(discovery, KubernetesPlace).kubernetes
+        if settings is None:
+            return {}
+        from kvproxy.features.kubernetes.source import KubernetesDiscovery
+
+        return {"kubernetes": KubernetesDiscovery(settings, clock=clock, rng=rng, sleep=sleep)}
+
+    def verify(self, config: Config) -> Iterator[Finding]:
+        """Check that files are there, and how the API is reached."""
+        from kvproxy.features.kubernetes.verify import find_faults
+
+        for name, cluster in config.clusters.items():
+            settings = part_of(cluster.discovery, KubernetesPlace).kubernetes
+            if settings is not None:
+                yield from find_faults(settings, ("clusters", name, "discovery", "kubernetes"))
+
+
+FEATURE = KubernetesFeature()
