@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import subprocess
+import sys
 
 import pytest
 
@@ -185,3 +187,18 @@ def test_on_change_is_told_whenever_admission_may_change(clock: FakeClock) -> No
 def test_repr_names_it_with_its_state(clock: FakeClock) -> None:
     """For logs."""
     assert repr(opened(clock)) == "<Breaker a open>"
+
+
+def test_the_redis_client_stays_out_until_it_is_asked_for() -> None:
+    """pybreaker imports it wherever it is installed: a good part of each start, for nothing. Another user of
+    pybreaker in the process has it whole."""
+    program = (
+        "import sys\n"
+        "import kvproxy.app\n"
+        "loaded = {'redis', 'opentelemetry'} & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+        "import pybreaker\n"
+        "assert pybreaker.HAS_REDIS_SUPPORT\n"
+    )
+    pytest.importorskip("redis")
+    subprocess.run([sys.executable, "-c", program], check=True)

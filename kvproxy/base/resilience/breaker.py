@@ -8,15 +8,35 @@ here, awaited outside, and its outcome recorded in pybreaker's storage; `open`, 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from enum import StrEnum
+from types import ModuleType
 
 import msgspec
-import pybreaker
 
 from kvproxy.base.errors import BreakerOpen
 from kvproxy.base.resilience.settings import BreakerSettings
 from kvproxy.base.types import Clock
+
+
+def _load_pybreaker() -> ModuleType:
+    """pybreaker without the Redis client, which it imports wherever that is installed: three times its own cost and all
+    of OpenTelemetry's interface, for a storage that is not used here. Others in the process get a pybreaker of their
+    own, with all it can do."""
+    shared = "redis" in sys.modules or "pybreaker" in sys.modules
+    if not shared:
+        sys.modules["redis"] = None  # type: ignore[assignment]  # the import system's way to say: not installed
+    try:
+        import pybreaker
+    finally:
+        if not shared:
+            del sys.modules["redis"]
+            sys.modules.pop("pybreaker", None)
+    return pybreaker
+
+
+pybreaker = _load_pybreaker()
 
 
 class BreakerState(StrEnum):
