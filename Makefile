@@ -25,8 +25,8 @@ test: $(DEV) ## the fast test suite (PYTHON=python3.13 for another Python, ARGS=
 test-loaded: $(DEV) ## the same three times running, beside busy processes, its workers paused now and then
 	$(BIN)/python -m tests.loaded $(ARGS)
 
-coverage: $(DEV) ## the same with branch coverage; fails under 95 %
-	$(BIN)/python -m pytest -n 2 --cov --cov-report=term --cov-fail-under=95 $(ARGS)
+coverage: $(DEV) ## the same with branch coverage and four times the examples of property tests; fails under 95 %
+	FULL_EXAMPLES=1 $(BIN)/python -m pytest -n 2 --cov --cov-report=term --cov-fail-under=95 $(ARGS)
 
 test-real: $(DEV) ## installs the real vLLM (CPU build), LMCache and SGLang, runs the acceptance tests against them
 	$(BIN)/python -m tests.real.engines.install

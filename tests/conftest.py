@@ -9,9 +9,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.clock import FakeClock
+from tests.support.examples import examples
 
 #: Hypothesis measures no time: neither how long an example takes nor how long it takes to make one.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "any machine", deadline=None, max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 
 

@@ -26,6 +26,7 @@ from kvproxy.base.json_scan import (
     run_at_once,
     run_in_turns,
 )
+from tests.support.examples import examples
 
 _letters = st.text(alphabet='a"\\[]{},:é\n\x7f\ud800😀 ', max_size=6)
 _values = st.recursive(
@@ -74,7 +75,7 @@ def _same(a: object, b: object) -> bool:
     return repr(a) == repr(b)  # NaN is not equal to itself
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(spellings())
 def test_members_are_those_of_a_decoder(data: bytes) -> None:
     """Names, order, duplicates and values, whatever the strings hold and however it is spaced and spelt."""
@@ -88,7 +89,7 @@ def _decodable(data: bytes) -> list[tuple[str, str]]:
     return [(name, text.decode("utf-8", "surrogatepass")) for name, text in pairs(data)]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(spellings(), st.sets(st.integers(0, 5)))
 def test_what_is_cut_out_is_gone_and_all_else_stays(data: bytes, cut: set[int]) -> None:
     """As an encoder would write the object without those members, but in the client's own bytes."""
@@ -106,7 +107,7 @@ def test_what_is_cut_out_is_gone_and_all_else_stays(data: bytes, cut: set[int]) 
         assert left == data
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(
     st.binary(max_size=40)
     | st.lists(
@@ -126,7 +127,7 @@ def test_it_never_raises_anything_else(data: bytes) -> None:
             assert all(value.strip() == value and value for _, value in found)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.lists(_values, max_size=8), st.integers(1, 9))
 def test_items_are_those_of_a_decoder(value: list[object], most: int) -> None:
     """The first ones, and all others as one."""

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvproxy.cache.clients.lmcache_coordinator_wire import DirectoryLookup, HeldPrefix, WireDirectory, directory_lookup
+from tests.support.examples import examples
 
 Place = tuple[str, str, bool]  # instance, tier, shared
 
@@ -90,7 +91,7 @@ def test_the_chunk_size_is_read_off_the_answer() -> None:
     assert looked_up(answer([]), prompt_tokens=1).chunk_tokens == 1
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.sets(st.tuples(st.sampled_from("abc"), st.sampled_from(["l1", "l2"]), st.booleans())), max_size=8))
 def test_prefixes_agree_with_a_naive_walk(chunks: list[set[Place]]) -> None:
     """For any placements: walk each instance's chunks from the start until one is missing."""

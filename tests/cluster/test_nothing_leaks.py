@@ -23,6 +23,7 @@ from kvproxy.cluster.settings import (
     PolicyName,
 )
 from tests.support.clock import FakeClock
+from tests.support.examples import examples
 
 IDS = ("a", "b", "c", "d")
 IDS_OR_NOBODY = st.sampled_from([*IDS, "nobody"]).map(EndpointId)
@@ -145,4 +146,4 @@ class ClusterMachine(RuleBasedStateMachine):
 
 
 TestNothingLeaks = ClusterMachine.TestCase
-TestNothingLeaks.settings = settings(max_examples=60, stateful_step_count=40)
+TestNothingLeaks.settings = settings(max_examples=examples(60), stateful_step_count=40)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvproxy.operate.config.load import check_config
 from tests.config.pixiu_files import DOCUMENTATION, sample
 from tests.config.test_problems import PLANTED
+from tests.support.examples import examples
 
 NATIVE: dict[str, Any] = {
     "listen": {"host": "127.0.0.1", "port": 1, "tls": {"certificate": "c", "private_key": "k"}},
@@ -61,7 +62,7 @@ def places(tree: Any) -> Iterator[tuple[Any, Any]]:
         yield from places(value)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     st.sampled_from([NATIVE, PIXIU, EXCERPT]), st.lists(st.tuples(st.integers(0, 10_000), junk), min_size=1, max_size=3)
 )
@@ -77,7 +78,7 @@ def test_junk_anywhere_is_a_problem_or_nothing(base: dict[str, Any], changes: li
         assert (config is None) == any(problem.severity == "error" for problem in problems)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.integers(0, len(PLANTED)), st.integers(0, 40), st.text(max_size=4))
 def test_cut_or_torn_text(at: int, length: int, inserted: str) -> None:
     """An edit in the middle of a file never crashes the check."""

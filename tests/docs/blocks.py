@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +58,12 @@ def inline(first_word: str) -> list[tuple[str, str]]:
     return [(page, text) for page, text in found if text.split()[:1] == [first_word] and " " in text]
 
 
-def _blocks(page: Path) -> Iterator[Block]:
+@cache
+def _blocks(page: Path) -> tuple[Block, ...]:
+    return tuple(_find_blocks(page))
+
+
+def _find_blocks(page: Path) -> Iterator[Block]:
     text = page.read_text()
     for match in _BLOCK.finditer(text):
         line = text.count("\n", 0, match.start()) + 1

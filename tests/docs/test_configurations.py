@@ -16,9 +16,13 @@ from tests.docs.blocks import ROOT, Block, blocks
 FOREIGN = {"scrape_configs", "env", "apiVersion", "rules"}
 
 
-def own() -> list[Block]:
-    """YAML for kvproxy."""
-    return [block for block in blocks("yaml") if not FOREIGN & set(yaml.safe_load(block.text))]
+def is_foreign(block: Block) -> bool:
+    """Whether the YAML is another program's."""
+    return bool(FOREIGN & set(yaml.safe_load(block.text)))
+
+
+OTHERS = [block for block in blocks("yaml") if is_foreign(block)]
+OWN = [block for block in blocks("yaml") if block not in OTHERS]
 
 
 def whole(text: str) -> str:
@@ -28,7 +32,7 @@ def whole(text: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("block", own(), ids=lambda block: block.where)
+@pytest.mark.parametrize("block", OWN, ids=lambda block: block.where)
 def test_configurations_load(block: Block, tmp_path: Path) -> None:
     """A reader that pastes one gets a proxy that starts."""
     (tmp_path / "keys").write_text("bob: sk-b\n")
@@ -36,7 +40,7 @@ def test_configurations_load(block: Block, tmp_path: Path) -> None:
     assert load_config(whole(block.text), env=env, extra_filters={"model_policy": None}).clusters
 
 
-@pytest.mark.parametrize("block", own(), ids=lambda block: block.where)
+@pytest.mark.parametrize("block", OWN, ids=lambda block: block.where)
 def test_a_chain_written_out_lacks_no_default_filter(block: Block) -> None:
     """A reader that copies a chain loses no request id, no log line and no cached prefix. A list that leaves a default
     filter out on purpose says why in a comment `# without NAME: ...`."""
@@ -50,7 +54,7 @@ def test_a_chain_written_out_lacks_no_default_filter(block: Block) -> None:
 def test_blocks_of_other_programs_are_known() -> None:
     """Nothing is passed over by mistake: Prometheus' and its adapter's own configuration, a container's environment,
     and objects of Kubernetes."""
-    foreign = Counter(block.page for block in blocks("yaml") if block not in own())
+    foreign = Counter(block.page for block in OTHERS)
     pages = {"docs/autoscaling.md": 2, "docs/deployment.md": 1, "docs/engines.md": 1, "docs/kubernetes.md": 5}
     assert foreign == pages
 

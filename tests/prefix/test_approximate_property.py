@@ -17,6 +17,7 @@ from kvproxy.cache.indexes.endpoint_lru import SpeculativeEntry
 from kvproxy.cache.indexes.heat import Run
 from kvproxy.cache.indexes.radix import PrefixCursor
 from tests.prefix.support import A, B, C, chained
+from tests.support.examples import examples
 
 Path = tuple[int, ...]
 PATHS = st.lists(st.integers(0, 2), max_size=7).map(tuple)
@@ -262,7 +263,7 @@ class ApproximateAgainstNaive(RuleBasedStateMachine):
         return found
 
 
-ApproximateAgainstNaive.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+ApproximateAgainstNaive.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 test_the_index_agrees_with_a_naive_one = ApproximateAgainstNaive.TestCase
 
 

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvproxy.base.types import EndpointId, LowerTokens, Tier
 from kvproxy.cache.indexes.precise import PreciseIndex, PreciseMatch
 from tests.prefix.support import A, B, prompt_of, removed, stored
+from tests.support.examples import examples
 
 Path = tuple[int, ...]
 Block = tuple[int, Path]  # which of the engine's names, and the blocks up to this one
@@ -111,5 +112,5 @@ class PreciseAgainstNaive(RuleBasedStateMachine):
         assert self.index.pending_blocks == sum(len(run) for known in self.naive.values() for _, run in known.parked)
 
 
-PreciseAgainstNaive.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
+PreciseAgainstNaive.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=40)
 test_the_index_agrees_with_a_naive_one = PreciseAgainstNaive.TestCase

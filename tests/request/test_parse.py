@@ -21,6 +21,7 @@ from kvproxy.proxy.request.parse import (
     read_body,
 )
 from kvproxy.proxy.request.session import MAX_SESSION_KEY, Caller, Session
+from tests.support.examples import examples
 
 CHAT, COMPLETION = RequestKind.CHAT, RequestKind.COMPLETION
 RESPONSES, EMBEDDINGS, MESSAGES = RequestKind.RESPONSES, RequestKind.EMBEDDINGS, RequestKind.MESSAGES
@@ -300,7 +301,7 @@ def test_long_tools_count_for_the_bound_too() -> None:
 _sizes = st.lists(st.sampled_from([0, 1, 200, 70_000, 900_000, 3_000_000]), min_size=1, max_size=6)
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(sizes=_sizes, many=st.sampled_from([0, MAX_PARTS - 3, MAX_PARTS + 3]), grown=st.integers(1, 4))
 @example(sizes=[3_000_000, 3_000_000, 1], many=0, grown=2)
 @example(sizes=[900_000, 900_000, 1], many=MAX_PARTS - 3, grown=3)
@@ -350,7 +351,7 @@ def test_the_parser_never_raises(body: bytes, kind: RequestKind) -> None:
         assert len(request.session_key or "") <= MAX_SESSION_KEY
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(body=_bodies, kind=st.sampled_from(list(RequestKind)))
 def test_scanning_reads_what_decoding_reads(body: bytes, kind: RequestKind) -> None:
     """Otherwise a chat would lose its prefix when it becomes long."""

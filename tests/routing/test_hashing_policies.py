@@ -15,6 +15,7 @@ from kvproxy.cluster.routing.policy import PickRequest
 from kvproxy.cluster.routing.registry import POLICIES, make_policy
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
 from tests.routing.fleet import FakeCandidate, fleet, occupy
+from tests.support.examples import examples
 
 KEYS = [f"session-{n}".encode() for n in range(2000)]
 
@@ -83,7 +84,7 @@ def test_the_ring_forgets_who_left_long_ago() -> None:
     assert len(ring._hashes) < 40
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.lists(st.floats(min_value=0.01, max_value=1000), min_size=1, max_size=8), st.binary(max_size=20))
 def test_a_walk_meets_every_member_once(weights: list[float], key: bytes) -> None:
     """Whatever the weights: the lightest has a point too."""

@@ -22,6 +22,7 @@ from kvproxy.lab.simulator.engine_io import (
 )
 from kvproxy.lab.simulator.scheduler import Batch, Scheduler
 from kvproxy.lab.simulator.sequence import Sequence, WaitingLine
+from tests.support.examples import examples
 
 SMALL = EngineSettings(capacity_blocks=64, block_size=16, max_batched_tokens=64, max_sequences=8)
 BY_PRIORITY = replace(SMALL, scheduling=Scheduling.PRIORITY)
@@ -199,7 +200,7 @@ class WatchedEngine(Engine):
         self._scheduler = WatchedScheduler(settings, BlockCache(settings.capacity_blocks))
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(settings=SETTINGS, requests=REQUESTS)
 def test_no_step_exceeds_slots_tokens_or_memory_and_every_request_ends(
     settings: EngineSettings, requests: list[tuple[int, int, int, float, int, bool]]

@@ -21,6 +21,7 @@ from kvproxy.base.upstream.connection import Connection
 from kvproxy.base.upstream.origin import Origin
 from kvproxy.base.upstream.pool import Timeouts, UpstreamPool
 from kvproxy.base.upstream.request import WireRequest
+from tests.support.examples import examples
 from tests.support.loop_time import ASYNCIO_ONLY, skipping_time
 from tests.support.scripted import Peer, Script, answer, scripted
 from tests.upstream.calls import HEAD_ONLY, OK, PATIENT, fetch, pieces, post, read, until
@@ -551,7 +552,7 @@ async def test_a_half_closed_engine_is_a_disconnect() -> None:
             await post(pool, upstream.origin)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     raw=st.sampled_from([b"", b"HTTP/1.1 200 OK\r\n", HEAD_ONLY, OK, b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n"]),
     tail=st.binary(max_size=60),

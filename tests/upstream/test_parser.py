@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvproxy.base.errors import ResponseHeadTooLarge, UpstreamDisconnected, UpstreamError, UpstreamProtocolError
 from kvproxy.base.upstream.response import MAX_HEADERS, ResponseParser
+from tests.support.examples import examples
 
 MAX_HEAD_BYTES = 64 * 1024
 
@@ -62,7 +63,7 @@ def test_what_an_interim_response_says_is_not_the_responses() -> None:
     assert read(raw, method=method)[:3] == (200, b"OK", [(b"content-length", b"1")])
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(data=st.data())
 def test_cuts_change_nothing(data: st.DataObject) -> None:
     """A valid response gives the same result however the network cuts it."""
@@ -174,7 +175,7 @@ def test_an_early_end_is_a_disconnect(raw: bytes, where: str) -> None:
         read(*([raw] if raw else []), eof=True)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     prefix=st.sampled_from([b"", OK, CHUNKED, b"HTTP/1.1 ", OK + b"content-length: 5\r\n\r\n"]),
     pieces=st.lists(

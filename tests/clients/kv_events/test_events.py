@@ -29,6 +29,7 @@ from kvproxy.cache.kv_events.events import (
     sequence_number,
 )
 from tests.clients.kv_events.support import BLOCK, CLEARED, captured_frames, captured_rows, frames, removed, stored
+from tests.support.examples import examples
 
 CAPTURES = ["mini_fixture.jsonl", "oldfmt_0.11.0.jsonl", "oldfmt_0.22.1.jsonl", "oldfmt_0.24.0.jsonl"]
 
@@ -291,7 +292,7 @@ def test_extra_keys_become_hashable() -> None:
     assert plain_event.extra is None
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 @given(st.binary(max_size=200))
 def test_no_bytes_break_the_decoder(payload: bytes) -> None:
     """Anything is a batch or a BadResponse; its events are events or counted."""
@@ -405,7 +406,7 @@ def test_a_run_whose_tokens_do_not_fit_stays_whole() -> None:
     assert list(sliced([odd], 2)) == [[odd]]
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(min_value=0, max_value=9)), st.integers(min_value=1, max_value=5))
 def test_nothing_is_lost_or_reordered(lengths: list[int], size: int) -> None:
     """The blocks of all slices are the blocks of all events."""

@@ -18,6 +18,7 @@ from kvproxy.cache.kv_events.follower import StreamFollower
 from kvproxy.cache.kv_events.status import StreamHealth, StreamMeter
 from tests.clients.kv_events.support import CLEARED, Index, frames, removed, stored
 from tests.support.clock import FakeClock
+from tests.support.examples import examples
 
 A = EndpointId("a")
 
@@ -510,7 +511,7 @@ async def test_many_tiny_batches_pause_as_well() -> None:
 Step = Callable[[Engine], None]
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 async def test_whatever_is_lost_on_the_way_the_index_ends_right(data: st.DataObject) -> None:
     """Random stores, removals, clears, losses, holes, restarts: after one more live batch the index is the engine's."""
