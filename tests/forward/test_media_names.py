@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from kvproxy.base.json_scan import MAX_DECODED_BYTES, find_members, run_at_once
+from kvproxy.base.types import RequestKind
 from kvproxy.proxy.forward.body_guard import BodyGuard, is_guarded, tenant_salt
 from kvproxy.proxy.request.body import BodyUnchecked
 from kvproxy.proxy.request.exchange import Exchange
+from kvproxy.proxy.request.parse import parse_body
 
 
 def sent_by(tenant: str = "", *, trusted: bool = False, isolated: bool = False) -> Exchange:
@@ -137,6 +139,72 @@ async def test_what_may_hold_one_and_cannot_be_read_is_refused(body: bytes) -> N
     """An engine may read what we cannot."""
     with pytest.raises(BodyUnchecked):
         await BodyGuard().checked(body, sent_by(), [])
+
+
+LONG = 'words of a turn before, {braced} and "quoted" ' * 400
+
+
+def chat_after(message: str, **more: object) -> tuple[bytes, Exchange]:
+    """A long chat as a client sends it, and its exchange as it is after the parse."""
+    messages = [{"role": "user", "content": LONG}, {"role": "assistant", "content": LONG}]
+    body = json.dumps({"model": "m", "messages": [*messages, "?"], **more}).replace('"?"', message).encode()
+    exchange = sent_by()
+    exchange.body = body
+    exchange.inference = parse_body(RequestKind.CHAT, body)
+    return body, exchange
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        '{"role":"user","content":[{"type":"image_url","image_url":null,"uuid":"a"}]}',
+        '{"content":[{"image_url":null,"\\u0075\\u0075\\u0069\\u0064":"a"}],"role":"user"}',
+        '{"role":"user","content":[{"image_url":{"url":"u","mm_\\u0068ashes":"a"}}]}',
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"tools": [{"type": "function", "function": {"name": "f"}}]}])
+async def test_names_are_found_in_a_message_of_a_long_chat(message: str, more: dict[str, Any]) -> None:
+    """Messages of text, with braces and quotes, do not hide it."""
+    body, exchange = chat_after(message, **more)
+    assert not BodyGuard().passes(body, exchange)
+    clean = await BodyGuard().checked(body, exchange, [])
+    document, sent = json.loads(clean), json.loads(body)
+    assert '"a"' not in json.dumps(document["messages"][2])
+    assert {**document, "messages": document["messages"][:2]} == {**sent, "messages": sent["messages"][:2]}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        '{"role":"user","content":"flat"}',
+        '{"role":"user","content":[{"type":"text","text":"caf\\u00e9 \\"uuid\\": 1"}]}',
+        '{"role":"user","content":"{\\"uuid\\": {}}"}',
+    ],
+)
+async def test_a_long_chat_without_names_passes(message: str) -> None:
+    """Whatever its texts quote."""
+    assert BodyGuard().passes(*chat_after(message))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        b'"messages":[{"content":[{"image_url":null,"uuid":"a"}]}]',
+        b'"\\u006dessages":[{"content":[{"image_url":null,"uuid":"a"}]}]',
+        b'"input":[{"content":[{"image_url":null,"uuid":"a"}]}]',
+        b'"features":{"mm_hashes":{"image":["a"]}}',
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+async def test_names_beside_the_messages_of_a_long_chat_are_found(more: bytes, first: bool) -> None:
+    """In a second list of messages too, for an engine may read another one than we do."""
+    body, exchange = chat_after('{"role":"user","content":"flat"}')
+    exchange.body = body = b"{%b,%b" % (more, body[1:]) if first else b"%b,%b}" % (body[:-1], more)
+    exchange.inference = parse_body(RequestKind.CHAT, body)
+    assert not BodyGuard().passes(body, exchange)
+    clean = await BodyGuard().checked(body, exchange, [])
+    assert b'"uuid"' not in clean
+    assert b"mm_hashes" not in clean
 
 
 async def test_a_long_body_is_looked_at_by_the_members_of_its_scan() -> None:

@@ -34,11 +34,17 @@ from kvproxy.base.json_scan import (
     scan_to_replace_model,
 )
 from kvproxy.base.json_scan import replace_model as replaced_model
-from kvproxy.base.types import Headers
-from kvproxy.proxy.forward.media_names import MEDIA_ROOTS, Rename, find_media_names, may_name_media
+from kvproxy.base.types import Headers, RequestKind
+from kvproxy.proxy.forward.media_names import (
+    MEDIA_ROOTS,
+    Rename,
+    find_media_names,
+    may_message_name_media,
+    may_name_media,
+)
 from kvproxy.proxy.forward.request_body import START_BYTES
 from kvproxy.proxy.request.body import BodyUnchecked
-from kvproxy.proxy.request.exchange import Exchange
+from kvproxy.proxy.request.exchange import Exchange, TopNames
 
 #: Fields no client may set: transfers of KV (vLLM) or encoder caches, which data-parallel rank serves, and by which key
 #: media are cached (SGLang).
@@ -85,6 +91,8 @@ _SLICE_BYTES = 512 * 1024
 _SHORTENED_BYTES = 8 * 1024
 _PROMPT_NAMES = (b'"messages":', b'"prompt":', b'"input":')
 _SEPARATORS = (b",", b", ")
+#: APIs whose messages have media in content parts alone.
+_CHATS = frozenset({RequestKind.CHAT, RequestKind.MESSAGES})
 _MAX_NUMBER_BYTES = 32
 _MAX_SALT_BYTES = 64 * 1024  # of a longer one the digest counts
 _BOM = b"\xef\xbb\xbf"
@@ -117,17 +125,15 @@ class BodyGuard:
             return False
         if exchange.trusted and not exchange.tells_priority:
             return True
-        if not exchange.trusted and may_name_media(body):
-            return False
         known = exchange.members
         if known is None:
             names = read_names(body, exchange)
             if names is None or (exchange.tells_priority and _PRIORITY in names):
                 return False
-            return exchange.trusted or _are_clients(names)
+            return exchange.trusted or (_are_clients(names) and not _names_media(body, exchange))
         if exchange.trusted:
             return _has_no_priority(body, known)
-        return needs_no_change(body, known, priority=exchange.tells_priority)
+        return needs_no_change(body, known, priority=exchange.tells_priority) and not may_name_media(body)
 
     async def checked(self, body: bytes, exchange: Exchange, headers: Headers) -> bytes:
         """Return the body as an engine may get it. Raises BodyUnchecked."""
@@ -264,9 +270,20 @@ def beside_messages(body: bytes, exchange: Exchange) -> bytes:
 
 def read_names(body: bytes, exchange: Exchange) -> Mapping[str, msgspec.Raw] | None:
     """Return the members of its body, read once; of a long one beside its messages. None as for `top_names`."""
-    if exchange.names is None or exchange.names[0] is not body:
-        exchange.names = (body, top_names(beside_messages(body, exchange)))
-    return exchange.names[1]
+    read = exchange.names
+    if read is None or read.body is not body:
+        beside = beside_messages(body, exchange)
+        exchange.names = read = TopNames(body, beside, top_names(beside))
+    return read.names
+
+
+def _names_media(body: bytes, exchange: Exchange) -> bool:
+    """Return whether a body whose names were read may name media; messages of a long chat are searched one by one."""
+    read = exchange.names
+    inference = exchange.inference
+    if read is None or read.beside is body or inference is None or inference.kind not in _CHATS:
+        return may_name_media(body)
+    return may_name_media(read.beside) or any(map(may_message_name_media, inference.prompt.parts))
 
 
 def _salted_at_once(body: bytes, exchange: Exchange) -> bytes | None:
@@ -274,7 +291,7 @@ def _salted_at_once(body: bytes, exchange: Exchange) -> bytes | None:
     names = None if exchange.members is not None else read_names(body, exchange)
     if names is None or _SALT in names or (exchange.tells_priority and _PRIORITY in names):
         return None
-    if not exchange.trusted and (not _are_clients(names) or may_name_media(body)):
+    if not exchange.trusted and (not _are_clients(names) or _names_media(body, exchange)):
         return None
     return _with_salt_in_front(body, exchange.tenant, None, last=not names)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -150,6 +150,14 @@ class Outcome(msgspec.Struct, eq=False):
         self.status = self.status or CLIENT_CLOSED_REQUEST
 
 
+class TopNames(NamedTuple):
+    """Members of a body as one strict parse reads them."""
+
+    body: bytes
+    beside: bytes  # the text that was parsed: the body, or a long one without its messages
+    names: Mapping[str, msgspec.Raw] | None  # None: unreadable at once
+
+
 class Exchange(msgspec.Struct, eq=False, kw_only=True):
     """State of one request on its way through the chain."""
 
@@ -167,7 +175,7 @@ class Exchange(msgspec.Struct, eq=False, kw_only=True):
     received_bytes: int = 0  # of the body, from the client
     inference: InferenceRequest | None = None
     members: Members | None = None  # of a scanned body: those that are read, guarded, salted or examined
-    names: tuple[bytes, Mapping[str, msgspec.Raw] | None] | None = None  # of a body that was not, and which body
+    names: TopNames | None = None  # of a body that was not
     #: That the client asked for and gets; "": the cluster's own. It decides alone, preference or not.
     policy: str = ""
     preferred: EndpointId | None = None
