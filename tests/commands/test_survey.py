@@ -52,7 +52,7 @@ async def test_engines_of_several_models_are_clusters_with_routes() -> None:
 
 
 async def test_an_engine_that_is_down_is_served_when_it_answers() -> None:
-    """A start order that nobody chose is no error."""
+    """A start order that is not configured is no error."""
     config, said = await surveyed("a=http://127.0.0.1:1/$HOME")
     assert [one.url for one in config.clusters["default"].endpoints] == ["http://127.0.0.1:1/$HOME"]
     assert said[1].startswith("warning: a  http://127.0.0.1:1/$HOME: no answer")
