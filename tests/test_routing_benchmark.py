@@ -35,7 +35,7 @@ def test_ratios_are_seed_by_seed() -> None:
 
 def test_p99_is_held_against_whichever_other_is_best() -> None:
     """On each trace; ours are no others."""
-    rows = [row("kv_aware", 1.0, 6.0), row("kv_aware+queue", 1.0, 1.0), row("lmetric", 1.0, 5.0),
+    rows = [row("kv_aware", 1.0, 6.0), row("kv_aware+no_queue", 1.0, 1.0), row("lmetric", 1.0, 5.0),
             row("dynamo_agentic", 9.0, 4.0)]  # fmt: skip
     ((found, trace, other),) = routing_targets.p99_by_trace(rows, "kv_aware")
     assert (found.value, trace, other) == (pytest.approx(1.5), "conv_dev", "dynamo_agentic")

@@ -91,6 +91,26 @@ def test_agents_fork() -> None:
     assert any(count >= 2 for head, count in heads.items() if head)
 
 
+def test_conversations_grow_by_question_and_answer() -> None:
+    """Each turn repeats what was said before it, and about 11,000 tokens are asked at a time."""
+    trace = workloads.draw_conversations(Random(1))
+    for session in trace.sessions:
+        for before, after in pairwise(session.turns):
+            assert after.blocks[: len(before.blocks)] == before.blocks
+            assert after.prompt_tokens > len(before.blocks) * trace.block_size
+    assert sum(lengths(trace)) / trace.requests == pytest.approx(11_000, rel=0.2)
+
+
+@pytest.mark.parametrize("name", ["quarter_cache", "quarter_cache_chats"])
+def test_caches_of_a_quarter_hold_less_than_comes_again(name: str) -> None:
+    """A fifth of the distinct prompt tokens fit the whole fleet, so that placement decides what is kept."""
+    scenario, plain = SCENARIOS[name], ReplayFleet()
+    trace, fleet = scenario.draw(Half.REPORT), scenario.disturb(plain)
+    assert fleet.capacity_tokens * 4 == plain.capacity_tokens
+    distinct = len({block for session in trace.sessions for turn in session.turns for block in turn.blocks})
+    assert distinct * trace.block_size > 5 * fleet.instances * fleet.capacity_tokens
+
+
 def test_a_tenant_is_greedy() -> None:
     """Most of the prompt tokens are its own."""
     tokens: Counter[str] = Counter()

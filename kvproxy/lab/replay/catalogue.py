@@ -45,6 +45,10 @@ def _small_memory(fleet: ReplayFleet) -> ReplayFleet:
     return replace(fleet, capacity_tokens=131_072)
 
 
+def _quarter(fleet: ReplayFleet) -> ReplayFleet:
+    return replace(fleet, capacity_tokens=fleet.capacity_tokens // 4)
+
+
 SCENARIOS = {
     scenario.name: scenario
     for scenario in (
@@ -118,6 +122,10 @@ SCENARIOS = {
             "caches of an eighth",
             0.5,
             lambda fleet: replace(fleet, capacity_tokens=fleet.capacity_tokens // 8),
+        ),
+        _disturbed("quarter_cache", "caches of a quarter, tool agents", 0.7, _quarter),
+        Scenario(
+            "quarter_cache_chats", "the same with long conversations", 0.7, workloads.draw_conversations, _quarter
         ),
     )
 }

@@ -256,3 +256,20 @@ def draw_assistants(rng: Random) -> Trace:
             history = list(turn.blocks)
             at = at + rng.expovariate(1 / 20)
     return draw.trace("assistants", sessions)
+
+
+def draw_conversations(rng: Random) -> Trace:
+    """700 conversations of about four turns of 2,500 tokens (spread 0.8), answers of about 350, 30 s between turns."""
+    draw = Draw(rng, 512)
+    sessions = []
+    for _ in range(700):
+        turns = []
+        history: list[int] = []
+        for number in range(1 + draw.exponential(3, 15)):
+            asked, answered = draw.around(2500, 0.8, 30_000), draw.exponential(350, 2000)
+            delay_s = rng.expovariate(1 / 30) if number else 0.0
+            turn = draw.turn(history, asked, answered, delay_s=delay_s)
+            turns.append(turn)
+            history = [*turn.blocks, *draw.blocks(answered)]
+        sessions.append(TraceSession(rng.uniform(0.0, _SPAN_S), tuple(turns)))
+    return draw.trace("conversations", sessions)
