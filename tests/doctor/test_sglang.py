@@ -97,6 +97,20 @@ async def test_the_order_of_priorities() -> None:
     assert "--enable-priority-scheduling" in only(await visited(SGLANG, **queue, **told)).fix
 
 
+async def test_an_order_of_which_no_use_is_made() -> None:
+    """An engine that admits by priority is named while `engine_priority` is not written down and the policy could send
+    one: `off` is an answer."""
+    ordered = replace(SGLANG, enable_priority_scheduling=True)
+    found = only(await visited(ordered))
+    assert (found.severity, found.check) == (Severity.WARNING, "sglang")
+    assert "`engine_priority: auto` and `engine_priority_order: highest_first`" in found.fix
+    turned = replace(ordered, schedule_low_priority_values_first=True)
+    assert "`engine_priority_order: lowest_first`" in only(await visited(turned)).fix
+    assert (await visited(ordered, engine_priority="off")).findings == ()
+    assert (await visited(ordered, policy="lmetric")).findings == ()
+    assert (await visited(SGLANG)).findings == ()
+
+
 async def test_a_cache_that_is_off() -> None:
     """By its own word; a path that cannot be probed is another check's business."""
     info = {"version": "0.5.23", "page_size": 16, "disable_radix_cache": True}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvproxy.base.errors import ClientError, NotSupported
 from kvproxy.cache.clients.sglang import SglangInfo
 from kvproxy.cluster.settings import ClusterSettings, EnginePriorityMode, PriorityOrder
+from kvproxy.operate.config.verify_clusters import FORECASTING
 from kvproxy.operate.doctor.check_trial import TRIAL_CALLS
 from kvproxy.operate.doctor.engine import EngineCheck
 from kvproxy.operate.doctor.report import Finding, ok, problem, warning
@@ -54,8 +55,15 @@ class SglangCheck(EngineCheck):
         return [warning(self.where, what, fix)]
 
     def _priority(self, info: SglangInfo) -> Iterator[Finding]:
+        right = PriorityOrder.LOWEST_FIRST if info.schedule_low_priority_values_first else PriorityOrder.HIGHEST_FIRST
         mode = self.engine.endpoint.engine_priority or self.cluster.engine_priority
         if mode is EnginePriorityMode.OFF:
+            if info.enable_priority_scheduling and self._may_send_priority():
+                fix = (
+                    f"set `engine_priority: auto` and `engine_priority_order: {right.value}`, "
+                    "or `engine_priority: off` where clients send a `priority` of their own"
+                )
+                yield warning(self.where, "admits requests by `priority`, and the proxy sends none", fix)
             return
         if info.enable_priority_scheduling is False:
             make = problem if mode is EnginePriorityMode.ON else warning
@@ -63,11 +71,15 @@ class SglangCheck(EngineCheck):
             yield make(self.where, "is not started to go by a `priority`, and engine_priority is not off", fix)
             return
         order = self.engine.endpoint.engine_priority_order or self.cluster.engine_priority_order
-        right = PriorityOrder.LOWEST_FIRST if info.schedule_low_priority_values_first else PriorityOrder.HIGHEST_FIRST
         if order is not right:
             first = right.value.partition("_")[0]
             what = f"admits the {first} `priority` first, and engine_priority_order says otherwise"
             yield problem(self.where, what, f"set `engine_priority_order: {right.value}`")
+
+    def _may_send_priority(self) -> bool:
+        """Return True if the policy can order requests and no `engine_priority` is written down."""
+        written = "engine_priority" in self.cluster.model_fields_set | self.engine.endpoint.model_fields_set
+        return self.cluster.policy in FORECASTING and not written
 
     def _pages(self, info: SglangInfo) -> Iterator[Finding]:
         if info.disable_radix_cache:
