@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import routing_report, routing_targets
+from benchmarks import routing_defaults, routing_report, routing_targets
 from benchmarks.routing_cells import OURS, Cell, cells
 from benchmarks.routing_ratios import REFERENCE, ratio
 from kvproxy.lab.replay.catalogue import SCENARIOS
@@ -80,3 +80,26 @@ def test_every_cell_is_run_once() -> None:
     assert len(set(everything)) == len(everything)
     assert set(quick) < set(everything)
     assert {cell.trace for cell in quick} >= set(SCENARIOS)
+
+
+def test_defaults_are_held_against_the_best_peer_of_each_cell() -> None:
+    """Each figure has its own best peer, and a cell above 1.0 is counted."""
+    cells = {}
+    for name, ours in (("one", 1.0), ("two", 4.0)):
+        figures = {
+            "kv_aware": (ours, 8.0),
+            "lmetric": (2.0, 9.0),
+            "least_ttft": (3.0, 4.0),
+            "dynamo_agentic": (4.0, 9.0),
+        }
+        cells[name] = {policy: routing_defaults.Figures(mean, p99, 1.0) for policy, (mean, p99) in figures.items()}
+    text = routing_defaults.as_markdown(cells, command="c", about="a")
+    assert "| mean of | 1.000 | 0.667 | 0.500 | 1.000 | 1 of 2 |" in text
+    assert "| p99 of | 0.889 | 2.000 | 0.889 | 2.000 | 2 of 2 |" in text
+
+
+def test_a_cell_of_the_defaults_is_played() -> None:
+    """The default and each peer, on a trace that is cut."""
+    played = routing_defaults.play_cell("msyn_dev", 0.5, requests=60, seeds=1)
+    assert list(played) == [routing_defaults.DEFAULT, *routing_defaults.PEERS]
+    assert all(0.0 < one.mean_s <= one.p99_s < one.e2e_s * 100 for one in played.values())
