@@ -266,7 +266,8 @@ def draw_conversations(rng: Random) -> Trace:
         turns = []
         history: list[int] = []
         for number in range(1 + draw.exponential(3, 15)):
-            asked, answered = draw.around(2500, 0.8, 30_000), draw.exponential(350, 2000)
+            asked = draw.around(2500, 0.8, 30_000)
+            answered = draw.exponential(350, 2000)
             delay_s = rng.expovariate(1 / 30) if number else 0.0
             turn = draw.turn(history, asked, answered, delay_s=delay_s)
             turns.append(turn)
