@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.metrics.present import LoopLag
+from kvproxy.base.tls.watch import CertificateWatch
 from kvproxy.base.types import Clock
 from kvproxy.base.upstream.pool import UpstreamPool
 from kvproxy.cache.service import KvCache
@@ -70,6 +71,9 @@ class Proxy:
         self.public_url = ""  # where clients connect, told by the listener
         self.reloader: ConfigReloader | None = None  # reads the configuration again; None: there is no file
         self.adviser: AdviceRuns | None = None  # likewise
+        self.certificates = CertificateWatch(
+            metrics=self.metrics, wall_clock=lambda: wall_clock().timestamp()
+        )  # of its listeners and towards engines
         pool = config.pool
         self._pool = UpstreamPool(
             max_connections=pool.max_connections,
@@ -79,8 +83,10 @@ class Proxy:
             max_head_bytes=pool.max_response_head,
             clock=clock,
             metrics=self.metrics,
+            certificates=self.certificates,
         )
-        self._probes = UpstreamPool(max_connections=4, max_idle=0, clock=clock)  # a full pool must not starve probes
+        # A full pool must not starve probes.
+        self._probes = UpstreamPool(max_connections=4, max_idle=0, clock=clock, certificates=self.certificates)
         written = make_recorder(self, config.receipts, key=receipts_key), make_ledger(self, config.ledger)
         self._written = [one for one in written if one is not None]
         self._shared = Shared(
@@ -168,6 +174,7 @@ class Proxy:
 
     async def prepare(self, config: Config) -> Generation:
         """Return the first half of a reload: everything that may fail. `adopt` or `discard` what it gives."""
+        await self.certificates.look()
         after = Generation(config, self._shared, self._states)
         await self._reloader.begin_generation(after)
         await asyncio.sleep(0)  # thousands of endpoints take long enough without what was built
@@ -189,7 +196,7 @@ class Proxy:
     async def __aenter__(self) -> Proxy:
         async with AsyncExitStack() as starting:  # a part that cannot start ends those before it
             await starting.enter_async_context(LoopLag(self.metrics.group(ProcessMetrics).loop_lag, clock=self.clock))
-            for part in (self._pool, self._probes, *self._written, self._reloader):
+            for part in (self.certificates, self._pool, self._probes, *self._written, self._reloader):
                 await starting.enter_async_context(part)
             await self._reloader.begin_generation(self._generation)
             self._generation.begin_serving()

@@ -34,6 +34,10 @@ class DnsDiscoverySettings(Model):
     """Models they serve."""
     ca_file: str = ""
     """PEM file to verify https endpoints with, for `host`; empty: the system's."""
+    cert_file: str = ""
+    """PEM file of the certificate to show https endpoints that require one, then its chain; empty: none."""
+    key_file: str = ""
+    """PEM file of its private key, without a pass phrase; empty: it is in `cert_file`."""
 
 
 class DiscoverySettings(Model):

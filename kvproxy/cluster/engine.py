@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvproxy.base.resilience.breaker import Breaker
+from kvproxy.base.tls.files import ClientTls
 from kvproxy.base.types import Clock, EndpointId
 from kvproxy.base.upstream.origin import Origin
 from kvproxy.cluster.adapters import Adapters
@@ -210,4 +211,5 @@ class Engine:
 
 def origin_of(config: EndpointSettings) -> Origin:
     """Where the engine listens; ValueError when its URL is none."""
-    return Origin.parse(config.url, ca_file=config.ca_file, insecure=config.insecure, server_name=config.server_name)
+    tls = ClientTls(config.ca_file, config.insecure, config.cert_file, config.key_file)
+    return Origin.parse(config.url, tls=tls, server_name=config.server_name)

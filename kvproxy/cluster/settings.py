@@ -258,6 +258,11 @@ class EndpointSettings(Model):
     """Sent to this endpoint alone as `Authorization: Bearer`, instead of the client's."""
     ca_file: str = ""
     """PEM file to verify an https endpoint with; empty: the system's."""
+    cert_file: str = ""
+    """PEM file of the certificate to show an https endpoint that requires one (vLLM's `--ssl-cert-reqs 2`), then its
+    chain; empty: none."""
+    key_file: str = ""
+    """PEM file of its private key, without a pass phrase; empty: it is in `cert_file`."""
     server_name: str = ""
     """Name its certificate and the Host header are for, where `url` has an address; empty: the host in `url`."""
     insecure: bool = False

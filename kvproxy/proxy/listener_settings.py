@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from kvproxy.base.settings.model import Duration, Model, Port, Secret
+from kvproxy.base.tls.files import ServerTls
 
 
 class ListenerTls(Model):
@@ -13,9 +14,14 @@ class ListenerTls(Model):
     certificate: str
     """PEM file: the certificate, then its chain."""
     private_key: str
-    """PEM file of the private key."""
+    """PEM file of the private key, without a pass phrase."""
     client_ca: str = ""
     """PEM file of authorities: who connects must show a certificate of one of them; empty: none is asked for."""
+
+    @property
+    def files(self) -> ServerTls:
+        """The files, to be loaded."""
+        return ServerTls(self.certificate, self.private_key, self.client_ca)
 
 
 class ListenerSettings(Model):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvproxy.app import Proxy
 from kvproxy.base.errors import ClientUnavailable
+from kvproxy.base.tls.files import ServerTls
 from kvproxy.base.types import EndpointId, InferenceRequest, Prompt, RequestKind
 from kvproxy.cache.feedback.trust import LossReason
 from kvproxy.cache.kv_events.status import StreamReason, StreamState, StreamStatus
@@ -18,6 +20,7 @@ from kvproxy.operate.admin.history import History
 from kvproxy.operate.admin.operated import ConfigFinding
 from kvproxy.proxy.request.exchange import Exchange, Outcome
 from tests.admin.support import admin_of, proxy_of
+from tests.support.certificates import make_certificate
 from tests.support.clock import FakeClock
 
 THREE = {name: f"http://127.0.0.1:{port}" for port, name in enumerate("abc", start=9)}
@@ -69,6 +72,16 @@ class Place:
         async with admin_of(self.proxy) as client:
             answer: dict[str, Any] = (await client.get("/live")).json()
         return answer
+
+
+async def test_a_certificate_that_expires_soon(clock: FakeClock, tmp_path: Path) -> None:
+    """Once, with how long it lasts."""
+    place = Place(clock)
+    files = make_certificate(tmp_path, "127.0.0.1")  # until tomorrow
+    place.proxy.certificates.server_context("listen", ServerTls(str(files.certificate), str(files.private_key)))
+    (found,) = [one for one in (await place.live())["findings"] if one["where"] == "listen"]
+    assert found["what"].startswith("the certificate ")
+    assert "without a restart" in found["fix"]
 
 
 async def test_every_answer_a_500_is_a_failure(clock: FakeClock) -> None:

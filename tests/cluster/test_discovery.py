@@ -122,7 +122,14 @@ def test_a_variable_that_is_missing_or_wrong_is_named(text: bytes, complaint: st
 
 @pytest.mark.parametrize(
     "fields",
-    ["api_key: {file: /etc/passwd}", "api_key: sk-1", "ca_file: /etc/passwd", "labels: {a: '${HOME}'}"],
+    [
+        "api_key: {file: /etc/passwd}",
+        "api_key: sk-1",
+        "ca_file: /etc/passwd",
+        "cert_file: /x",
+        "key_file: /x",
+        "labels: {a: '${HOME}'}",
+    ],
 )
 def test_a_file_names_no_credential_unless_that_is_allowed(fields: str) -> None:
     """Nothing is read; the others of the file stay."""

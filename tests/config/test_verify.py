@@ -11,6 +11,7 @@ from kvproxy.base.settings.paths import dotted_path
 from kvproxy.operate.config.load import check_config
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.verify import find_faults
+from tests.support.certificates import Certificate, encrypt, make_certificate
 
 E = "endpoints: ['http://127.0.0.1:8000']\n"
 ROUTER = "filters: {{router: {{{}}}}}\n"
@@ -297,7 +298,9 @@ def test_files_that_exist(tmp_path: Path) -> None:
     """Certificates and key files that are there are no problem."""
     file = tmp_path / "pem"
     file.write_text("x")
-    text = f"listen: {{tls: {{certificate: {file}, private_key: {file}}}}}\ndiscovery: {{file: {{path: {file}}}}}\n"
+    files = make_certificate(tmp_path, "127.0.0.1")
+    pair = f"certificate: {files.certificate}, private_key: {files.private_key}"
+    text = f"listen: {{tls: {{{pair}}}}}\ndiscovery: {{file: {{path: {file}}}}}\n"
     assert problems_of(E + text + CHAIN.format(f"auth: {{file: {file}}}")) == []
 
 
@@ -341,3 +344,63 @@ def test_an_endpoint_is_not_the_proxy_itself(listen: str, url: str, loops: str) 
     """Its requests would come back to it without end; every address of this machine counts where it listens on all."""
     found = [line for line in problems_of(f"listen: '{listen}'\nendpoints: ['{url}']\n") if LOOPS in line]
     assert [f"(`{loops}`)" in line for line in found] == ([True] if loops else [])
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> tuple[Certificate, Certificate]:
+    """Two pairs of files."""
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    one, two = (make_certificate(folder, "127.0.0.1") for folder in folders)
+    return one, two
+
+
+@pytest.mark.parametrize("place", ["listen: {host: 127.0.0.1, tls", "picker: {host: 127.0.0.1, tls"])
+def test_a_pair_that_cannot_be_served_is_refused(place: str, pairs: tuple[Certificate, Certificate]) -> None:
+    """As OpenSSL loads it, with the file and its setting; a pass phrase is not asked for."""
+    one, two = pairs
+    at = f"error: {place.partition(':')[0]}.tls"
+
+    def check(certificate: Path, private_key: Path, more: str = "") -> list[str]:
+        pair = f"{{certificate: {certificate}, private_key: {private_key}{more}}}"
+        return problems_of(f"{E}{place}: {pair}}}\n")
+
+    assert check(one.certificate, one.private_key) == []
+    (mismatch,) = check(one.certificate, two.private_key)
+    assert mismatch.startswith(f"{at}.private_key: the private key '{two.private_key}' does not belong to")
+    (swapped,) = check(one.private_key, one.certificate)
+    assert swapped.startswith(f"{at}.certificate: no PEM certificate in")
+    assert "swapped" in swapped
+    (no_key,) = check(one.certificate, one.certificate)
+    assert no_key.startswith(f"{at}.private_key: no PEM private key in")
+    two.private_key.write_text("-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n")
+    (damaged,) = check(one.certificate, two.private_key)
+    assert damaged.startswith(f"{at}.private_key: OpenSSL refuses the private key '{two.private_key}'")
+    two.certificate.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+    (damaged,) = check(two.certificate, one.private_key)
+    assert damaged.startswith(f"{at}.certificate: OpenSSL cannot read the certificate '{two.certificate}'")
+    (authorities,) = check(one.certificate, one.private_key, f", client_ca: {one.private_key}")
+    assert authorities.startswith(f"{at}.client_ca: no usable PEM certificates in '{one.private_key}'")
+    encrypt(one.private_key, b"sesame")
+    (encrypted,) = check(one.certificate, one.private_key)
+    assert encrypted.startswith(f"{at}.private_key: the private key '{one.private_key}' is encrypted by a pass phrase")
+    assert "openssl pkey" in encrypted
+
+
+def test_certificates_for_engines_are_loaded(pairs: tuple[Certificate, Certificate]) -> None:
+    """Those of an endpoint, and of the sources that find endpoints."""
+    one, two = pairs
+    wrong = f"cert_file: {one.certificate}, key_file: {two.private_key}"
+    good = f"ca_file: {one.certificate}, cert_file: {one.certificate}, key_file: {one.private_key}"
+    assert problems_of(f"endpoints: [{{id: a, url: 'https://h', {good}}}]\n") == []
+    (fault,) = problems_of(f"endpoints: [{{id: a, url: 'https://h', {wrong}}}]\n")
+    assert fault.startswith("error: endpoints[0].key_file: the private key")
+    (alone,) = problems_of(f"endpoints: [{{id: a, url: 'https://h', key_file: {one.private_key}}}]\n")
+    assert alone == "error: endpoints[0].key_file: without a certificate it is not used (set `cert_file`)"
+    (missing,) = problems_of("endpoints: [{id: a, url: 'https://h', cert_file: /nowhere}]\n")
+    assert missing == "error: endpoints[0].cert_file: no such file: '/nowhere'"
+    (found,) = problems_of(f"discovery: {{dns: {{host: h, port: 1, scheme: https, {wrong}}}}}\n")
+    assert found.startswith("error: discovery.dns.key_file: the private key")
+    (found,) = problems_of(f"discovery: {{kubernetes: {{service: h, scheme: https, {wrong}}}}}\n")
+    assert found.startswith("error: discovery.kubernetes.key_file: the private key")

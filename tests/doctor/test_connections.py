@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvproxy.base.tls.files import ClientTls
 from kvproxy.base.upstream.origin import Origin
 from kvproxy.lab.simulator.http_call import JsonApp
 from kvproxy.operate.doctor.check_reachability import ConnectionCheck
@@ -37,7 +38,7 @@ async def test_a_good_certificate(tmp_path: Path) -> None:
     month = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=30)
     files = make_certificate(tmp_path, "127.0.0.1", until=month)
     async with serve(JsonApp(), tls=tls_of(files)) as url:
-        found = await look(Origin.parse(url, ca_file=str(files.certificate)))
+        found = await look(Origin.parse(url, tls=ClientTls(str(files.certificate))))
     assert (found.severity, found.what) == (Severity.OK, f"reachable at {url}")
 
 
@@ -45,7 +46,7 @@ async def test_a_certificate_that_expires_soon(tmp_path: Path) -> None:
     """Said before it happens."""
     files = make_certificate(tmp_path, "127.0.0.1")
     async with serve(JsonApp(), tls=tls_of(files)) as url:
-        found = await look(Origin.parse(url, ca_file=str(files.certificate)))
+        found = await look(Origin.parse(url, tls=ClientTls(str(files.certificate))))
     assert found.severity is Severity.WARNING
     assert "expires in 1.0 days" in found.what
 
@@ -63,8 +64,8 @@ async def test_a_certificate_for_another_name(tmp_path: Path) -> None:
     """Trusted, but not this host's."""
     files = make_certificate(tmp_path, "engine.example")
     async with serve(JsonApp(), tls=tls_of(files)) as url:
-        found = await look(Origin.parse(url, ca_file=str(files.certificate)))
-        named = await look(Origin.parse(url, ca_file=str(files.certificate), server_name="engine.example"))
+        found = await look(Origin.parse(url, tls=ClientTls(str(files.certificate))))
+        named = await look(Origin.parse(url, tls=ClientTls(str(files.certificate)), server_name="engine.example"))
     assert "is for another name" in found.what
     assert "`server_name`" in found.fix
     assert named.severity is Severity.WARNING  # only that it expires soon
@@ -74,7 +75,7 @@ async def test_an_insecure_endpoint(tmp_path: Path) -> None:
     """Nothing is verified, so nothing is said about the certificate."""
     files = make_certificate(tmp_path, "engine.example")
     async with serve(JsonApp(), tls=tls_of(files)) as url:
-        found = await look(Origin.parse(url, insecure=True))
+        found = await look(Origin.parse(url, tls=ClientTls(insecure=True)))
     assert found.severity is Severity.OK
 
 
@@ -98,7 +99,7 @@ async def test_a_peer_that_never_shakes_hands() -> None:
 async def test_a_certificate_file_that_is_gone(tmp_path: Path) -> None:
     """Whatever cannot be used here is an error of the connection."""
     async with serve(JsonApp()) as url:
-        found = await look(Origin.parse(url.replace("http:", "https:"), ca_file=str(tmp_path / "none.pem")))
+        found = await look(Origin.parse(url.replace("http:", "https:"), tls=ClientTls(str(tmp_path / "none.pem"))))
     assert "cannot connect to 127.0.0.1" in found.what
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.operate.doctor.check_configuration import PublicCheck
+from kvproxy.operate.doctor.check_configuration import CertificatesCheck, PublicCheck
 from kvproxy.operate.doctor.deployment import find_kvcache_settings, survey_deployment
 from kvproxy.operate.doctor.report import Severity
 from kvproxy.operate.doctor.tools import Tools
@@ -100,3 +100,18 @@ async def test_which_paths_are_public_is_said(more: dict[str, Any], said: list[s
     """That all of them are is a warning of the configuration."""
     found = await PublicCheck(parsed({"endpoints": ["http://127.0.0.1:8000"], **more})).collect_findings()
     assert [one.what for one in found] == said
+
+
+async def test_certificates_of_its_own_that_expire_soon(tmp_path: Path) -> None:
+    """Of each listener, and towards engines. One that lasts is well."""
+    files = make_certificate(tmp_path, "127.0.0.1")  # until tomorrow
+    tls = {"certificate": str(files.certificate), "private_key": str(files.private_key)}
+    engine = {"id": "a", "url": "https://127.0.0.1:1", "cert_file": tls["certificate"], "key_file": tls["private_key"]}
+    config = parsed({"endpoints": [engine], "listen": {"tls": tls}, "picker": {"tls": tls}})
+    found = await CertificatesCheck(config, utc_seconds).collect_findings()
+    places = ["listen.tls.certificate", "picker.tls.certificate", "default/a cert_file"]
+    assert [(one.severity, one.where) for one in found] == [(Severity.WARNING, place) for place in places]
+    assert {one.what for one in found} == {"the certificate expires in 1.0 days"}
+    (well,) = await CertificatesCheck(config, lambda: utc_seconds() - 30 * 86_400).collect_findings()
+    assert well.severity is Severity.OK
+    assert not await CertificatesCheck(parsed({"endpoints": ["http://h:1"]}), utc_seconds).collect_findings()

@@ -54,6 +54,18 @@ def make_certificate(folder: Path, *names: str, until: datetime.datetime | None 
     return files
 
 
+def encrypt(private_key: Path, pass_phrase: bytes) -> None:
+    """Write the key again, encrypted."""
+    key = serialization.load_pem_private_key(private_key.read_bytes(), None)
+    private_key.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(pass_phrase),
+        )
+    )
+
+
 def _general_name(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name))

@@ -9,6 +9,7 @@ import ssl
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+from kvproxy.base.tls.files import ClientTls
 from kvproxy.base.upstream.origin import Origin
 
 
@@ -99,7 +100,7 @@ async def scripted(
 
     server = await asyncio.start_server(on_connect, "127.0.0.1", 0, ssl=tls)
     port = server.sockets[0].getsockname()[1]
-    upstream.origin = Origin.parse(f"{url}:{port}", ca_file=ca_file)
+    upstream.origin = Origin.parse(f"{url}:{port}", tls=ClientTls(ca_file))
     try:
         yield upstream
     finally:

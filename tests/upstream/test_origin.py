@@ -6,6 +6,7 @@ import ssl
 
 import pytest
 
+from kvproxy.base.tls.files import ClientTls
 from kvproxy.base.upstream.origin import Origin
 
 
@@ -48,18 +49,13 @@ def test_equal_origins_share_one_entry() -> None:
     first, second = Origin.parse("https://e/x"), Origin.parse("https://e:443/x/")
     assert first == second
     assert hash(first) == hash(second)
-    assert first != Origin.parse("https://e/x", insecure=True)
+    assert first != Origin.parse("https://e/x", tls=ClientTls(insecure=True))
     assert str(first) == "https://e/x"
 
 
 def test_verification_is_on_unless_asked_otherwise() -> None:
-    """One context an origin; none for http."""
-    context = Origin.parse("https://e").ssl_context
-    assert context is not None
+    """The certificate and the name in it."""
+    context = Origin.parse("https://e").tls.make_context()
     assert context.check_hostname
     assert context.verify_mode is ssl.CERT_REQUIRED
-    loose = Origin.parse("https://e", insecure=True)
-    assert loose.ssl_context is loose.ssl_context
-    assert loose.ssl_context is not None
-    assert loose.ssl_context.verify_mode is ssl.CERT_NONE
-    assert Origin.parse("http://e").ssl_context is None
+    assert Origin.parse("https://e", tls=ClientTls(insecure=True)).tls.make_context().verify_mode is ssl.CERT_NONE

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from kvproxy.base.errors import ConnectError, ConnectTimeout
+from kvproxy.base.tls.files import ClientTls
 from kvproxy.base.upstream.origin import Origin
 from kvproxy.base.upstream.pool import Timeouts, UpstreamPool
 from kvproxy.base.upstream.transport import PoolTransport
@@ -66,11 +67,11 @@ async def test_an_address_is_verified_for_the_name_it_stands_for(tmp_path: Path)
         scripted(answer(OK), tls=certificate.server_context(), url=url, ca_file=ca_file) as upstream,
         UpstreamPool() as pool,
     ):
-        named = Origin.parse(str(upstream.origin), ca_file=ca_file, server_name="engines.example")
+        named = Origin.parse(str(upstream.origin), tls=ClientTls(ca_file), server_name="engines.example")
         assert await fetch(pool, named) == b"ok"
         assert f"engines.example:{named.port}".encode() in upstream.peers[0].requests[0]
         with pytest.raises(ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-            await post(pool, Origin.parse(str(named), ca_file=ca_file, server_name="other.example"))
+            await post(pool, Origin.parse(str(named), tls=ClientTls(ca_file), server_name="other.example"))
 
 
 async def test_an_httpx_client_too_trusts_by_name(tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ async def test_an_httpx_client_too_trusts_by_name(tmp_path: Path) -> None:
         scripted(answer(OK), tls=certificate.server_context(), url=url, ca_file=ca_file) as upstream,
         UpstreamPool() as pool,
         httpx.AsyncClient(
-            transport=PoolTransport(pool, ca_file=ca_file, server_name="engines.example"), trust_env=False
+            transport=PoolTransport(pool, tls=ClientTls(ca_file), server_name="engines.example"), trust_env=False
         ) as client,
     ):
         assert (await client.get(f"{upstream.origin}/health")).content == b"ok"
@@ -96,7 +97,7 @@ async def test_insecure_takes_any_certificate(certificate: Certificate) -> None:
         scripted(answer(OK), tls=certificate.server_context(), url="https://127.0.0.1") as upstream,
         UpstreamPool() as pool,
     ):
-        origin = Origin.parse(str(upstream.origin), insecure=True)
+        origin = Origin.parse(str(upstream.origin), tls=ClientTls(insecure=True))
         assert await fetch(pool, origin) == b"ok"
 
 
@@ -104,7 +105,7 @@ async def test_a_missing_authority_file_is_a_connect_error(tmp_path: Path) -> No
     """A certificate file that went away fails the attempt, not the proxy."""
     async with UpstreamPool() as pool:
         with pytest.raises(ConnectError):
-            await post(pool, Origin.parse("https://127.0.0.1:1", ca_file=str(tmp_path / "none.pem")))
+            await post(pool, Origin.parse("https://127.0.0.1:1", tls=ClientTls(str(tmp_path / "none.pem"))))
         assert pool.open == 0
 
 

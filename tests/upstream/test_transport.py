@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
+from kvproxy.base.tls.files import ClientTls
 from kvproxy.base.upstream.origin import Origin
 from kvproxy.base.upstream.pool import Timeouts, UpstreamPool
 from kvproxy.base.upstream.transport import HttpClients, PoolTransport
@@ -136,7 +137,10 @@ async def test_a_client_is_one_for_each_way_to_verify() -> None:
         clients = HttpClients(pool)
         plain = clients.client()
         assert clients.client(Origin("https", "a", 1)) is clients.client(Origin("http", "b", 2)) is plain
-        named, insecure = Origin("https", "a", 1, server_name="b"), Origin("https", "a", 1, insecure=True)
+        named, insecure = (
+            Origin("https", "a", 1, server_name="b"),
+            Origin("https", "a", 1, tls=ClientTls(insecure=True)),
+        )
         assert len({id(clients.client(one)) for one in (None, named, insecure)}) == 3
         assert clients.client(named) is clients.client(named)
         await clients.aclose()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-import ssl
 from dataclasses import dataclass, field
-from functools import cached_property
 from urllib.parse import urlsplit
 
+from kvproxy.base.tls.files import ClientTls
+
 _DEFAULT_PORTS = {"http": 80, "https": 443}
+_PLAIN = ClientTls()
 
 
 @dataclass(frozen=True)
@@ -16,16 +17,15 @@ class Origin:
     """One engine's address. Equal origins share connections, so everything that shapes a connection is part of it.
 
     `host` has no brackets (IPv6 included); `base_path` goes before every request target and has no trailing slash.
-    `server_name` is the name expected to answer at an address: its certificate is verified for it, and the Host header
-    says it.
+    `tls` counts for https alone. `server_name` is the name expected to answer at an address: its certificate is
+    verified for it, and the Host header says it.
     """
 
     scheme: str
     host: str
     port: int
     base_path: bytes = b""
-    ca_file: str = ""
-    insecure: bool = False
+    tls: ClientTls = _PLAIN
     server_name: str = ""
     host_header: bytes = field(init=False, repr=False, compare=False)
     #: Equal for equal origins. A dictionary of these costs a request less than one of origins, whose hash is Python's.
@@ -39,11 +39,11 @@ class Origin:
         authority = name if self.port == _DEFAULT_PORTS[self.scheme] else f"{name}:{self.port}"
         # Set once here, since both are read for every request.
         object.__setattr__(self, "host_header", authority.encode("idna" if not authority.isascii() else "ascii"))
-        identity = (self.scheme, self.host, self.port, self.base_path, self.ca_file, self.insecure, self.server_name)
+        identity = (self.scheme, self.host, self.port, self.base_path, self.tls, self.server_name)
         object.__setattr__(self, "key", repr(identity))
 
     @classmethod
-    def parse(cls, url: str, *, ca_file: str = "", insecure: bool = False, server_name: str = "") -> Origin:
+    def parse(cls, url: str, *, tls: ClientTls = _PLAIN, server_name: str = "") -> Origin:
         """Return the origin of `http(s)://host[:port][/base/path]`; ValueError for anything that says more or less."""
         parts = urlsplit(url)
         if parts.scheme not in _DEFAULT_PORTS:
@@ -58,19 +58,7 @@ class Origin:
         if not path.isascii() or not path.isprintable() or " " in path:
             raise ValueError(f"the base path must be percent-encoded: {url!r}")
         port = parts.port if parts.port is not None else _DEFAULT_PORTS[parts.scheme]
-        return cls(parts.scheme, parts.hostname, port, path.encode("ascii"), ca_file, insecure, server_name)
-
-    @cached_property
-    def ssl_context(self) -> ssl.SSLContext | None:
-        """Made once, None for http. Certificate and host name are verified unless `insecure`."""
-        if self.scheme == "http":
-            return None
-        context = ssl.create_default_context(cafile=self.ca_file or None)
-        context.set_alpn_protocols(["http/1.1"])
-        if self.insecure:
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-        return context
+        return cls(parts.scheme, parts.hostname, port, path.encode("ascii"), tls, server_name)
 
     def __str__(self) -> str:
         if self.server_name:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from kvproxy.base.errors import ConnectError, ConnectTimeout, NoDescriptors, UpstreamDisconnected
 from kvproxy.base.metrics.bounds import BoundMetrics
 from kvproxy.base.metrics.groups import Metrics
+from kvproxy.base.tls.watch import CertificateWatch
 from kvproxy.base.types import Clock, Headers
 from kvproxy.base.upstream.connection import Connection, Timeouts
 from kvproxy.base.upstream.metrics import ConnectionMetrics
@@ -46,7 +47,9 @@ class UpstreamPool:
         max_head_bytes: int = MAX_HEAD_BYTES,
         clock: Clock = time.monotonic,
         metrics: Metrics | None = None,
+        certificates: CertificateWatch | None = None,
     ) -> None:
+        self._certificates = certificates or CertificateWatch()
         kept = max_idle if idle_timeout_s > 0 else 0
         self._limits = PoolLimits(max_connections, kept, idle_timeout_s, max_waiting)
         self._high_water_bytes = high_water_bytes
@@ -178,6 +181,7 @@ class UpstreamPool:
     async def _open_connection(self, origin: Origin, timeout_s: float) -> Connection:
         loop = asyncio.get_running_loop()
         try:
+            context = self._certificates.client_context(origin.tls) if origin.scheme == "https" else None
             async with asyncio.timeout(timeout_s or None):
                 _, connection = await loop.create_connection(
                     lambda: Connection(
@@ -188,8 +192,8 @@ class UpstreamPool:
                     ),
                     origin.host,
                     origin.port,
-                    ssl=origin.ssl_context,
-                    server_hostname=origin.server_name or None if origin.ssl_context else None,
+                    ssl=context,
+                    server_hostname=origin.server_name or None if context else None,
                 )
         except TimeoutError:
             raise ConnectTimeout(f"no connection to {origin} within {timeout_s:g} s") from None

@@ -18,6 +18,7 @@ from kvproxy.base.errors import (
     UpstreamDisconnected,
     UpstreamProtocolError,
 )
+from kvproxy.base.tls.files import ClientTls
 from kvproxy.base.types import Headers
 from kvproxy.base.upstream.origin import Origin
 from kvproxy.base.upstream.pool import Timeouts, UpstreamPool, UpstreamResponse
@@ -50,14 +51,12 @@ class PoolTransport(httpx.AsyncBaseTransport):
         pool: UpstreamPool,
         timeouts: Timeouts | None = None,
         *,
-        ca_file: str = "",
-        insecure: bool = False,
+        tls: ClientTls = ClientTls(),
         server_name: str = "",
     ) -> None:
         self._pool = pool
         self._timeouts = timeouts or Timeouts()
-        self._ca_file = ca_file
-        self._insecure = insecure
+        self._tls = tls
         self._server_name = server_name
         self._origins: BoundedMapping[tuple[str, str, int | None], Origin] = BoundedMapping(_MAX_ORIGINS)
 
@@ -92,7 +91,7 @@ class PoolTransport(httpx.AsyncBaseTransport):
                 raise httpx.UnsupportedProtocol(f"http or https, not {url.scheme!r}")
             port = url.port or (443 if url.scheme == "https" else 80)
             host = url.raw_host.decode("ascii").strip("[]")
-            origin = Origin(url.scheme, host, port, b"", self._ca_file, self._insecure, self._server_name)
+            origin = Origin(url.scheme, host, port, b"", self._tls, self._server_name)
             self._origins[key] = origin
         return origin
 
@@ -109,7 +108,7 @@ class HttpClients:
 
     def __init__(self, pool: UpstreamPool) -> None:
         self._pool = pool
-        self._clients: dict[tuple[str, bool, str], httpx.AsyncClient] = {}
+        self._clients: dict[tuple[ClientTls, str], httpx.AsyncClient] = {}
 
     async def aclose(self) -> None:
         """Close the clients, not the pool."""
@@ -118,11 +117,11 @@ class HttpClients:
 
     def client(self, origin: Origin | None = None) -> httpx.AsyncClient:
         """Return the client for origins that are verified as this one; None: by their own names."""
-        verified = ("", False, "") if origin is None else (origin.ca_file, origin.insecure, origin.server_name)
+        verified = (ClientTls(), "") if origin is None else (origin.tls, origin.server_name)
         client = self._clients.get(verified)
         if client is None:
-            ca_file, insecure, server_name = verified
-            transport = PoolTransport(self._pool, ca_file=ca_file, insecure=insecure, server_name=server_name)
+            tls, server_name = verified
+            transport = PoolTransport(self._pool, tls=tls, server_name=server_name)
             client = self._clients[verified] = httpx.AsyncClient(transport=transport, trust_env=False)
         return client
 

@@ -13,7 +13,7 @@ from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.cluster.sources.watched import check_count
 
 #: Fields by which an endpoint has the proxy read a file or send a credential.
-CREDENTIALS = ("api_key", "ca_file")
+CREDENTIALS = ("api_key", "ca_file", "cert_file", "key_file")
 _LONGEST_REASON = 300
 
 

@@ -129,5 +129,7 @@ class DnsDiscovery:
             "models": settings.models,
             "server_name": settings.host,
             "ca_file": settings.ca_file,
+            "cert_file": settings.cert_file,
+            "key_file": settings.key_file,
         }
         return read_entry(f"address {address}", fields, credentials=True)  # all of it is the operator's

@@ -214,6 +214,8 @@ def _endpoint(
         "weight": _weight(said.get("weight", "")),
         "server_name": settings.server_name,
         "ca_file": settings.ca_file,
+        "cert_file": settings.cert_file,
+        "key_file": settings.key_file,
         "labels": labels,
     }
     made = read_entry(f"pod {name}", fields, credentials=True)  # its files are the operator's

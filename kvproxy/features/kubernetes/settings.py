@@ -41,6 +41,10 @@ class KubernetesDiscoverySettings(Model):
     """Name that the certificates of https endpoints are for; empty: their address."""
     ca_file: str = ""
     """PEM file to verify https endpoints with; empty: the system's."""
+    cert_file: str = ""
+    """PEM file of the certificate to show https endpoints that require one, then its chain; empty: none."""
+    key_file: str = ""
+    """PEM file of its private key, without a pass phrase; empty: it is in `cert_file`."""
     api: KubernetesApiSettings = KubernetesApiSettings()
     """Where the API is, outside of a cluster."""
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from kvproxy.base.settings.addresses import is_loopback, same_origin, url_fault
 from kvproxy.base.settings.paths import Finding, Path, error_at, missing_file, warning_at
+from kvproxy.base.tls.files import ClientTls
+from kvproxy.base.tls.verify import verify_client_tls
 from kvproxy.features.kubernetes.settings import KubernetesDiscoverySettings
 
 
@@ -19,7 +21,7 @@ def find_faults(settings: KubernetesDiscoverySettings, at: Path) -> Iterator[Fin
     if not api.url and (api.token_file or api.ca_file):
         what = "without `url` the pod's own service account is used"
         yield warning_at((*at, "api"), what, "add the url, or leave `api` out")
-    if settings.ca_file:
-        yield from missing_file((*at, "ca_file"), settings.ca_file)
+    tls = ClientTls(settings.ca_file, cert_file=settings.cert_file, key_file=settings.key_file)
+    yield from verify_client_tls(at, tls)
     if api.ca_file:
         yield from missing_file((*at, "api", "ca_file"), api.ca_file)

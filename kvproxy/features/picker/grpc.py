@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import ssl
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import Protocol, Self
 
+from kvproxy.base.tls.watch import CertificateWatch
 from kvproxy.features.picker.http2 import Http2Connection
 from kvproxy.features.picker.http2_frames import BUFFER_BYTES, Code, Fields, encode_fields
 from kvproxy.features.picker.http2_stream import Stream, StreamHandler
@@ -191,6 +191,7 @@ class GrpcServer:
         max_streams: int,
         max_connections: int,
         tls: ListenerTls | None = None,
+        certificates: CertificateWatch | None = None,
         drain_s: float = 0.0,
         on_closed: Callable[[str], None] = lambda why: None,
     ) -> None:
@@ -198,6 +199,7 @@ class GrpcServer:
         self._host = host
         self._port = port
         self._tls = tls
+        self._certificates = certificates or CertificateWatch()
         self._drain_s = drain_s
         self._held = held
         self._most = most_bytes
@@ -223,10 +225,7 @@ class GrpcServer:
         tls = self._tls
         context = None
         if tls is not None:
-            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tls.client_ca or None)
-            context.verify_mode = ssl.CERT_REQUIRED if tls.client_ca else ssl.CERT_NONE
-            context.load_cert_chain(tls.certificate, tls.private_key)
-            context.set_alpn_protocols(["h2"])
+            context = self._certificates.server_context("picker", tls.files, alpn=["h2"])
         loop = asyncio.get_running_loop()
         limit_s = None if context is None else _HANDSHAKE_S
         self._server = await loop.create_server(

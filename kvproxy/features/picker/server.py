@@ -9,6 +9,7 @@ from typing import Protocol, Self
 from google.protobuf.message import DecodeError
 
 from kvproxy.base.metrics.bounds import BoundMetrics
+from kvproxy.base.tls.watch import CertificateWatch
 from kvproxy.features.picker.carried import Placer
 from kvproxy.features.picker.conversation import Conversations
 from kvproxy.features.picker.grpc import GrpcServer, Method, Replies, Status
@@ -43,6 +44,8 @@ class ServedTarget(PickerTarget, Protocol):
     def bodies(self) -> HeldBodies: ...
     @property
     def draining(self) -> bool: ...
+    @property
+    def certificates(self) -> CertificateWatch: ...
 
 
 class PickerServer:
@@ -65,6 +68,7 @@ class PickerServer:
             host=settings.host,
             port=settings.port,
             tls=settings.tls,
+            certificates=target.certificates,
             held=target.bodies,
             most_bytes=config.limits.body + _MESSAGE_BYTES,
             max_streams=config.limits.connections,

@@ -21,6 +21,7 @@ from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.policy import Policy
 from kvproxy.cluster.routing.registry import ranges, tuned
 from kvproxy.cluster.settings import EndpointSettings
+from kvproxy.cluster.sources.entries import CREDENTIALS
 from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_object, reply_json
 
@@ -149,8 +150,8 @@ def _decoded(body: dict[str, Any]) -> EndpointSettings:
     this listener must not learn by it what other files hold."""
     problems = [
         Problem(key, "files cannot be named here", "write it out, or add the endpoint to the configuration")
-        for key in ("api_key", "ca_file")
-        if isinstance(body.get(key), dict) or (key == "ca_file" and body.get(key))
+        for key in CREDENTIALS
+        if isinstance(body.get(key), dict) or (key != "api_key" and body.get(key))
     ]
     if problems:
         raise RequestRefused(422, *problems)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from kvproxy.base.tls.watch import CertificateWatch
 from kvproxy.cache.feedback.trust import WINDOW, CacheLosses, LossReason, MissedReuse
 from kvproxy.cache.kv_events.status import StreamState
 from kvproxy.cache.overlap.kv_event_streams import EventStreams
@@ -64,6 +65,12 @@ def find_sync_troubles(sync: SyncService) -> Iterator[Trouble]:
     if sync.store is not None and not sync.store.connected:
         what = f"{sync.store.where} is away: each replica decides by what it knows itself"
         yield source_trouble(("store",), "sync", what, "is it up? the log says why it is not reached", patience_s=2.0)
+
+
+def find_certificate_findings(certificates: CertificateWatch) -> Iterator[ConfigFinding]:
+    """Certificates that cannot be used, and those that expire soon."""
+    for one in certificates.list_findings():
+        yield ConfigFinding("warning", one.place, one.what, one.fix)
 
 
 #: So many placements without one sample are no accident.

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from kvproxy.base.errors import Problem
 from kvproxy.base.metrics.groups import Metrics
+from kvproxy.base.tls.watch import CertificateWatch
 from kvproxy.base.types import Clock
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
@@ -132,6 +133,8 @@ class AdminTarget(OperatedProcess, Protocol):
     def kvcache(self) -> KvCache | None: ...
     @property
     def findings(self) -> Sequence[OperatorFinding]: ...
+    @property
+    def certificates(self) -> CertificateWatch: ...
     @property
     def recent(self) -> RecentDecisions: ...
     @property

@@ -14,6 +14,7 @@ from kvproxy.operate.admin.findings import (
     NAMED,
     Rank,
     Trouble,
+    find_certificate_findings,
     find_engine_findings,
     find_lost_adapters,
     find_sync_troubles,
@@ -29,7 +30,7 @@ from kvproxy.proxy.request.observer import FailureTally, Tally
 
 _PROBE = {"unreachable": "it cannot be reached", "timeout": "no answer in time", "failed": "it answers, with an error"}
 _DOCTOR = "read the engine's log, or run `kvproxy doctor`"
-_ONE_A_PLACE = ("alarm", "speeds", "priority", "ranks", "adapters")
+_ONE_A_PLACE = ("alarm", "speeds", "priority", "ranks", "adapters", "certificates")
 _SEVERITIES = ("problem", "error", "warning", "note", "ok")
 
 
@@ -97,6 +98,7 @@ class Troubles:
             ("priority", unheeded),
             ("ranks", find_unsteered_ranks(self._operated.clusters)),
             ("adapters", find_lost_adapters(self._operated.clusters)),
+            ("certificates", find_certificate_findings(self._operated.certificates)),
             *((feature.name, feature.find_troubles(self._operated)) for feature in installed(Feature)),
             ("finding", self._operated.findings),
         ):

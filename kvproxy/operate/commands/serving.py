@@ -143,6 +143,7 @@ async def public_listener(
         drain_s=config.shutdown.drain,
         hurry=hurry,
         tls=config.listen.tls,
+        certificates=proxy.certificates,
         limits=replace(
             ListenerLimits.from_config(config.limits),
             max_connections=connections,

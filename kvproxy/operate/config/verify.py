@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from kvproxy.base.installed import installed
 from kvproxy.base.settings.addresses import is_address, is_loopback, same_origin, url_fault
 from kvproxy.base.settings.paths import Finding, Path, closest_word, error_at, missing_file, warning_at
+from kvproxy.base.tls.verify import verify_server_tls
 from kvproxy.cluster.settings import RouteSettings
 from kvproxy.features.exchange.settings import SyncSettings
 from kvproxy.operate.config.schema import Config
@@ -45,9 +46,8 @@ def _tls(config: Config) -> Iterator[Finding]:
 
 
 def _tls_files(listener: str, tls: ListenerTls | None) -> Iterator[Finding]:
-    for name, path in () if tls is None else tls:
-        if path or name != "client_ca":
-            yield from missing_file((listener, "tls", name), path)
+    if tls is not None:
+        yield from verify_server_tls((listener, "tls"), tls.files)
 
 
 def _picker(config: Config) -> Iterator[Finding]:

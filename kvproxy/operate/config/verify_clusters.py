@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path as FilePath
 
 from kvproxy.base.settings.addresses import is_loopback, listener_at, same_origin, url_fault
-from kvproxy.base.settings.paths import Finding, Path, error_at, missing_file, warning_at
+from kvproxy.base.settings.paths import Finding, Path, error_at, warning_at
+from kvproxy.base.tls.files import ClientTls
+from kvproxy.base.tls.verify import verify_client_tls
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, EnginePriorityMode, PolicyName
 from kvproxy.operate.config.schema import Config
 
@@ -34,6 +36,9 @@ def find_cluster_faults(config: Config) -> Iterator[Finding]:
         file = cluster.discovery.file
         if file is not None and not FilePath(file.path).is_file():
             yield warning_at((*at, "discovery", "file", "path"), "the file does not exist yet")
+        if (dns := cluster.discovery.dns) is not None:
+            tls = ClientTls(dns.ca_file, cert_file=dns.cert_file, key_file=dns.key_file)
+            yield from verify_client_tls((*at, "discovery", "dns"), tls)
 
 
 def _engine_priority(config: Config, cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
@@ -74,8 +79,8 @@ def _endpoints(cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
                 f"the instance id {instance!r} also belongs to {instances[instance]!r}",
                 "right only if both share one LMCache",
             )
-        if endpoint.ca_file:
-            yield from missing_file((*here, "ca_file"), endpoint.ca_file)
+        tls = ClientTls(endpoint.ca_file, cert_file=endpoint.cert_file, key_file=endpoint.key_file)
+        yield from verify_client_tls(here, tls)
         if endpoint.insecure:
             yield warning_at((*here, "insecure"), "the endpoint's certificate is not verified")
         fault = url_fault(endpoint.url)

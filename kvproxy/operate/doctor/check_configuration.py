@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvproxy.base.errors import Problem
+from kvproxy.base.tls.files import read_expiry
+from kvproxy.base.tls.watch import describe_expiry
+from kvproxy.base.types import Clock
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.doctor.deployment import Deployment
 from kvproxy.operate.doctor.report import Finding, ok, problem, warning
@@ -45,6 +49,38 @@ def convert_problems(problems: Sequence[Problem]) -> Iterator[Finding]:
             make = problem if one.severity == "error" else warning
             found = make(where, one.message, one.hint)
         yield replace(found, check=_NAME)
+
+
+@dataclass(frozen=True, slots=True)
+class CertificatesCheck:
+    """How long the proxy's own certificates last: those of its listeners, and those it shows engines."""
+
+    config: Config
+    wall_clock: Clock
+
+    name = "certificates"
+    calls = 1
+    where = "certificates"
+
+    async def collect_findings(self) -> Sequence[Finding]:
+        """Return a warning for each that expires soon; nothing where there is none."""
+        files = list(self._list_files())
+        ends = await asyncio.to_thread(lambda: [(place, read_expiry(path)) for place, path in files])
+        now = self.wall_clock()
+        expiring = [describe_expiry(place, end - now) for place, end in ends if end is not None]
+        found = [warning(one.place, one.what, one.fix) for one in expiring if one is not None]
+        return found or ([ok(self.where, "last for 14 days or longer")] if files else [])
+
+    def _list_files(self) -> Iterator[tuple[str, str]]:
+        config = self.config
+        if config.listen.tls is not None:
+            yield "listen.tls.certificate", config.listen.tls.certificate
+        if config.picker is not None and config.picker.tls is not None:
+            yield "picker.tls.certificate", config.picker.tls.certificate
+        for cluster, settings in config.clusters.items():
+            for endpoint in settings.endpoints:
+                if endpoint.cert_file:
+                    yield f"{cluster}/{endpoint.id} cert_file", endpoint.cert_file
 
 
 @dataclass(frozen=True, slots=True)

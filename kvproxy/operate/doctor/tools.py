@@ -129,9 +129,9 @@ async def try_connect(origin: Origin, *, timeout_s: float) -> ConnectResult:
     try:
         async with asyncio.timeout(timeout_s):
             _, writer = await asyncio.open_connection(origin.host, origin.port)
-            tls = origin.ssl_context
-            if tls is not None:
-                await writer.start_tls(tls, server_hostname=origin.server_name or origin.host)
+            if origin.scheme == "https":
+                context = origin.tls.make_context()
+                await writer.start_tls(context, server_hostname=origin.server_name or origin.host)
     except (OSError, ValueError) as error:  # ValueError: a host name or certificate file that cannot be used
         if writer is not None:
             writer.close()

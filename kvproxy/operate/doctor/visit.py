@@ -17,7 +17,13 @@ from kvproxy.base.installed import installed
 from kvproxy.cluster.settings import EnginePriorityMode
 from kvproxy.features.hygiene.agent_prompts import AgentPromptsCheck
 from kvproxy.operate.config.schema import Config
-from kvproxy.operate.doctor.check_configuration import ConfigurationCheck, LimitsCheck, PublicCheck, convert_problems
+from kvproxy.operate.doctor.check_configuration import (
+    CertificatesCheck,
+    ConfigurationCheck,
+    LimitsCheck,
+    PublicCheck,
+    convert_problems,
+)
 from kvproxy.operate.doctor.check_cors import CorsCheck
 from kvproxy.operate.doctor.check_engine_setup import RanksCheck, SglangCheck
 from kvproxy.operate.doctor.check_kv_events import EventSourcesCheck, KvEventsCheck
@@ -99,6 +105,7 @@ def _quiet(deployment: Deployment, problems: Sequence[Problem], *, trial: bool) 
     lmcache = deployment.lmcache
     yield ConfigurationCheck(problems, deployment.undiscovered)
     yield LimitsCheck(deployment)
+    yield CertificatesCheck(deployment.config, wall_clock)
     yield PublicCheck(deployment.config)
     for engine in (*deployment.engines, *filter(None, [deployment.tokenizer])):
         yield ConnectionCheck(engine.where, engine.origin, engine.try_link, wall_clock)

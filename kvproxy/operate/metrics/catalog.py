@@ -10,6 +10,7 @@ from kvproxy.base.metrics.across_workers import Across
 from kvproxy.base.metrics.bounds import BoundMetrics
 from kvproxy.base.metrics.exposition import Registry
 from kvproxy.base.metrics.groups import MetricGroup, Metrics
+from kvproxy.base.tls.metrics import CertificateMetrics
 from kvproxy.base.upstream.metrics import ConnectionMetrics
 from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics, KvEventMetrics, TierMetrics
 from kvproxy.cluster.metrics import (
@@ -34,6 +35,7 @@ CORE: Sequence[type[MetricGroup]] = (
     ShadowMetrics,
     EnginePriorityMetrics,
     ConnectionMetrics,
+    CertificateMetrics,
     KvEventMetrics,
     KvCacheMetrics,
     HoldingMetrics,

@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import socket
-import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import uvicorn
 
 from kvproxy.base.background_task import cancel_tasks
 from kvproxy.base.errors import ConfigError, Problem
+from kvproxy.base.tls.watch import CertificateWatch
 from kvproxy.proxy.listener.http_date import HttpDate
 from kvproxy.proxy.listener.parser import ListenerLimits
 from kvproxy.proxy.listener.protocol import ClientProtocol
@@ -100,7 +100,7 @@ class Server:
     `limits.closing_idle_s`), lets running requests end for at most `drain_s` (or until `hurry` is set), then cuts what
     is left and gives its apps `cut_grace_s` to notice before they are cancelled. `limits` bound what clients may
     hold; `on_refused` is called for each connection beyond them. `sockets` listen already, maybe for other processes
-    too; they are closed when it stops accepting.
+    too; they are closed when it stops accepting. `certificates` has those of `tls` read again when they change.
     """
 
     def __init__(
@@ -114,20 +114,18 @@ class Server:
         cut_grace_s: float = 1.0,
         hurry: asyncio.Event | None = None,
         tls: ListenerTls | None = None,
+        certificates: CertificateWatch | None = None,
         limits: ListenerLimits | None = None,
         on_refused: Callable[[], object] = lambda: None,
         **options: Any,
     ) -> None:
         require_uvicorn(uvicorn.__version__)
         self._host = host
-        self._tls = tls is not None
+        self._tls = tls
+        self._certificates = certificates or CertificateWatch()
         self._limits = limits or ListenerLimits()
         self._on_refused = on_refused
         self._silent_until = 0.0  # loop time
-        if tls is not None:
-            options |= {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.private_key}
-            if tls.client_ca:
-                options |= {"ssl_ca_certs": tls.client_ca, "ssl_cert_reqs": ssl.CERT_REQUIRED}
         defaults: dict[str, Any] = {
             "http": functools.partial(ClientProtocol, limits=self._limits, on_refused=self._refused, dates=HttpDate()),
             "loop": "none",
@@ -158,7 +156,7 @@ class Server:
     @property
     def url(self) -> str:
         """Base URL."""
-        return url_of(self._host, self.port, tls=self._tls)
+        return url_of(self._host, self.port, tls=self._tls is not None)
 
     @property
     def stopping(self) -> bool:
@@ -189,6 +187,10 @@ class Server:
 
     async def _serve(self) -> None:
         logging.getLogger("uvicorn.error").addFilter(_is_no_bind_error)  # the exception below says it, and more
+        config = self._server.config
+        config.load()
+        if self._tls is not None:
+            config.ssl = self._certificates.server_context("listen", self._tls.files)
         try:
             await self._server.serve(self._sockets)
         except SystemExit as error:  # uvicorn's word for "cannot bind"

@@ -1,0 +1,1 @@
+"""Certificates: loaded, checked, and read again when their files change."""
