@@ -10,6 +10,7 @@ import pytest
 from kvproxy.app import Proxy
 from kvproxy.base.errors import ClientUnavailable
 from kvproxy.base.tls.files import ServerTls
+from kvproxy.base.tls.watch import CertificateWatch
 from kvproxy.base.types import EndpointId, InferenceRequest, Prompt, RequestKind
 from kvproxy.cache.feedback.trust import LossReason
 from kvproxy.cache.kv_events.status import StreamReason, StreamState, StreamStatus
@@ -77,10 +78,11 @@ class Place:
 async def test_a_certificate_that_expires_soon(clock: FakeClock, tmp_path: Path) -> None:
     """Once, with how long it lasts."""
     place = Place(clock)
+    place.proxy.certificates = CertificateWatch()
     files = make_certificate(tmp_path, "127.0.0.1")  # until tomorrow
     place.proxy.certificates.server_context("listen", ServerTls(str(files.certificate), str(files.private_key)))
     (found,) = [one for one in (await place.live())["findings"] if one["where"] == "listen"]
-    assert found["what"].startswith("the certificate ")
+    assert found["what"] == "the certificate expires in 1.0 days"
     assert "without a restart" in found["fix"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import yaml
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.filter_settings import DEFAULT_FILTERS
 from tests.docs.blocks import ROOT, Block, blocks
+from tests.support.certificates import make_certificate
 
 #: Of another program: what tests/deploy looks at.
 FOREIGN = {"scrape_configs", "env", "apiVersion", "rules"}
@@ -37,6 +39,12 @@ def test_configurations_load(block: Block, tmp_path: Path) -> None:
     """A reader that pastes one gets a proxy that starts."""
     (tmp_path / "keys").write_text("bob: sk-b\n")
     env = {"ALICE_KEY": "sk-a", "OPERATOR_KEY": "sk-o", "KEYS_FILE": str(tmp_path / "keys"), "KVPROXY_ADMIN_TOKEN": "t"}
+    env["TLS_DIR"] = str(tmp_path)
+    if "TLS_DIR" in block.text:
+        made = make_certificate(tmp_path, "127.0.0.1")
+        for name in ("tls", "client", "engines-ca"):
+            shutil.copy(made.certificate, tmp_path / f"{name}.crt")
+            shutil.copy(made.private_key, tmp_path / f"{name}.key")
     assert load_config(whole(block.text), env=env, extra_filters={"model_policy": None}).clusters
 
 

@@ -13,9 +13,10 @@ from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.operate.doctor.check_configuration import CertificatesCheck, PublicCheck
 from kvproxy.operate.doctor.deployment import find_kvcache_settings, survey_deployment
 from kvproxy.operate.doctor.report import Severity
-from kvproxy.operate.doctor.tools import Tools
+from kvproxy.operate.doctor.tools import Tools, utc_seconds
 from kvproxy.operate.doctor.visit import diagnose_setup
 from tests.doctor.setup import ENGINE, cluster, only, parsed, visit
+from tests.support.certificates import make_certificate
 
 PUBLIC = "clients reach inference, the models and tokenizing"
 PLAIN = replace(ENGINE, kv_events=None)

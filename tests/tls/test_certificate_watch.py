@@ -23,6 +23,7 @@ from kvproxy.base.upstream.pool import UpstreamPool
 from kvproxy.operate.metrics.catalog import make_metrics
 from kvproxy.proxy.listener.server import serve
 from kvproxy.proxy.listener_settings import ListenerTls
+from tests.doctor.setup import parsed
 from tests.support.certificates import Certificate, encrypt, make_certificate
 from tests.support.scripted import answer, scripted
 from tests.upstream.calls import OK, fetch, post

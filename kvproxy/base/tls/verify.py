@@ -22,9 +22,7 @@ def verify_client_tls(at: Path, tls: ClientTls) -> Iterator[Finding]:
 
 
 def _verify(at: Path, tls: TlsFiles, *, required: tuple[str, ...] = ()) -> Iterator[Finding]:
-    files = {
-        name: path for name, path in tls._asdict().items() if isinstance(path, str) and (path or name in required)
-    }
+    files = {name: path for name, path in tls._asdict().items() if isinstance(path, str) and (path or name in required)}
     missing = [finding for name, path in files.items() for finding in missing_file((*at, name), path)]
     yield from missing
     if not files or missing:

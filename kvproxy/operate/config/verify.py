@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from kvproxy.base.installed import installed
 from kvproxy.base.settings.addresses import is_address, is_loopback, same_origin, url_fault
-from kvproxy.base.settings.paths import Finding, Path, closest_word, error_at, missing_file, warning_at
+from kvproxy.base.settings.paths import Finding, Path, closest_word, error_at, warning_at
 from kvproxy.base.tls.verify import verify_server_tls
 from kvproxy.cluster.settings import RouteSettings
 from kvproxy.features.exchange.settings import SyncSettings

@@ -53,7 +53,7 @@ def convert_problems(problems: Sequence[Problem]) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class CertificatesCheck:
-    """How long the proxy's own certificates last: those of its listeners, and those it shows engines."""
+    """Time the proxy's own certificates last: those of its listeners, and those it shows engines."""
 
     config: Config
     wall_clock: Clock
