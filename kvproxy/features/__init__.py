@@ -9,6 +9,7 @@ SHIPPED = (
     "autoscaling",
     "kubernetes",
     "etcd",
+    "pixiu",
     "leases",
     "transfers",
     "warming",

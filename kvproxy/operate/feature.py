@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvproxy.cache.feature import CacheFeature
 from kvproxy.cluster.feature import ClusterFeature
 from kvproxy.proxy.feature import ProxyFeature
 
 if TYPE_CHECKING:
+    from kvproxy.base.errors import Problem
+    from kvproxy.base.settings.model import Model
     from kvproxy.base.settings.paths import Finding
     from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
     from kvproxy.operate.config.schema import Config
@@ -20,6 +22,21 @@ if TYPE_CHECKING:
 
 class Feature(ClusterFeature, CacheFeature, ProxyFeature):
     """One optional capability: a folder, its line in `kvproxy/features/__init__.py`, and nothing anywhere else."""
+
+    def recognizes(self, raw: Mapping[str, Any]) -> bool:
+        """Return whether a file is in its dialect; then `decode` reads it. Files that are in none are native."""
+        return False
+
+    def decode(
+        self,
+        raw: Mapping[str, Any],
+        *,
+        extra_filters: Mapping[str, type[Model] | None],
+        lenient: bool,
+        known: Sequence[Problem],
+    ) -> tuple[Config | None, list[Problem]]:
+        """Return the configuration of a file that it recognizes, and every problem, `known` ones among them."""
+        raise NotImplementedError(self.name)
 
     def verify(self, config: Config) -> Iterable[Finding]:
         """Faults and doubts about its settings beside the rest of the configuration."""

@@ -14,7 +14,6 @@ from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import is_inside, keys_of, spelling_hint, summarise_changes
 from kvproxy.operate.config.load import check_config, load_config
 from kvproxy.operate.config.schema import Config
-from tests.config.pixiu_files import PLACEHOLDERS
 from tests.config.test_problems import PLANTED
 
 SLIPS = """\
@@ -106,24 +105,6 @@ def test_one_slip_is_one_problem(text: str, only: str) -> None:
     shown = [what for _, _, what in places(text)]
     assert len(shown) == 1, shown
     assert shown[0].startswith(only)
-
-
-def test_unset_variables_of_a_pixiu_file_are_all_that_is_said() -> None:
-    """One error for each variable, at its place, and none that follows from the empty text."""
-    _, problems = check_config(PLACEHOLDERS, env={})
-    errors = [one for one in problems if one.severity == "error"]
-    assert {one.message.split(" ")[0] for one in errors} == {"environment"}
-    lines = PLACEHOLDERS.splitlines()
-    assert errors
-    assert all("${" in lines[one.line - 1] for one in errors)
-
-
-def test_the_place_of_a_pixiu_files_problem() -> None:
-    """With Pixiu's long paths the line is what helps."""
-    broken = PLACEHOLDERS.replace("cache_strategy:", "cache_stratgy:", 1)
-    _, problems = check_config(broken, env={})
-    typo = next(one for one in problems if "cache_stratgy" in one.path)
-    assert "cache_stratgy:" in broken.splitlines()[typo.line - 1]
 
 
 def test_merged_and_repeated_values_stand_where_they_are_written() -> None:

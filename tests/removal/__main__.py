@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 #: Features that other code still imports, or that are not on the list yet. Nothing is added here.
 NOT_YET = frozenset(
     {"exchange", "hygiene", "leases", "ledger", "picker", "shield", "snapshot", "transfers", "warming"}
-    | {"pixiu", "priority", "profiles", "shadow", "workers"}
+    | {"priority", "profiles", "shadow", "workers"}
 )
 
 #: Folders of tests that name no feature.

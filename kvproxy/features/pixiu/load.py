@@ -19,14 +19,6 @@ from kvproxy.operate.config.shorthand import Translation
 _MANAGER = "dgp.filter.httpconnectionmanager"
 
 
-def is_pixiu(raw: Mapping[str, Any]) -> bool:
-    """Whether the file has Pixiu's shape: `static_resources`, or listeners with filter chains."""
-    listeners = raw.get("listeners")
-    return "static_resources" in raw or (
-        isinstance(listeners, list) and any(isinstance(item, dict) and "filter_chains" in item for item in listeners)
-    )
-
-
 def decode_pixiu(
     raw: Mapping[str, Any],
     *,

@@ -10,12 +10,13 @@ from types import MappingProxyType
 from typing import Any
 
 from kvproxy.base.errors import ConfigError, Problem
+from kvproxy.base.installed import installed
 from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import dotted_path, sort_in_file_order
 from kvproxy.base.settings.yaml_text import parse_yaml_with_places, substitute_variables
-from kvproxy.features.pixiu.load import decode_pixiu, is_pixiu
 from kvproxy.operate.config.native import decode_native
 from kvproxy.operate.config.schema import Config
+from kvproxy.operate.feature import Feature
 
 #: A file, YAML (or JSON) text, or plain data as a YAML file would hold it. A path is a `Path`: any `str` is text.
 Source = FilePath | str | Mapping[str, Any] | Sequence[Any] | None
@@ -87,8 +88,9 @@ def _check_data(raw: object, *, env: Mapping[str, str], extra_filters: ExtraFilt
         hint = "docs/migrating.md#litellm-proxy shows what becomes of it: clusters, and routes by model"
         return None, [Problem("model_list", what, hint)]
     tree, missing = substitute_variables(raw, env, dotted_path)
-    if is_pixiu(tree):
-        config, problems = decode_pixiu(tree, extra_filters=extra_filters, lenient=lenient, known=missing)
+    dialect = next((feature for feature in installed(Feature) if feature.recognizes(tree)), None)
+    if dialect is not None:
+        config, problems = dialect.decode(tree, extra_filters=extra_filters, lenient=lenient, known=missing)
     else:
         config, problems = decode_native(tree, extra_filters=extra_filters, known=missing)
     return (None if any(problem.severity == "error" for problem in problems) else config), problems

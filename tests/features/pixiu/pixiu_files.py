@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 #: The shape of the documentation: listeners at the top, no clusters.
 DOCUMENTATION = """

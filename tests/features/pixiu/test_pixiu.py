@@ -11,7 +11,7 @@ from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.settings import EndpointSettings, PolicyName
 from kvproxy.operate.config.load import check_config, load_config
 from kvproxy.operate.config.schema import Config
-from tests.config.pixiu_files import DOCUMENTATION, ENVIRONMENT, PLACEHOLDERS, ROOT, manager_of, sample, small
+from tests.features.pixiu.pixiu_files import DOCUMENTATION, ENVIRONMENT, PLACEHOLDERS, ROOT, manager_of, sample, small
 
 FILTERS = "static_resources.listeners[0].filter_chains.filters[0].config.http_filters"
 
