@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         for problem in error.problems:
             place = f"{problem.place}: " if problem.place else "kvproxy: "
-            text = problem.located().removeprefix(place).removeprefix("(file): ")
+            text = problem.located().removeprefix(place)
             print(f"{place}{problem.severity}: {text}", file=sys.stderr)
         return 1
     except BrokenPipeError:

@@ -55,7 +55,7 @@ class Problem:
 
     def located(self) -> str:
         """`config.yaml:3:1: polcy: unknown key (did you mean 'policy'?)`."""
-        if not self.place:
+        if self.line and not (self.place or self.path):
             return str(self)
         return ": ".join(part for part in (self.place, self.path, self._text()) if part)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pydantic import Field
 
+from kvproxy.base.errors import Problem
 from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import is_inside, keys_of, spelling_hint, summarise_changes
 from kvproxy.operate.config.load import check_config, load_config
@@ -158,6 +159,13 @@ def test_a_problem_names_its_file(tmp_path: Path) -> None:
     assert all(one.place == f"{file}:{one.line}:{one.column}" for one in problems)
     typo = next(one for one in problems if one.path == "polcy")
     assert typo.located() == f"{file}:4:1: polcy: unknown key (did you mean 'policy'?)"
+
+
+def test_a_problem_of_no_file_names_none() -> None:
+    """Engines of the command line are in no file."""
+    assert Problem("", "no file", "give one").located() == "no file (give one)"
+    assert Problem("policy", "no such policy").located() == "policy: no such policy"
+    assert Problem("", "odd", line=3, column=5).located() == "line 3, column 5: odd"
 
 
 BASE: dict[str, Any] = {"endpoints": {"a": "http://127.0.0.1:1", "b": "http://127.0.0.1:2"}}

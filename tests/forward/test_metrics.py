@@ -36,11 +36,13 @@ class Bench:
         routes = (RouteSettings(model="alias", cluster="c"), RouteSettings(model="wild*", cluster="c"))
         self.metrics = RouteMetrics(self.catalog, clusters={"c": self.cluster}, routes=routes, **served)
 
-    def finish(self, *, model: str = "m", tenant: str = "", stream: bool = True, **outcome: Any) -> None:
+    def finish(
+        self, *, model: str = "m", tenant: str = "", stream: bool = True, facts: bool = True, **outcome: Any
+    ) -> None:
         """One request that began at 0 and ended at 10."""
         exchange = Exchange(received_at=0.0)
         exchange.inference = InferenceRequest(RequestKind.CHAT, model, Prompt(b"", (b"",)), stream=stream)
-        exchange.facts = OverlapFacts(1000, {A: Overlap(400, ((Tier.HOST, 200),))})
+        exchange.facts = OverlapFacts(1000, {A: Overlap(400, ((Tier.HOST, 200),))}) if facts else None
         exchange.tenant = tenant
         known = {"endpoint": A, "cluster": "c", "status": 200, "end": "completed", "ttft_s": 1.0, "prompt_tokens": 1000,
                  "cached_tokens": 600, "completion_tokens": 10}  # fmt: skip
@@ -190,6 +192,14 @@ def test_what_was_saved_is_told_by_model_and_tenant(clock: FakeClock) -> None:
     assert speeds is not None
     spared = learning("kvproxy_saved_prefill_seconds_total", model="m", tenant="alice")
     assert spared == pytest.approx(spared_s(600, speeds))
+
+
+def test_no_seconds_are_saved_by_a_request_without_facts(clock: FakeClock) -> None:
+    """Speeds are not learned from such requests, so they price none; the engine's count of tokens stands."""
+    bench = Bench(clock, policy="kv_aware")
+    bench.finish(facts=False)
+    assert bench("kvproxy_saved_prompt_tokens_total", model="m", tenant="") == 600
+    assert bench("kvproxy_saved_prefill_seconds_total", model="m", tenant="") == 0
 
 
 def test_spared_seconds_are_the_difference_of_two_prefills(clock: FakeClock) -> None:

@@ -290,6 +290,44 @@ def test_the_end_of_a_hidden_request_is_no_sample(load: EndpointLoad, samples: S
     assert (load.in_flight, load.pending_tokens, load.resident_tokens) == (0 + 1, 0, 500)
 
 
+@pytest.mark.parametrize("hidden", [False, True])
+def test_an_unknown_prompt_is_no_sample(load: EndpointLoad, samples: Samples, hidden: bool) -> None:
+    """How much the engine computed for it is not known; what follows is learned from afresh."""
+    unknown = load.reserve(0, 0, 0.0, hidden=hidden)
+    load.first_token(unknown, 9.0)
+    load.first_token(load.reserve(500, 0, 10.0), 10.5)
+    assert [(work[:2], busy) for work, busy, _ in samples] == [((1.0, 500.0), 0.5)]
+    assert (unknown.first_token_at, load.pending_requests) == (None if hidden else 9.0, 0)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_what_is_prefilled_behind_an_unknown_prompt_is_learned_from_its_end_on(
+    load: EndpointLoad, samples: Samples, hidden: bool
+) -> None:
+    """A hidden one ends at a time that is not known, so the first token behind it ends no sample, either."""
+    unknown = load.reserve(0, 0, 0.0, hidden=hidden)
+    second = load.reserve(500, 0, 0.0)
+    third = load.reserve(400, 0, 0.0)
+    if not hidden:
+        load.first_token(unknown, 3.0)
+    load.first_token(second, 3.5)
+    load.first_token(third, 4.0)
+    learned = [(work[:2], busy) for work, busy, _ in samples]
+    assert learned == ([] if hidden else [((1.0, 500.0), 0.5)]) + [((1.0, 400.0), 0.5)]
+
+
+def test_an_unknown_prompt_that_is_presumed_prefilled_voids_the_next_sample(
+    load: EndpointLoad, samples: Samples
+) -> None:
+    """The engine is still at work on it when its estimated time, that of no token, has passed."""
+    load.reserve(0, 0, 0.0, hidden=True)
+    streamed = load.reserve(500, 0, 0.0)
+    load.advance(SECONDS, 1.0, 0.5)
+    assert load.pending_requests == 1
+    load.first_token(streamed, 4.0)
+    assert samples == []
+
+
 def test_an_overdue_step_counts_as_not_begun() -> None:
     """A step at work for much longer than it takes is something else: what is pending is all still to do, where it
     seemed nearly done before."""

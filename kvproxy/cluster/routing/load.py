@@ -67,12 +67,18 @@ class Reservation(msgspec.Struct, eq=False):
     sequences: float = 0.0  # in flight there when its first token came; at its end the mean of then and now
     released: bool = False
 
+    @property
+    def is_blank(self) -> bool:
+        """Nothing is known of its prompt, so its prefill teaches nothing."""
+        return not (self.uncached_tokens or self.cached_tokens)
+
 
 class EndpointLoad:
     """What is in flight on one endpoint.
 
     What learns from it is set as `on_sample`. A request that leaves before its first token voids the open sample: the
-    engine may have worked for it, and there is no telling how much.
+    engine may have worked for it, and there is no telling how much. The first token of a prompt that is not known
+    voids it, too.
     """
 
     __slots__ = (
@@ -244,11 +250,15 @@ class EndpointLoad:
         if reservation.hidden:
             self._void(reservation, now)
             return
-        work = self._settle(reservation)
-        if work is None:
+        if reservation not in self._pending:
             return
         reservation.first_token_at = now
         reservation.sequences = self.in_flight
+        if reservation.is_blank:
+            self._void(reservation, now)
+            return
+        work = self._settle(reservation)
+        assert work is not None
         if self._sample.is_over(now):
             self._close_sample(now)
         self._sample.join(work, reservation.lower, now)
@@ -382,7 +392,7 @@ class EndpointLoad:
         return math.inf
 
     def _void(self, reservation: Reservation, now: float) -> None:
-        """Take a request out whose first token was not seen, and with it the open sample."""
+        """Take a request out whose prefill teaches nothing, and with it the open sample."""
         if self._settle(reservation) is not None:
             self._sample.begin(now)
             self._begun = self._shown_at = now
@@ -399,7 +409,10 @@ class EndpointLoad:
     def _presume(self, hidden: Reservation) -> None:
         work = self._settle(hidden)
         assert work is not None
-        self._sample.presume(work)
+        if hidden.is_blank:
+            self._sample.doubt()
+        else:
+            self._sample.presume(work)
 
     def _settle(self, reservation: Reservation) -> Features | None:
         """Take a request out of the pending ones; None when it is none."""

@@ -30,7 +30,7 @@ Sample = tuple[Features, float, LowerTokens]
 class OpenSample:
     """The one that first tokens still join. `ended_at`: the latest of them, or when its work began."""
 
-    __slots__ = ("_began_at", "_done", "_lower", "_presumed", "ended_at")
+    __slots__ = ("_began_at", "_done", "_doubtful", "_lower", "_presumed", "ended_at")
 
     def __init__(self) -> None:
         self.begin(0.0)
@@ -40,10 +40,15 @@ class OpenSample:
         self._began_at = self.ended_at = at
         self._done = self._presumed = NO_WORK  # presumed: since the last first token, it joins with the next one
         self._lower: LowerTokens = ()
+        self._doubtful = False
 
     def presume(self, work: Features) -> None:
         """This was prefilled at a time that is not known."""
         self._presumed = sum_of(self._presumed, work)
+
+    def doubt(self) -> None:
+        """A prompt that nothing is known of was prefilled, too: the next first token ends no sample."""
+        self._doubtful = True
 
     def is_over(self, now: float) -> bool:
         """Whether a first token that comes now belongs to the next one."""
@@ -51,6 +56,9 @@ class OpenSample:
 
     def join(self, work: Features, lower: LowerTokens, now: float) -> None:
         """A first token came: this was prefilled."""
+        if self._doubtful:
+            self.begin(now)
+            return
         self._done = sum_of(sum_of(self._done, self._presumed), work)
         self._presumed = NO_WORK
         if lower:

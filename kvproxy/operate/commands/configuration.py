@@ -125,7 +125,7 @@ def format_problem(problem: Problem, *, colour: bool = False) -> str:
     """`config.yaml:3:1: error: polcy: unknown key (did you mean 'policy'?)`, as compilers write it."""
     place = f"{problem.place}: " if problem.place else ""
     severity = f"{_COLOURS[problem.severity]}{problem.severity}\x1b[0m" if colour else problem.severity
-    return f"{place}{severity}: {problem.located().removeprefix(place).removeprefix('(file): ')}"
+    return f"{place}{severity}: {problem.located().removeprefix(place)}"
 
 
 def print_schema(out: TextIO) -> int:

@@ -145,7 +145,8 @@ class RouteMetrics(RequestObserver):
         series.window.add_request(prompt, cached)
         if cached:
             series.cached_tokens.value += cached
-            speeds = None if cluster is None else cluster.policies.speeds
+            known = facts is not None and facts.prompt_tokens > 0
+            speeds = cluster.policies.speeds if known and cluster is not None else None
             self._savings.add_request(outcome, model=model, tenant=exchange.tenant, speeds=speeds, now=now)
 
 
@@ -158,14 +159,15 @@ def _count_tiers(series: _ClusterSeries, held: Overlap) -> None:
 class Savings:
     """What cached prompts spared the engines: tokens and seconds of prefill by model and tenant.
 
-    Counted for the requests whose engine reported that it had some of the prompt cached."""
+    Counted for the requests whose engine reported that it had some of the prompt cached; seconds only where the prompt
+    was known before the pick, since the speeds that price them are learned from such requests alone."""
 
     def __init__(self, catalog: Metrics) -> None:
         self._catalog = catalog
         self._pairs: dict[tuple[str, str], tuple[CounterCell, CounterCell]] = {}
 
     def add_request(self, outcome: Outcome, *, model: str, tenant: str, speeds: SpeedModel | None, now: float) -> None:
-        """One request; `speeds` of its cluster, None where nothing learns them."""
+        """One request; `speeds` of its cluster, None where it has learned nothing from such a request."""
         cached = outcome.cached_tokens or 0
         tokens, seconds = self._pairs.get((model, tenant)) or self._pair(model, tenant)
         tokens.value += cached
