@@ -37,11 +37,11 @@ class EtcdFeature(Feature):
 
     def verify(self, config: Config) -> Iterator[Finding]:
         """Check the URLs, and that the file is there."""
-        from kvproxy.features.etcd.verify import find_faults
-
         for name, cluster in config.clusters.items():
             settings = part_of(cluster.discovery, EtcdPlace).etcd
             if settings is not None:
+                from kvproxy.features.etcd.verify import find_faults
+
                 yield from find_faults(settings, ("clusters", name, "discovery", "etcd"))
 
 

@@ -37,11 +37,11 @@ class KubernetesFeature(Feature):
 
     def verify(self, config: Config) -> Iterator[Finding]:
         """Check that files are there, and how the API is reached."""
-        from kvproxy.features.kubernetes.verify import find_faults
-
         for name, cluster in config.clusters.items():
             settings = part_of(cluster.discovery, KubernetesPlace).kubernetes
             if settings is not None:
+                from kvproxy.features.kubernetes.verify import find_faults
+
                 yield from find_faults(settings, ("clusters", name, "discovery", "kubernetes"))
 
 

@@ -11,7 +11,6 @@ from kvproxy.base.installed import installed
 from kvproxy.base.settings.addresses import url_fault
 from kvproxy.base.settings.paths import Finding, Path, error_at, missing_file, warning_at
 from kvproxy.cache.settings import KvCacheSettings, SnapshotSettings
-from kvproxy.cluster.routing.registry import POLICIES
 from kvproxy.operate.config.schema import Config
 from kvproxy.proxy.feature import FilterOrder, ProxyFeature
 from kvproxy.proxy.filter_settings import (
@@ -71,20 +70,26 @@ def _order(names: list[str]) -> Iterator[Finding]:
 def _without_facts(config: Config, names: list[str]) -> Iterator[Finding]:
     """A policy that weighs cached prefixes, in a chain in which nothing finds them."""
     lacking = [name for name in ("inference_request", "kvcache") if name not in names]
-    weighing = _policies_by_facts(config)
+    off = [
+        index
+        for index, spec in enumerate(config.filters)
+        if isinstance(spec.settings, KvCacheSettings) and not spec.settings.enabled
+    ]
+    weighing = _policies_by_facts(config) if off or "kvcache" in lacking else []
     if "kvcache" in lacking and weighing:
         lines = " and ".join(f"`- {name}`" for name in lacking)
         hint = f"add {lines} before `- router`; or `filters` as a mapping, which adds to the default chain"
         what = f"{weighing[0]} weighs cached prefixes, and no filter `kvcache` finds them"
         yield error_at(("filters",), what, hint, absence=True)
-    for index, spec in enumerate(config.filters):
-        if isinstance(spec.settings, KvCacheSettings) and not spec.settings.enabled and weighing:
-            what = f"kvcache is off, and {weighing[0]} weighs cached prefixes that nothing else finds"
-            yield warning_at(("filters", index, "enabled"), what, "leave `enabled` out, or use policy least_request")
+    for index in off if weighing else ():
+        what = f"kvcache is off, and {weighing[0]} weighs cached prefixes that nothing else finds"
+        yield warning_at(("filters", index, "enabled"), what, "leave `enabled` out, or use policy least_request")
 
 
 def _policies_by_facts(config: Config) -> list[str]:
     """Policies in use (clusters' own, shadows, those that clients may ask for) that weigh what endpoints hold."""
+    from kvproxy.cluster.routing.registry import POLICIES  # policies are loaded for a doubtful chain alone
+
     used = [
         policy
         for cluster in config.clusters.values()
