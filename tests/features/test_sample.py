@@ -20,7 +20,7 @@ from tests.support.asgi import call, http_scope
 proxy = Proxy(load_config({
     "endpoints": ["http://127.0.0.1:9"],
     "greeting": "good morning",
-    "filters": [{"greeting": {"header": "x-hello"}}, "router"],
+    "filters": {"greeting": {"header": "x-hello"}},
 }))
 reply = asyncio.run(call(proxy, http_scope("/health")))
 print(dict(reply.headers)[b"x-hello"].decode(), proxy.metrics.registry.get_sample_value("kvproxy_greetings_total"))
