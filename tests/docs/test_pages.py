@@ -15,7 +15,8 @@ _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 def test_every_policy_is_documented() -> None:
     """The table names each policy once."""
-    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/policies.md").read_text(), re.MULTILINE)
+    beginning = (ROOT / "docs/policies.md").read_text().partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \|", beginning, re.MULTILINE)
     assert sorted(rows) == sorted(PolicyName)
 
 
