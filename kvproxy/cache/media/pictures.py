@@ -1,4 +1,4 @@
-"""Width, height and colors of a picture, read from its first bytes. Pure."""
+"""Width and height of a picture, read from its first bytes. Pure."""
 
 from __future__ import annotations
 
@@ -13,22 +13,17 @@ HEAD_BYTES = 64 * 1024
 _MAX_SIDE = 65_535
 _PNG = b"\x89PNG\r\n\x1a\n"
 _GIF = (b"GIF87a", b"GIF89a")
-_PNG_RGB = 2  # color type
 #: JPEG markers that begin a frame; DHT (C4), JPG (C8) and DAC (CC) do not.
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _JPEG_ALONE = frozenset({0x01, *range(0xD0, 0xD9)})  # markers without a length
-_RGB_COMPONENTS = 3
 _WEBP_HEAD_BYTES = 30
-_WEBP_ALPHA = 0x10  # flag of VP8X
-_VP8L_ALPHA = 1 << 28
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """Size of a picture in pixels, and whether it decodes as plain RGB."""
+    """Size of a picture in pixels."""
 
     width: int
     height: int
-    rgb: bool
 
 
 def read_picture(head: bytes) -> Picture | None:
@@ -44,13 +39,11 @@ def read_picture(head: bytes) -> Picture | None:
 
 def _read(head: bytes) -> Picture | None:
     if head.startswith(_PNG) and head[12:16] == b"IHDR":
-        width, height, _, color = struct.unpack(">IIBB", head[16:26])
-        return Picture(width, height, color == _PNG_RGB)
+        return Picture(*struct.unpack(">II", head[16:24]))
     if head.startswith(b"\xff\xd8"):
         return _read_jpeg(head)
     if head.startswith(_GIF):
-        width, height = struct.unpack("<HH", head[6:10])
-        return Picture(width, height, rgb=False)
+        return Picture(*struct.unpack("<HH", head[6:10]))
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
         return _read_webp(head)
     return None
@@ -59,8 +52,8 @@ def _read(head: bytes) -> Picture | None:
 def _read_jpeg(head: bytes) -> Picture | None:
     for marker, at in _jpeg_segments(head):
         if marker in _JPEG_FRAMES:
-            height, width, components = struct.unpack(">HHB", head[at + 3 : at + 8])
-            return Picture(width, height, components == _RGB_COMPONENTS)
+            height, width = struct.unpack(">HH", head[at + 3 : at + 7])
+            return Picture(width, height)
     return None
 
 
@@ -83,11 +76,11 @@ def _read_webp(head: bytes) -> Picture | None:
         return None
     if kind == b"VP8X":
         width, height = (int.from_bytes(head[at : at + 3], "little") + 1 for at in (24, 27))
-        return Picture(width, height, not head[20] & _WEBP_ALPHA)
+        return Picture(width, height)
     if kind == b"VP8L" and head[20] == 0x2F:
         (bits,) = struct.unpack("<I", head[21:25])
-        return Picture((bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1, not bits & _VP8L_ALPHA)
+        return Picture((bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1)
     if kind == b"VP8 " and head[23:26] == b"\x9d\x01\x2a":
         width, height = struct.unpack("<HH", head[26:30])
-        return Picture(width & 0x3FFF, height & 0x3FFF, rgb=True)
+        return Picture(width & 0x3FFF, height & 0x3FFF)
     return None
