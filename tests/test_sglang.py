@@ -22,6 +22,7 @@ from kvproxy.lab.simulator.sglang_server import SglangApp, create_sglang_app
 from kvproxy.lab.simulator.sglang_settings import EventForm, EventSettings, SglangSettings
 from kvproxy.lab.simulator.timing import EngineTiming
 from tests.docs.blocks import block
+from tests.prefix.media.samples import picture_part, png
 from tests.support.loopback import serve
 from tests.support.proxy import RunningProxy, running_proxy
 from tests.support.until import until
@@ -49,7 +50,7 @@ class Fleet:
     def exact(self) -> set[EndpointId]:
         return set(self.kv.overlap.indexes["default"].exact)
 
-    async def turn(self, messages: list[dict[str, str]], **fields: Any) -> tuple[str, dict[str, Any]]:
+    async def turn(self, messages: list[dict[str, Any]], **fields: Any) -> tuple[str, dict[str, Any]]:
         """One turn of a chat, to which its answer is added: where it went, and its usage."""
         body = {"model": "sim", "messages": messages, "max_tokens": 20, **fields}
         answer = await self.proxy.client.post("/v1/chat/completions", json=body)
@@ -74,7 +75,7 @@ async def fleet(engine: SglangSettings = QUICK, *, count: int = 2, **config: Any
         yield Fleet(apps, proxy)
 
 
-def opening(text: str) -> list[dict[str, str]]:
+def opening(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": f"{text} " * 60}]
 
 
@@ -109,6 +110,50 @@ async def test_its_kv_events_are_followed_without_a_setting(
         assert reused > predicted - 3 * 16 * 2
         assert not index.missed.doubted
         assert (index.followed.paired == set(homes)) is (algorithm is not None)
+
+
+def pictured(text: str, seed: int) -> list[dict[str, Any]]:
+    """A chat of text with a screenshot behind it, of 16 x 12 patches."""
+    content = [
+        {"type": "text", "text": f"{text} " * 60},
+        picture_part(png(448, 336, seed=seed, size_bytes=200_000)),
+        {"type": "text", "text": "What is this? " * 20},
+    ]
+    return [{"role": "user", "content": content}]
+
+
+async def test_chats_with_pictures_go_where_their_pictures_are() -> None:
+    """Its events name a picture by ids of 62 bits and are followed all the same; a chat that has another picture
+    behind equal text reuses that text alone, as predicted."""
+    async with fleet() as place:
+        await until(lambda: place.exact == {"a", "b"})
+        chats = [pictured(text, seed) for seed, text in enumerate(("tell me of the sea", OTHER))]
+        homes = [(await place.turn(chat))[0] for chat in chats]
+        index = place.kv.overlap.indexes["default"]
+        for _ in range(3):
+            for chat, home in zip(chats, homes, strict=True):
+                await until(lambda home=home: index.precise.count_rows(EndpointId(home)))  # type: ignore[misc]
+                where, usage = await place.turn(chat)
+                assert where == home
+                assert usage["prompt_tokens_details"]["cached_tokens"] > 0.7 * usage["prompt_tokens"]
+        predicted, reused = (
+            sum(
+                place.proxy.metric(
+                    f"kvproxy_kvcache_{name}_tokens_total", cluster="default", endpoint=one, source=source
+                )
+                for one in "ab"
+                for source in ("precise", "approximate")
+            )
+            for name in ("predicted", "reused")
+        )
+        assert predicted == pytest.approx(reused, rel=0.2)
+        other = pictured("tell me of the sea", 9)
+        where, usage = await place.turn(other)
+        again = (await place.turn(other))[0]
+        assert usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"] - 16 * 12
+        assert again == where
+        assert place.exact == {"a", "b"}
+        assert not index.missed.doubted
 
 
 async def test_events_that_were_lost_are_replayed() -> None:
