@@ -269,7 +269,7 @@ async def test_the_page_s_configuration() -> None:
     """docs/sglang.md as a reader pastes it, with these engines' addresses: exact indexes, and turns that find the
     last one's pages."""
     given = yaml.safe_load(block("docs/sglang.md", "kv_events"))
-    [kvcache] = [spec["kvcache"] for spec in given["filters"] if "kvcache" in spec]
+    kvcache = given["filters"]["kvcache"]
     config = {key: given[key] for key in ("engine_priority_order", "health")}
     assert given.keys() == {*config, "policy", "endpoints", "filters"}
     async with fleet(kvcache=kvcache, count=len(given["endpoints"]), **config) as place:
