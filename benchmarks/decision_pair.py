@@ -59,7 +59,12 @@ class World:
             module("cluster.settings", "config.cluster_schema"),
             module("operate.config.schema", "config.schema"),
         )
-        settings_of = getattr(schema, "ClusterSettings", None) or schema.Cluster
+        settings_of = next(
+            getattr(each, name)
+            for each in (clusters, schema)
+            for name in ("ClusterSettings", "Cluster")
+            if hasattr(each, name)
+        )
         endpoint_of = getattr(clusters, "EndpointSettings", None) or clusters.Endpoint
         health_of = getattr(clusters, "HealthCheckSettings", None) or clusters.HealthCheck
         self.policy = module("cluster.routing.policy", "routing.policy", "balancing.policy")
@@ -71,7 +76,10 @@ class World:
             ),
             health=health_of(active=False),
         )
-        metrics, clock = module("base.metrics.groups", "metrics.catalog").Metrics(), lambda: self.now
+        metrics, clock = (
+            module("base.metrics.groups", "operate.metrics.catalog", "metrics.catalog").Metrics(),
+            lambda: self.now,
+        )
         cluster_of = module("cluster.cluster").Cluster
         self.cluster = cluster_of("bench", settings, metrics=metrics, clock=clock, rng=random.Random(1))
         self.cancelled = module("cluster.pick").AttemptOutcome.CANCELLED
