@@ -19,6 +19,8 @@ from kvproxy.operate.doctor.tools import ConnectResult, explain_failure
 _SOON_S = 14 * 86400.0
 _WRONG_PORT = "is it the engine's port? Correct the url"
 _KEY_STATUSES = (401, 403)
+#: Answer of nginx, of kvproxy and of others to plain http on a port that serves https.
+_PLAIN_HTTP_STATUS = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +63,11 @@ class HealthCheck(EngineCheck):
             status = (await self.engine.health_reply()).status
         except ClientUnavailable as error:
             if await self.engine.speaks_tls():
-                return [problem(self.where, "speaks TLS, and its url says http", "write https:// in the url")]
+                return [_speaks_tls(self.where)]
             what = f"connects, but does not answer http: {error}"
             return [problem(self.where, what, "is it https, or another service's port? Correct the url")]
+        if status == _PLAIN_HTTP_STATUS and await self.engine.speaks_tls():
+            return [_speaks_tls(self.where)]
         if 200 <= status < 300:
             return [ok(self.where, "healthy")]
         if status in _KEY_STATUSES:
@@ -94,12 +98,17 @@ class ApiCheck(EngineCheck):
         except ClientError as error:
             if self.engine.ends_in_v1 and isinstance(error, NotSupported):
                 raise ClientError("its url ends in /v1") from error
-            if isinstance(error, ClientUnavailable) and await self.engine.speaks_tls():
+            plain = isinstance(error, Refused) and error.status == _PLAIN_HTTP_STATUS
+            if (plain or isinstance(error, ClientUnavailable)) and await self.engine.speaks_tls():
                 raise ClientError("it speaks TLS, and its url says http") from error
             return [_no_api(self.engine, error)]
         if not models:
             return [problem(self.where, "serves no model", "wait until it has loaded one, or read its log")]
         return [ok(self.where, f"serves {', '.join(model.id for model in models)}")]
+
+
+def _speaks_tls(where: str) -> Finding:
+    return problem(where, "speaks TLS, and its url says http", "write https:// in the url")
 
 
 def _no_api(engine: EngineFacts, error: ClientError) -> Finding:
