@@ -2,13 +2,12 @@
 
     python -m benchmarks.leases [--requests N] [--jobs N] [--seeds N]
 
-What the proxy decides is decided by its own code: how long pauses are learned to be, how long a lease lasts, whether a
-touch is worth it. A trace does not say which turns wait for a tool: every answer counts as one that does, save a
-session's last, after which the session ends. Three levers: touches of prompts in the engines' own memory, which is cut
-to the share that is named; pins in each engine's host memory, of as much and of four times as much, read at 20 GB/s;
-and pins in a store that all engines share, of twice an engine's memory, read at 2.5 GB/s. Beside them the memory that
-the lever holds prompts in gives up first what is needed last, and when each session goes on is known; and the bound: it
-has room for all.
+What the proxy decides is decided by its own code: which prompts get a lease, and how long it lasts. A trace does not
+say which turns wait for a tool: every answer counts as one that does, save a session's last, after which the session
+ends. The engines' own memory is cut to the share that is named; prompts are pinned in each engine's host memory, of as
+much and of four times as much, read at 20 GB/s, or in a store that all engines share, of twice an engine's memory, read
+at 2.5 GB/s. Beside them the memory that prompts are pinned in gives up first what is needed last, and when each session
+goes on is known; and the bound: it has room for all.
 Writes leases.md and leases.json of benchmarks/reports.
 """
 
@@ -24,21 +23,10 @@ from typing import Any
 from benchmarks.by_trace import Rows, measure_traces
 from benchmarks.markdown import table
 from benchmarks.routing_cells import capacity_tokens_of, trace_of
-from kvproxy.cache.action_settings import LeaseSettings
 from kvproxy.cache.actions.hotness import KnownPrefix
-from kvproxy.cluster.routing.policy import Policy
-from kvproxy.cluster.routing.work import prefill_s
-from kvproxy.features.leases.conversations import Waiting, choose_duration
-from kvproxy.features.leases.leases import Lease, LeaseBook, Lever, Why
-from kvproxy.features.leases.touching import (
-    GONE_AT,
-    LAST_TOKENS,
-    TOUCHED_AT,
-    URGENT_AT,
-    Insertions,
-    chance_of_return,
-    is_worth,
-)
+from kvproxy.features.leases.conversations import Waiting
+from kvproxy.features.leases.leases import Lease, LeaseBook, choose_duration
+from kvproxy.features.leases.settings import LeaseSettings
 from kvproxy.lab.replay.compare import PolicySpec
 from kvproxy.lab.replay.pooled import measure_bound
 from kvproxy.lab.replay.results import summarize_outcomes
@@ -49,23 +37,21 @@ from kvproxy.lab.replay.trace import Trace
 from kvproxy.lab.replay.view import IndexView, endpoint_id
 from kvproxy.lab.replay.virtual_time import VirtualTime
 from kvproxy.lab.simulator.engine import Engine
-from kvproxy.lab.simulator.engine_io import EngineOutput, FirstToken, KvEvent, SimRequest
+from kvproxy.lab.simulator.engine_io import KvEvent
 from kvproxy.lab.simulator.lower_tiers import LowerTier
 from kvproxy.lab.simulator.retention import Eviction, Future, TierSettings
 
 #: Shares of an engine's memory that are left: enough for what runs, and too little for all that pauses.
-MEMORY = {"cc_dev": (0.25, 0.125), "agent_dev": (0.03, 0.01)}
+MEMORY = {"cc_dev": 0.125, "agent_dev": 0.01}
 LOAD, INSTANCES = 0.9, 8
 STORE = 2.0  # of an engine's memory that is left
 HOSTS = (1.0, 4.0)  # the same
-KIND = ("trace", "tool")
-TOUCH = "touch:"
 NOTE = (
     "What leases gain is what pins keep in host memory that is too small for all (cc_dev, as much as the "
     "engine's). Where there is room for all nothing is lost that could be kept. Where memory is far too small, "
     "what is held for one session is taken from another: to know each next turn exactly gains nothing there "
     "either, while the bound, which takes from no session, is far off: what is missing is memory. On agent_dev "
-    "the bound itself is little for pins; touches take the place of what runs."
+    "the bound itself is little."
 )
 FAR_S = 1e12
 
@@ -86,9 +72,9 @@ ROOM = 64.0  # of an engine's memory that is left, below it: for all
 
 
 def cells_of(trace: str) -> tuple[Cell, ...]:
-    """Both amounts of memory with touches, the smaller one with pins."""
-    most, least = MEMORY[trace]
-    plans = ((most, 0.0, 0.0), (least, 0.0, 0.0), *((least, host, 0.0) for host in HOSTS), (least, 0.0, STORE))
+    """Pins in host memory, and in a store."""
+    memory = MEMORY[trace]
+    plans = (*((memory, host, 0.0) for host in HOSTS), (memory, 0.0, STORE))
     return tuple(Cell(*plan, mode) for plan in plans for mode in MODES)
 
 
@@ -144,44 +130,19 @@ class PinnedStore(LowerTier):
         yield from super()._give_up()
 
 
-class TouchedEngine(Engine):
-    """Keeps the answers to touches to itself: tokens found, of the latest ones."""
-
-    def advance(self, now: float) -> list[EngineOutput]:
-        outputs: list[EngineOutput] = []
-        for one in super().advance(now):
-            name = getattr(one, "request_id", "")
-            if not name.startswith(TOUCH):
-                outputs.append(one)
-            elif isinstance(one, FirstToken):
-                self.found = (*getattr(self, "found", ()), (name, one.cached_tokens))
-        return outputs
-
-    def take_found(self) -> tuple[tuple[str, int], ...]:
-        """Touches answered since the last call, with what was found."""
-        found: tuple[tuple[str, int], ...] = getattr(self, "found", ())
-        self.found = ()
-        return found
-
-
 class LeasedTime(VirtualTime):
     """A run in which answers are followed by leases."""
 
     def __init__(
-        self, *args: Any, policy: Policy, stores: Sequence[PinnedStore | None], leases: bool,
-        known: Sequence[NextTurns], **others: Any,
+        self, *args: Any, stores: Sequence[PinnedStore], leases: bool, known: Sequence[NextTurns], **others: Any,
     ) -> None:  # fmt: skip
         super().__init__(*args, **others)
         self._known = known
-        self._policy = policy
-        self._stores = stores  # by engine, which may be the same one; None: there is none
-        self._pins = stores[0] is not None
+        self._stores = stores  # by engine, which may be the same one
         self._leased = leases
         self._settings = LeaseSettings(enabled=True, tenant_tokens=10**9, endpoint_tokens=10**9, max_leases=100_000)
         self.book = LeaseBook()
-        self._insertions = Insertions()
         self._blocks_of: dict[int, array[int]] = {}
-        self._touches: dict[str, Lease] = {}
         self.counts: Counter[str] = Counter()
 
     def _arrive(self, turn_of_session: tuple[int, int], now: float) -> None:
@@ -209,8 +170,6 @@ class LeasedTime(VirtualTime):
             there = "broken" if str(outcome.endpoint) == lease.instance else "elsewhere"
             self.counts["kept" if outcome.cached_tokens >= lease.reusable_tokens else there] += 1
             self._unpin(lease)
-        computed = outcome.prompt_tokens - outcome.cached_tokens + outcome.output_tokens
-        self._insertions.note(("", endpoint.id), computed, now)
         if request.number + 1 < len(self._trace.sessions[session].turns):
             self._hold(request, endpoint, now)
 
@@ -231,19 +190,13 @@ class LeasedTime(VirtualTime):
 
     def _hold(self, request: LiveRequest, endpoint: SimEndpoint, now: float) -> None:
         session, blocks = request.session, request.turn.blocks
-        waiting = Waiting(session, KIND, now, endpoint.id, "")
+        waiting = Waiting(session, now, endpoint.id, "")
         self.book.waiting.add(waiting)
-        duration_s = choose_duration(waiting, self.book.gaps, self._settings)
-        if duration_s is None:
-            return
+        duration_s = choose_duration(waiting, self._settings)
         tokens = array("I", bytes(4 * request.turn.prompt_tokens))
         prefix = KnownPrefix(session, "", "", deque(), whole=session, tokens=tokens)
-        lever = Lever.PIN if self._pins else Lever.TOUCH
-        lease = Lease(waiting, prefix, str(endpoint.index), lever, Why.TOOL_CALL, now, now + duration_s, now, held=True,
-                      filled=self._insertions.total(("", endpoint.id)))  # fmt: skip
-        settings = endpoint.engine.settings
-        capacity = None if self._pins else settings.capacity_blocks * settings.block_size
-        refusal = self.book.grant(lease, self._settings, capacity_tokens=capacity)
+        lease = Lease(waiting, prefix, str(endpoint.index), now, now + duration_s, held=True)
+        refusal = self.book.grant(lease, self._settings)
         self.counts[refusal or "granted"] += 1
         if not refusal:
             self._blocks_of[session] = blocks
@@ -253,82 +206,36 @@ class LeasedTime(VirtualTime):
         self._pin(lease, self._blocks_of.pop(lease.of.key), -1)
 
     def _pin(self, lease: Lease, blocks: Sequence[int], by: int) -> None:
-        store = self._stores[int(lease.instance)]
-        if store is not None:
-            store.pin(blocks, by)
+        self._stores[int(lease.instance)].pin(blocks, by)
 
     def _scrape(self, what: None, now: float) -> None:
         super()._scrape(what, now)
         for lease, why in self.book.take_expired(now):
             self.counts[why] += 1
             self._unpin(lease)
-        if self._leased and not self._pins:
-            self._judge_touches()
-            for lease in [one for one in self.book.leases.values() if one.returned_at is None]:
-                self._consider(lease, self._router.endpoints[int(lease.instance)], now)
-
-    def _judge_touches(self) -> None:
-        for endpoint in self._router.endpoints:
-            assert isinstance(endpoint.engine, TouchedEngine)
-            for name, found in endpoint.engine.take_found():
-                lease = self._touches.pop(name)
-                there = found >= lease.reusable_tokens
-                self._insertions.judge(("", endpoint.id), found=there)
-                self.counts["touched" if there else "touched_too_late"] += 1
-
-    def _consider(self, lease: Lease, endpoint: SimEndpoint, now: float) -> None:
-        """As `Toucher.consider`, on a simulated engine."""
-        settings, speeds = endpoint.engine.settings, self._policy.speeds
-        stays_s = self._insertions.stays_s(("", endpoint.id), settings.capacity_blocks * settings.block_size, now)
-        share = self._insertions.share(
-            ("", endpoint.id), filled=lease.filled, capacity_tokens=settings.capacity_blocks * settings.block_size
-        )
-        if share >= GONE_AT:
-            self.book.release(lease)
-            self._unpin(lease)
-            self.counts["too_late"] += 1
-            return
-        if speeds is None or share < TOUCHED_AT or (share < URGENT_AT and endpoint.load.pending_requests):
-            return
-        slowness = speeds.slowness(endpoint.id, now)
-        saved_s = slowness * prefill_s(lease.tokens, 0, 0.0, speeds.seconds)
-        cost_s = slowness * prefill_s(LAST_TOKENS, lease.tokens, 0.0, speeds.seconds)
-        chance = chance_of_return(lease, self.book.gaps, now)
-        if not is_worth(chance, saved_s, cost_s, stays_s=stays_s, left_s=lease.until - now):
-            self.book.release(lease)
-            self._unpin(lease)
-            self.counts["not_worth"] += 1
-            return
-        lease.used_at, lease.filled = now, self._insertions.total(("", endpoint.id))
-        name = f"{TOUCH}{len(self._touches)}:{lease.of.key}:{now}"
-        self._touches[name] = lease
-        endpoint.engine.submit(SimRequest(name, self._blocks_of[lease.of.key], lease.tokens, 1), now)
-        self._wake(endpoint)
 
 
 def play(trace: Trace, pace: Pace, fleet: ReplayFleet, cell: Cell, seed: int) -> dict[str, Any]:
     """One run; with the pooled pace of an undisturbed fleet."""
     if cell.mode == "kept":
         cell = replace(cell, host=cell.host and ROOM, store=cell.store and ROOM)
-        cell = cell if cell.host or cell.store else replace(cell, memory=1.0)
     plan = TierPlan(device=cell.memory, host=0.0, shared=cell.store)
     known: list[NextTurns] = []  # by engine
     if cell.mode == "known":
         known = [NextTurns()] * fleet.instances if cell.store else [NextTurns() for _ in range(fleet.instances)]
-    own = bool(known) and not cell.host and not cell.store  # the lever holds prompts in the engines' memory
-    fleet = replace(fleet, tiers=plan, eviction=Eviction.OPTIMUM if own else Eviction.LRU)
+    fleet = replace(fleet, tiers=plan, eviction=Eviction.LRU)
     blocks, duration_s = fleet.blocks_of(trace), pace.duration_s(trace)
     settings = [fleet.engine_settings(blocks.size, index, duration_s) for index in range(fleet.instances)]
     stores = _stores(fleet, cell, settings[0].capacity_blocks, blocks.size, known)
     endpoints = [
-        SimEndpoint(endpoint_id(index), index, TouchedEngine(each, store=store, future=known[index] if known else None))
+        SimEndpoint(endpoint_id(index), index, Engine(each, store=store))
         for index, (each, store) in enumerate(zip(settings, stores, strict=True))
     ]
     policy = PolicySpec.parse("kv_aware").make(rng=Random(seed))
     view = IndexView(fleet, blocks.size, rng=Random(seed + 1))
     router = VirtualRouter(endpoints, policy, view)
     jitter = Random(seed + 3)
-    run = LeasedTime(blocks, pace, router, view, jitter=jitter, policy=policy, stores=stores,
+    run = LeasedTime(blocks, pace, router, view, jitter=jitter, stores=stores,
                      leases=cell.mode == "leases", known=known)  # fmt: skip
     summary = summarize_outcomes(run.run(), fleet.instances)
     return {
@@ -340,15 +247,13 @@ def play(trace: Trace, pace: Pace, fleet: ReplayFleet, cell: Cell, seed: int) ->
 
 def _stores(
     fleet: ReplayFleet, cell: Cell, capacity_blocks: int, block_size: int, known: Sequence[NextTurns]
-) -> list[PinnedStore | None]:
-    """By engine: the one that all of them read, its own host memory, or None."""
+) -> list[PinnedStore]:
+    """By engine: the one that all of them read, or its own host memory."""
     eviction = Eviction.OPTIMUM if known else Eviction.LRU
     if cell.store:
         assert fleet.tiers is not None
         shared = fleet.tiers.shared_tier(capacity_blocks, block_size, eviction)
         return [PinnedStore(shared, future=known[0] if known else None)] * fleet.instances
-    if not cell.host:
-        return [None] * fleet.instances
     [host] = TierPlan(host=cell.host).own_tiers(capacity_blocks, block_size, eviction)
     return [PinnedStore(host, future=known[index] if known else None) for index in range(fleet.instances)]
 
@@ -377,9 +282,9 @@ def as_markdown(rows: Rows, command: str) -> str:
         "# Leases: what keeping prompts over pauses is worth in virtual time", "",
         f"`{command}`. {INSTANCES} simulated engines under `kv_aware`, at {LOAD} of what they serve with all of their "
         "memory in one pool, means of the seeds. Every answer but a session's last one counts as one that waits for a "
-        "tool; pauses are learned in the run. Of each four figures the first is without leases, the second with them, "
-        "the third is without, but it is known when each session goes on, and the memory that the lever holds prompts "
-        "in (the engines', host memory, the store) gives up first what is needed last; the fourth is the bound, the "
+        "tool. Of each four figures the first is without leases, the second with them, "
+        "the third is without, but it is known when each session goes on, and the memory that prompts are "
+        "pinned in gives up first what is needed last; the fourth is the bound, the "
         "same memory with room for all, so that no prompt is lost over a pause. `to without`: those three, and from "
         "the least to the most of the seeds.",
     ]  # fmt: skip
@@ -398,8 +303,8 @@ def as_markdown(rows: Rows, command: str) -> str:
 
 
 _HEADS = (
-    "trace", "memory, lever", "hit ratio", "session (s)", "to without", "mean TTFT (ms)", "promises kept", "elsewhere",
-    "granted, touches (too late), given up, over budget",
+    "trace", "memory, pins", "hit ratio", "session (s)", "to without", "mean TTFT (ms)", "promises kept", "elsewhere",
+    "granted",
 )  # fmt: skip
 
 
@@ -411,7 +316,7 @@ def _row(trace: str, cell: Cell, *runs: Sequence[dict[str, Any]]) -> list[object
     for row in runs[1]:
         counts.update(row["counts"])
     verified = counts["kept"] + counts["broken"]
-    pinned = f"pins in host memory ({cell.host:g}x)" if cell.host else "pins in a store" if cell.store else "touches"
+    pinned = f"in host memory ({cell.host:g}x)" if cell.host else "in a store"
     sessions, ttfts = means("session_mean_s"), means("ttft_mean_s", 1000)
     return [
         trace,
@@ -422,8 +327,7 @@ def _row(trace: str, cell: Cell, *runs: Sequence[dict[str, Any]]) -> list[object
         ", ".join(f"{one:.0f}" for one in ttfts),
         f"{counts['kept'] / max(1, verified):.1%}",
         counts["elsewhere"],
-        f"{counts['granted']}, {counts['touched']} ({counts['touched_too_late']}), {counts['not_worth']}, "
-        f"{counts['endpoint_budget']}",
+        counts["granted"],
     ]
 
 

@@ -2,12 +2,11 @@
 
     python -m benchmarks.real_tiers [--repeats N] [--sessions N] [--turns N]
 
-First without a shared store: later turns of chats, of which an engine keeps a quarter and its server's memory all,
+Without a shared store: later turns of chats, of which an engine keeps a quarter and its server's memory all,
 through a proxy that follows the engines' KV events and one that asks the coordinator's directory too, for clients that
 do not name their sessions and for such that do. (The connector
 that vLLM brings along tells of engine memory alone.)
-Then with a disk that both servers read: the next turn of sessions whose prompts only the disk has any more, with and
-without transfers ahead. Arms take turns. Needs what `make test-real` installs. Writes real-tiers.md and .json of
+Arms take turns. Needs what `make test-real` installs. Writes real-tiers.md and .json of
 benchmarks/reports.
 """
 
@@ -18,21 +17,15 @@ import asyncio
 import json
 import statistics
 import sys
-import tempfile
 import time
-from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from benchmarks.markdown import table
 from benchmarks.routing_cells import ROOT
-from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
-from kvproxy.cache.clients.lmcache_coordinator_wire import CacheScope
 from tests.real.engines.place import MID
-from tests.real.kvcache import chat_tokens, with_kvcache
+from tests.real.kvcache import with_kvcache
 from tests.real.prompts import chat, text
 from tests.real.tiers.conftest import Tiers, running_tiers
 from tests.support.proxy import RunningProxy, running_proxy
@@ -40,8 +33,8 @@ from tests.support.proxy import RunningProxy, running_proxy
 #: Words of a first message, of a long one and of a later one; a word is about two tokens.
 FIRST_WORDS, LONG_WORDS, MORE_WORDS = 2200, 4000, 100
 PAUSE_S = 4.0
-BLIND, AWARE, NONE, AHEAD = "blind", "aware", "none", "ahead"
-PARTS = ("aware", "long", "named", "ahead")
+BLIND, AWARE = "blind", "aware"
+PARTS = ("aware", "long", "named")
 _TARGET = 0.6
 
 
@@ -106,43 +99,6 @@ async def compare_awareness(tiers: Tiers, args: argparse.Namespace, *, named: bo
     return found
 
 
-async def only_on_disk(tiers: Tiers, bodies: Sequence[dict[str, Any]]) -> None:
-    """These prompts leave the memory of both servers, and everything both engines."""
-    async with httpx.AsyncClient() as http:
-        directory = LMCacheCoordinatorClient(http, tiers.coordinator.url)
-        for body in bodies:
-            tokens = array("I", await chat_tokens(tiers.pair.a.url, body))
-            for instance in ("mp-a", "mp-b"):
-                await directory.delete(instance, CacheScope(str(MID.folder)), tokens, tier="l1")
-        tiers.pair.forget()
-        for url in tiers.pair.urls.values():  # what an engine has to tell leaves with its next step
-            step = chat(MID.name, f"A step at {time.time()}.")
-            (await http.post(f"{url}/v1/chat/completions", json=step, timeout=60)).raise_for_status()
-
-
-async def compare_ahead(tiers: Tiers, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Sessions with a pause; after each turn the disk alone has its prompt."""
-    found: list[dict[str, Any]] = []
-    for repeat in range(args.repeats):
-        for arm in (NONE, AHEAD) if repeat % 2 == 0 else (AHEAD, NONE):
-            transfers = {"ahead": arm == AHEAD, "at_once": 8}
-            settings = with_kvcache(**tiers.kvcache, transfers=transfers)
-            name = f"{arm} {repeat} {time.time()}"
-            async with running_proxy(tiers.endpoints, filters=settings, policy="kv_aware") as proxy:
-                for turn in range(4):
-                    sessions = [f"{name} {number}" for number in range(4)]
-                    for session in sessions:
-                        ttft_s, endpoint, cached = await first_token(proxy, session, turn_of(session, turn))
-                        found.append({"arm": arm, "repeat": repeat, "session": session, "turn": turn,
-                                      "ttft_s": ttft_s, "endpoint": endpoint, "cached": cached})  # fmt: skip
-                    await only_on_disk(tiers, [chat(MID.name, *turn_of(each, turn)) for each in sessions])
-                    await asyncio.sleep(PAUSE_S)
-                moved = proxy.metric("kvproxy_kvcache_actions_total", action="transfer", result="done")
-            mean_s = mean_of(found, arm, repeat, 2)
-            say(f"{arm}, repeat {repeat}: third and later turns' mean TTFT {mean_s:.3f} s, {moved:.0f} transfers")
-    return found
-
-
 def mean_of(rows: Sequence[dict[str, Any]], arm: str, repeat: int | None, first: int, figure: str = "ttft_s") -> float:
     chosen = [row[figure] for row in rows
               if row["arm"] == arm and row["turn"] >= first and repeat in (None, row["repeat"])]  # fmt: skip
@@ -194,10 +150,6 @@ def as_markdown(rows: dict[str, list[dict[str, Any]]], command: str) -> str:
               "With clients that name their sessions (`user`) the blind arm knows where each was served last, which is "
               "where host memory has it:"]  # fmt: skip
     lines += awareness(rows["named"])
-    lines += ["", "## Transfers ahead of a turn", "",
-              f"Sessions with a pause of {PAUSE_S:g} s and more, whose prompts only a disk that both servers read has "
-              "after each turn. *Ahead*: `transfers.ahead` copies them into a server's memory meanwhile."]  # fmt: skip
-    lines += table(["third and later turns", "none", "ahead", "ahead / none"], mean_rows(rows["ahead"], NONE, AHEAD, 2))
     return "\n".join(lines) + "\n"
 
 
@@ -216,9 +168,6 @@ def main() -> None:
         words = LONG_WORDS if part == "long" else FIRST_WORDS
         with running_tiers(say, shared=None, memory_gb=1, tells_tokens=False) as tiers:
             rows[part] = asyncio.run(compare_awareness(tiers, args, named=part == "named", words=words))
-    if "ahead" in parts:
-        with tempfile.TemporaryDirectory() as folder, running_tiers(say, shared=Path(folder), memory_gb=0.25) as tiers:
-            rows["ahead"] = asyncio.run(compare_ahead(tiers, args))
     command = "python -m benchmarks.real_tiers" + (f" --repeats {args.repeats}" if args.repeats != 3 else "")
     kept.write_text(json.dumps(rows) + "\n")
     if rows.keys() != set(PARTS):

@@ -21,7 +21,6 @@ from random import Random
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.leases import TOUCH, TouchedEngine
 from kvproxy.cache.action_settings import CacheStrategySettings, WarmingSettings
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.features.warming.warmer import PIECE_TOKENS
@@ -34,7 +33,8 @@ from kvproxy.lab.replay.trace import Trace, TraceSession
 from kvproxy.lab.replay.view import IndexView, endpoint_id
 from kvproxy.lab.replay.virtual_time import Change, VirtualTime
 from kvproxy.lab.replay.workloads import Draw
-from kvproxy.lab.simulator.engine_io import SimRequest
+from kvproxy.lab.simulator.engine import Engine
+from kvproxy.lab.simulator.engine_io import EngineOutput, FirstToken, SimRequest
 
 INSTANCES, SESSIONS, BLOCK = 4, 1600, 64
 AWAY_S, FIRST = 30.0, 50
@@ -54,6 +54,30 @@ def draw_agents(rng: Random) -> Trace:
         [number] = rng.choices(range(PROMPTS), shares)
         sessions.append(draw.chat(rng.uniform(0.0, 600.0), systems[number], f"{number}"))
     return draw.trace("agents", sessions)
+
+
+#: Begins the names of requests that warm an engine.
+WARMING = "touch:"
+
+
+class WarmedEngine(Engine):
+    """Keeps the answers to what warms it to itself: tokens found, of the latest ones."""
+
+    def advance(self, now: float) -> list[EngineOutput]:
+        outputs: list[EngineOutput] = []
+        for one in super().advance(now):
+            name = getattr(one, "request_id", "")
+            if not name.startswith(WARMING):
+                outputs.append(one)
+            elif isinstance(one, FirstToken):
+                self.found = (*getattr(self, "found", ()), (name, one.cached_tokens))
+        return outputs
+
+    def take_found(self) -> tuple[tuple[str, int], ...]:
+        """Prompts answered since the last call, with what was found."""
+        found: tuple[tuple[str, int], ...] = getattr(self, "found", ())
+        self.found = ()
+        return found
 
 
 class WarmedTime(VirtualTime):
@@ -108,12 +132,12 @@ class WarmedTime(VirtualTime):
             return
         self._sending = (name, tokens)
         self._budget -= tokens - sent
-        endpoint.engine.submit(SimRequest(f"{TOUCH}{name}:{tokens}:{now}", blocks[: tokens // BLOCK], tokens, 1), now)
+        endpoint.engine.submit(SimRequest(f"{WARMING}{name}:{tokens}:{now}", blocks[: tokens // BLOCK], tokens, 1), now)
         self._wake(endpoint)
 
     def _advance(self, endpoint: SimEndpoint, now: float) -> None:
         super()._advance(endpoint, now)
-        if endpoint is self._empty and isinstance(endpoint.engine, TouchedEngine):
+        if endpoint is self._empty and isinstance(endpoint.engine, WarmedEngine):
             for _ in endpoint.engine.take_found():
                 self._goes_on(now)
 
@@ -139,9 +163,9 @@ def _play_plan(fleet: ReplayFleet, bound: Bound, most: int | None, seed: int) ->
     trace, pace, blocks = bound.trace, bound.pace, fleet.blocks_of(bound.trace)
     duration_s = pace.duration_s(trace)
     settings = [fleet.engine_settings(blocks.size, index, duration_s) for index in range(INSTANCES)]
-    endpoints = [SimEndpoint(endpoint_id(at), at, TouchedEngine(each)) for at, each in enumerate(settings)]
+    endpoints = [SimEndpoint(endpoint_id(at), at, WarmedEngine(each)) for at, each in enumerate(settings)]
     back_at = duration_s / 2 + AWAY_S
-    changes = [Change(duration_s / 2, endpoints[0], None), Change(back_at, endpoints[0], TouchedEngine(settings[0]))]
+    changes = [Change(duration_s / 2, endpoints[0], None), Change(back_at, endpoints[0], WarmedEngine(settings[0]))]
     policy, view = PolicySpec.parse("kv_aware").make(rng=Random(seed)), IndexView(fleet, blocks.size, rng=Random(seed))
     run = WarmedTime(blocks, pace, VirtualRouter(endpoints, policy, view), view, jitter=Random(seed), changes=changes,
                      systems=_systems(trace), most=most)  # fmt: skip

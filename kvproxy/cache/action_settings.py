@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
-from kvproxy.base.settings.model import Duration, Fraction, Model, Name
+from kvproxy.base.settings.model import Duration, Fraction, Model
 
 
 def _prefix_name(text: str) -> str:
@@ -127,8 +127,6 @@ class TransferSettings(Model):
     """Copying KV to where it will be needed: from a shared store into an instance's memory (LMCache's coordinator), or
     from one instance to another (its controller, where the engines have P2P). Needs `lmcache_endpoint`."""
 
-    ahead: bool = False
-    """Before a session's next turn is due, by the time that its turns have taken to come."""
     on_demand: bool = False
     """To where a request goes: while the router queue holds it or, with `max_wait`, as part of the decision. Needs a
     cluster with `queue`."""
@@ -144,40 +142,11 @@ class TransferSettings(Model):
     min_tokens: int = Field(default=1024, ge=1)
     """Fewer tokens are not worth a transfer."""
 
-
-class LeaseBudget(Model):
-    """What one tenant may have under lease."""
-
-    tenant: Name
-    """Name of its API key."""
-    tokens: int = Field(ge=0)
-    """At once; 0: no leases."""
-
-
-class LeaseSettings(Model):
-    """Keeping prompts for conversations that are expected back (docs/leases.md): after an answer that calls a tool, and
-    where clients ask for it. By a pin of LMCache, else by asking the engine for the prompt again."""
-
-    enabled: bool = False
-    """Do it. Token ids of prompts under a lease are then kept in memory, never text."""
-    max_duration: Duration = Field(default=900.0, gt=0, le=3600)
-    """Longest lease, whatever a client asks for."""
-    share: Fraction = 0.95
-    """A lease ends when this share of the pauses of its kind (client and tool, as learned) would be over."""
-    min_tokens: int = Field(default=1024, ge=1)
-    """Shorter prompts are not worth one."""
-    max_leases: int = Field(default=1000, ge=1, le=100_000)
-    """At once."""
-    endpoint_tokens: int = Field(default=500_000, ge=0)
-    """Under lease at one endpoint at once; of an engine's own memory never more than half."""
-    tenant_tokens: int = Field(default=200_000, ge=0)
-    """Under lease for one tenant (API key) at once; requests without one are a tenant together."""
-    tenants: tuple[LeaseBudget, ...] = ()
-    """The same for single tenants, where it is another number."""
-    touch: bool = False
-    """Ask the engine for a prompt again (`max_tokens: 1`) where nothing pins and that is expected to save more:
-    of use where prompts are long and memory is short (docs/leases.md)."""
-
-    def tenant_budget(self, tenant: str) -> int:
-        """Tokens that may be under lease for it at once."""
-        return next((one.tokens for one in self.tenants if one.tenant == tenant), self.tenant_tokens)
+    @model_validator(mode="before")
+    @classmethod
+    def _name_what_went(cls, given: Any) -> Any:
+        """The setting that went with what it was of, and the reason."""
+        if isinstance(given, dict) and "ahead" in given:
+            why = "turns took 1.04 of the time without copies ahead of them; leave it out, or use on_demand"
+            raise ValueError(f"transfers.ahead is gone: {why}")
+        return given

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Self
 
 from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
@@ -30,9 +30,6 @@ from kvproxy.cache.overlap.sources import OverlapSources
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cache.state import CacheState
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.features.leases.leasing import Leasing
-from kvproxy.features.leases.session_holds import SessionHolds
-from kvproxy.features.leases.touching import Toucher
 from kvproxy.features.snapshot.restart import warm_restart
 from kvproxy.features.transfers.on_demand import OnDemand
 from kvproxy.features.transfers.transfers import Transfers
@@ -40,14 +37,6 @@ from kvproxy.features.warming.warmer import Warmer
 from kvproxy.features.warming.warming import Warming
 
 log = logging.getLogger("kvproxy.kvcache")
-
-
-class EndsLease(Protocol):
-    """A lease that a request came back to, if any, and the next one it may get."""
-
-    def end(self, result: Result) -> None:
-        """The request is over."""
-        ...
 
 
 class KvCache:
@@ -130,7 +119,6 @@ class KvCache:
         self.snapshot = warm_restart(
             settings.snapshot, self.state, clusters=clusters, metrics=metrics, clock=clock, wall_clock=wall_clock
         )
-        self.leasing = self.actions.leasing = self._make_leasing(clock) if settings.leases.enabled else None
         self.observers = CacheObservers(
             features,
             CacheParts(
@@ -153,18 +141,16 @@ class KvCache:
         """Return what copies and what computes KV before a request needs it."""
         settings = self.settings
         metrics = self._metrics
-        if settings.transfers.ahead or settings.transfers.on_demand:
+        if settings.transfers.on_demand:
             self.actions.transfers = Transfers(
                 settings,
                 overlap=self.overlap,
                 executor=self.actions.executor,
-                jobs=self.actions.jobs,
                 metrics=metrics,
                 clock=clock,
                 rng=rng,
             )
-            if settings.transfers.on_demand:
-                self.on_demand = OnDemand(self.actions.transfers, self.overlap)
+            self.on_demand = OnDemand(self.actions.transfers, self.overlap)
         warmer = Warmer(settings, engines=self._engines, metrics=metrics, clock=clock)
         if not settings.warming.enabled:
             return warmer, None
@@ -176,29 +162,6 @@ class KvCache:
             executor=self.actions.executor,
             jobs=self.actions.jobs,
             warmer=warmer,
-            metrics=metrics,
-            clock=clock,
-        )
-
-    def _make_leasing(self, clock: Clock) -> Leasing:
-        book = self.state.lease_book(self.settings)
-        metrics = self._metrics
-        parts: dict[str, Any] = {
-            "clusters": self.clusters,
-            "jobs": self.actions.jobs,
-            "engines": self._engines,
-            "signals": self.scraper.signals,
-            "metrics": metrics,
-            "clock": clock,
-        }
-        toucher = Toucher(self.settings, gaps=book.gaps, **parts)
-        return Leasing(
-            self.settings,
-            book=book,
-            executor=self.actions.executor,
-            lookups=self.overlap.lookups,
-            toucher=toucher,
-            holds=SessionHolds(self.settings, book=book, **parts),
             metrics=metrics,
             clock=clock,
         )
@@ -217,8 +180,6 @@ class KvCache:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self.leasing is not None and self.leasing.book.owner is self.leasing:
-            self.leasing.release_all()
         self.observers.close()
         await self._running.aclose()
 
@@ -229,10 +190,6 @@ class KvCache:
         self.state.breaks.show(self._metrics)
         self.scraper.show(self._metrics)
         self.actions.show(self._metrics)
-        if self.leasing is not None:
-            self.leasing.show(self._metrics)
-        if self.actions.transfers is not None:
-            self.actions.transfers.show()
         hotness = self.actions.hotness
         self._metrics.group(HoldingMetrics).index_bytes.labels("prefixes").set_function(lambda: hotness.held_bytes)
         if self.snapshot is not None:
@@ -258,11 +215,9 @@ class KvCache:
             await self.look_up(facts)
         return facts
 
-    def finished(self, facts: RequestFacts, result: Result, *, lease: EndsLease | None = None) -> None:
-        """The request is over. Queues what is to be done about it; never waits. `lease` followed it for the leases."""
+    def finished(self, facts: RequestFacts, result: Result) -> None:
+        """The request is over. Queues what is to be done about it; never waits."""
         self.feedback.finished(facts, result)
-        if lease is not None:  # before the strategies, which hold the prompts of conversations that it expects back
-            lease.end(result)
         if facts.request.session_ends:
             self._end_session(facts)
         elif result.prefilled and (self._acts or facts.indexes.follows_events):
@@ -280,8 +235,6 @@ class KvCache:
     def _end_session(self, facts: RequestFacts) -> None:
         """What was kept for the session alone goes: nothing asks for it again."""
         last = facts.indexes.last_served.end_session(facts.names.session)
-        if self.actions.transfers is not None:
-            self.actions.transfers.end_session(facts.names.session)
         self._metrics.group(KvCacheMetrics).sessions_ended.labels("unknown" if last is None else "known").inc()
         if last is not None:
             self.actions.hotness.end_session(facts.names.session, last.keys)
@@ -300,8 +253,6 @@ class KvCache:
         self.feedback.keep_only(present)
         self.state.breaks.keep_only(present)
         self.actions.tick(self.overlap.instance_ids())
-        if self.leasing is not None:
-            self.leasing.tick()
         if self.warming is not None:
             self.warming.tick()
         for tick in self.observers.ticks:
@@ -311,4 +262,4 @@ class KvCache:
 
 def _acts(settings: KvCacheSettings) -> bool:
     """Whether anything is done about finished requests but learning, KV events apart."""
-    return bool(settings.lmcache_endpoint) or settings.leases.enabled
+    return bool(settings.lmcache_endpoint)

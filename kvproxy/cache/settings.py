@@ -11,7 +11,6 @@ from kvproxy.base.resilience.settings import BreakerSettings
 from kvproxy.base.settings.model import Duration, Model, Size
 from kvproxy.cache.action_settings import (
     CacheStrategySettings,
-    LeaseSettings,
     TransferSettings,
     WarmingSettings,
 )
@@ -151,8 +150,6 @@ class KvCacheSettings(Model):
     """Asking the engine for token ids."""
     cache_strategy: CacheStrategySettings = CacheStrategySettings()
     """Pin, compress, evict."""
-    leases: LeaseSettings = LeaseSettings()
-    """Prompts kept for conversations that are expected back."""
     warming: WarmingSettings = WarmingSettings()
     """Hot prefixes at endpoints that lack them."""
     transfers: TransferSettings = TransferSettings()

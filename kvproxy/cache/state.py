@@ -19,7 +19,6 @@ from kvproxy.cache.prefix.token_memory import TokenMemory
 from kvproxy.cache.settings import KvCacheSettings, TokenCacheSettings
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.features.hygiene.prefix_breaks import PrefixBreaks
-from kvproxy.features.leases.leases import LeaseBook
 
 T = TypeVar("T")
 
@@ -39,7 +38,6 @@ class CacheState:
     bytes_per_token: BytesPerToken = field(default_factory=BytesPerToken)
     counted: CountedPrompts = field(default_factory=CountedPrompts)
     media_counts: MediaCounts = field(default_factory=MediaCounts)
-    leases: LeaseBook = field(default_factory=LeaseBook)
     indexes: dict[str, IndexState] = field(default_factory=dict)  # by cluster
     present: dict[str, Mapping[str, Endpoint]] = field(default_factory=dict)  # by cluster, at the last scrape
     #: Told the model, the prompt's keys, its bytes and its tokens of what an engine counted.
@@ -49,7 +47,6 @@ class CacheState:
     _hotness: tuple[object, Hotness] | None = None
     _record: tuple[str, ActionRecord] | None = None
     _tokens: tuple[TokenCacheSettings, TokenMemory] | None = None
-    _leases_at: str | None = None  # LMCache of the leases
 
     @classmethod
     def empty(cls, *, metrics: Metrics, clock: Clock) -> CacheState:
@@ -92,17 +89,6 @@ class CacheState:
             priorities = None if self._record is None else self._record[1].priorities
             self._record = (settings.lmcache_endpoint, ActionRecord(priorities))
         return self._record[1]
-
-    def lease_book(self, settings: KvCacheSettings) -> LeaseBook:
-        """Return what is kept at the LMCache of these settings. The service that had it kept at another one ends that
-        there; what conversations do is known in both."""
-        if self._leases_at not in (None, settings.lmcache_endpoint):
-            before = self.leases
-            self.leases = LeaseBook()
-            self.leases.gaps = before.gaps
-            self.leases.waiting = before.waiting
-        self._leases_at = settings.lmcache_endpoint
-        return self.leases
 
     def token_memory(self, settings: TokenCacheSettings, clock: Clock) -> TokenMemory:
         """Tokens of prompts by message prefix."""

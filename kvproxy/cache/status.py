@@ -126,11 +126,6 @@ def prefix_breaks(service: KvCache, now: float) -> dict[str, object]:
     }
 
 
-def promises(service: KvCache, now: float) -> dict[str, object] | None:
-    """Prompts kept for conversations that are expected back, and what came of it; None: there are no leases."""
-    return None if service.leasing is None else service.state.leases.describe(service.settings.leases, now)
-
-
 def leases(service: KvCache, now: float) -> list[dict[str, object]]:
     """Running pins of hot prefixes."""
     pin = service.actions.pin

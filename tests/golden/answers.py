@@ -39,7 +39,7 @@ ON: dict[str, Any] = {
                 "kv_events": True,
                 "leases": {"enabled": True},
                 "warming": {"enabled": True},
-                "transfers": {"on_demand": True, "ahead": True},
+                "transfers": {"on_demand": True},
             }
         },
         "router",

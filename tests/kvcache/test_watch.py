@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from kvproxy.cache.actions.signals import HostUse
+from kvproxy.cache.feature import CacheFeature, CacheNeeds
+from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.routing.engine_state import EngineState
 from kvproxy.cluster.settings import EndpointSettings
 from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
@@ -95,10 +97,19 @@ async def test_an_endpoint_that_left_or_moved_is_forgotten() -> None:
         assert service.kv.overlap.indexes["default"].hot.endpoints == 1
 
 
+class CountsUses(CacheFeature):
+    """Needs no more than that."""
+
+    name = "uses"
+
+    def needs(self, settings: KvCacheSettings) -> CacheNeeds:
+        return CacheNeeds(uses=True)
+
+
 async def test_an_instance_that_left_is_named_by_no_prefix(clock: FakeClock) -> None:
     """One under which another endpoint still stands is."""
-    async with world({"a": engine(), "b": engine()}, clock=clock, instances={"b": "shared"},
-                     kv_events=True, leases={"enabled": True}) as service:  # fmt: skip
+    engines = {"a": engine(), "b": engine()}
+    async with world(engines, clock=clock, instances={"b": "shared"}, features=[CountsUses()]) as service:
         await round_of(service)
         for where in (A, B):
             await service.serve(chat(TURN), where)

@@ -38,7 +38,6 @@ from kvproxy.cache.prefix.eviction import Priority
 from kvproxy.cache.providers import ActionKind
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.features.leases.leasing import Leasing
 from kvproxy.features.transfers.transfers import Transfers
 
 #: Facts of a request, the longest message prefix of its prompt, the prompt's tokens, and the endpoint that computed it.
@@ -80,11 +79,8 @@ class StrategyRunner:
         self.executor = ActionExecutor(
             settings, jobs=self.jobs, lookups=lookups, breakers=breakers, metrics=metrics, clock=clock, rng=rng
         )
-        self._counts_uses = (
-            counts_uses or settings.warming.enabled or settings.transfers.ahead or settings.leases.enabled
-        )
+        self._counts_uses = counts_uses or settings.warming.enabled
         self.transfers: Transfers | None = None
-        self.leasing: Leasing | None = None  # told of prompts whose tokens are known
         self.on_tokens: Sequence[OnTokens] = ()  # of features, once a prompt's tokens are known
         self._tokens = tokens
         self._lookups = lookups
@@ -96,11 +92,7 @@ class StrategyRunner:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        try:
-            await self.jobs.__aexit__()
-        finally:
-            if self.transfers is not None:  # last: a job that ends may expect another turn
-                self.transfers.close()
+        await self.jobs.__aexit__()
 
     @property
     def enabled(self) -> bool:
@@ -209,10 +201,6 @@ class StrategyRunner:
     def _consider(self, facts: RequestFacts, used: Sequence[KnownPrefix], tokens: TokenIds, endpoint: Endpoint) -> None:
         """The prompt with these prefixes was served there, and its KV exists: decide and queue."""
         self.hotness.learn_tokens(used, tokens)
-        if self.leasing is not None:
-            self.leasing.hold(used[-1], endpoint)
-        if self.transfers is not None:
-            self.transfers.expect_turn(facts, used[-1], tokens)
         for note in self.on_tokens:
             note(facts, used[-1], tokens, endpoint)
         now = self._clock()

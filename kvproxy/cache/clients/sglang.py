@@ -55,7 +55,6 @@ class SglangInfo(msgspec.Struct):
     enable_priority_scheduling: bool | None = None
     schedule_low_priority_values_first: bool | None = None
     disable_radix_cache: bool | None = None
-    enable_session_radix_cache: bool | None = None
     speculative_algorithm: str | None = None
     kv_events: EventsDescriptor | None = None
     kv_events_config: str | dict[str, Any] | None = None

@@ -241,11 +241,6 @@ class VllmClient:
         self._is_sglang = True
         return info
 
-    async def close_session(self, session_id: str, *, timeout_s: float | None = None) -> None:
-        """SGLang holds nothing for this session any more; requests that name it later are in none."""
-        body = msgspec.json.encode({"session_id": session_id})
-        await self._api.call("POST", "/close_session", body=body, timeout_s=timeout_s or self._timeout_s)
-
     async def list_models(self, *, timeout_s: float | None = None) -> tuple[ModelInfo, ...]:
         """Models and LoRA adapters the engine serves. Answers even when the engine core is dead: not a health check."""
         answer = await self._api.get("/v1/models", _Models, timeout_s=timeout_s or self._timeout_s)

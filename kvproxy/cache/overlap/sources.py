@@ -70,7 +70,7 @@ class OverlapSources:
                 learn_capacity=settings.learn_capacity,
                 follows_events=name in followed,
                 lookups=bool(settings.lmcache_endpoint),
-                keyed=keyed or settings.leases.enabled,
+                keyed=keyed,
                 clock=clock,
             )
             for name, cluster in clusters.items()

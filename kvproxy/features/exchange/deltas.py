@@ -9,7 +9,6 @@ from kvproxy.cache.clients.engine_metrics import EngineMetrics
 from kvproxy.cluster.prober import ProbeOutcome
 from kvproxy.cluster.routing.elsewhere import LoadRow
 from kvproxy.cluster.routing.work import Features, Finite
-from kvproxy.features.leases.leases import Lever, Why
 
 
 class _Delta(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -140,45 +139,6 @@ class Probed(_Delta, tag=14, frozen=True):
     outcome: ProbeOutcome
 
 
-class Awaited(_Delta, tag=15, frozen=True):
-    """A conversation between an answer and its next turn, as of Waiting. `key`: of its last prompt."""
-
-    key: int
-    client: str
-    tool: str
-    cluster: str
-    endpoint: str
-    tenant: str
-    session: int
-    asked_s: Finite | None
-    age_s: Finite
-
-
-class Returned(_Delta, tag=16, frozen=True):
-    """The next turn of a conversation is on its way."""
-
-    key: int
-
-
-class Leased(_Delta, tag=17, frozen=True):
-    """A prompt is kept for a conversation, or an engine confirmed that it is."""
-
-    of: Awaited
-    instance: str
-    lever: Lever
-    why: Why
-    tokens: int
-    held: bool
-    age_s: Finite
-    left_s: Finite
-
-
-class LeaseOver(_Delta, tag=18, frozen=True):
-    """It is not kept any more."""
-
-    key: int
-
-
 class Drained(_Delta, tag=12, frozen=True):
     """An operator drains an endpoint, or does so no more."""
 
@@ -202,10 +162,6 @@ Delta = (
     | EngineRead
     | Probed
     | Drained
-    | Awaited
-    | Returned
-    | Leased
-    | LeaseOver
 )
 
 

@@ -21,7 +21,6 @@ from kvproxy.features.exchange.journal import Journal
 from kvproxy.features.exchange.watched import add_to_digest, numbers
 from kvproxy.features.exchange.wire import Origin, Standing
 from kvproxy.features.exchange.world import ClusterPart, World
-from kvproxy.features.leases import told_leases
 
 log = logging.getLogger("kvproxy.sync")
 
@@ -61,7 +60,6 @@ class Heard:
             deltas.EngineRead: lambda delta, world, now: world.hear_engine(delta),
             deltas.Probed: lambda delta, world, now: world.hear_probe(delta, near=origin.host == journal.origin.host),
             deltas.Drained: self._drained,
-            **dict.fromkeys(told_leases.KINDS, told_leases.hear_lease),
         }
 
     def apply(self, said: Iterable[Delta], now: float) -> None:
@@ -223,7 +221,6 @@ class Heard:
         table = part.indexes.last_served
         if not delta.endpoint:
             table.forget(delta.session)
-            told_leases.end_waiting(delta.session, world)
             return
         keys = numbers("Q", delta.keys)
         root = numbers("Q", delta.root)

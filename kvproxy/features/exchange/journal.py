@@ -16,7 +16,6 @@ from kvproxy.features.exchange.deltas import Delta, EndpointLoads
 from kvproxy.features.exchange.watched import IndexWatch, LedgerWatch, acted, add_to_digest, as_bytes, session_served
 from kvproxy.features.exchange.wire import MAX_BYTES, MAX_DELTAS, MAX_ROWS, Batch, Origin
 from kvproxy.features.exchange.world import World
-from kvproxy.features.leases.told_leases import TellLeases
 
 #: Deltas that wait for the next batch: more than a few milliseconds can bring.
 MAX_WAITING_BYTES = 16 * 1024 * 1024
@@ -67,7 +66,6 @@ class Journal:
         self._counted = self._budgets()
         if world.state is not None:
             world.state.on_counted = self.counted
-            world.state.leases.news = TellLeases(self.add)
         world.watch_engines(self.add)
         if world.actions is not None:
             world.actions.hotness.watch = self.used

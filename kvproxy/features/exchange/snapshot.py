@@ -30,7 +30,6 @@ from kvproxy.features.exchange.stores import MAX_RECALLED_BYTES, StoreLink
 from kvproxy.features.exchange.watched import acted, session_served
 from kvproxy.features.exchange.wire import MAX_DELTAS, Origin, Piece, decode_deltas, encode_deltas
 from kvproxy.features.exchange.world import World
-from kvproxy.features.leases.told_leases import told_of
 
 #: Hashes and paths of the approximate indexes; the rest of a large one is learned anew.
 MAX_BYTES = 32 * 1024 * 1024
@@ -119,8 +118,6 @@ def _deltas(world: World, now: float) -> Iterator[Delta]:
     if world.actions is not None and world.actions.pin is not None:
         for (instance, _), lease in world.actions.pin.leases(now).items():
             yield acted(Action(ActionKind.PIN, instance, lease.prefix, "pinned"), now - lease.pinned_at)
-    if world.actions is not None and world.actions.leasing is not None:
-        yield from told_of(world.actions.leasing.book, now)
 
 
 def take_kept(world: World, now: float) -> Generator[None, None, bytes]:

@@ -14,7 +14,7 @@ from kvproxy.features.exchange.deltas import Delta, EndpointLoads, Routed
 log = logging.getLogger("kvproxy.sync")
 
 #: Of what is said here; proxies of other versions, or that hash prompts otherwise, talk on another topic.
-VERSION = 3
+VERSION = 4
 
 #: A message may not be larger, whatever carries it.
 MAX_BYTES = 60_000

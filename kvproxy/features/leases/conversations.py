@@ -1,4 +1,5 @@
-"""Conversations between an answer and their next turn, found by the prompt that goes on, or by their session."""
+"""Conversations that are expected back, between an answer and their next turn: found by the prompt that goes on, or by
+their session."""
 
 from __future__ import annotations
 
@@ -6,15 +7,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cache.action_settings import LeaseSettings
-from kvproxy.features.leases.gaps import HORIZON_S, Gaps, PauseKind
 
 #: Answers whose next turns are looked out for; the longest waiting go first.
 MAX_WAITING = 16_384
-#: A conversation that comes back less often is not worth a lease, nor a touch.
-LEAST_CHANCE = 0.2
-#: For a call of a tool of which nothing is known yet.
-FIRST_S = 60.0
+#: A conversation that did not go on for so long is not expected any more; no lease is longer.
+HORIZON_S = 3600.0
 #: The first and last turns of a conversation differ by so many message prefixes at most.
 LOOKED_AT = 17
 
@@ -24,29 +21,13 @@ class Waiting:
     """A conversation between an answer and its next turn, known by the key of its last prompt."""
 
     key: int
-    kind: PauseKind
     ended_at: float
     endpoint: EndpointId
     cluster: str
     tenant: str = ""
     session: int = 0  # 0: it names none
+    calls_tool: bool = True
     asked_s: float | None = None  # that its client wants the prompt to be kept
-
-
-def choose_duration(of: Waiting, gaps: Gaps, settings: LeaseSettings) -> float | None:
-    """How long the prompt is worth keeping: until most pauses of its kind were over, and never longer than its client
-    asked for. None: it is not, since no return is expected, or hardly any comes."""
-    pending = bool(of.kind[1])
-    known = gaps.find(of.kind)
-    if not pending and of.asked_s is None:
-        return None
-    most = settings.max_duration if of.asked_s is None else min(of.asked_s, settings.max_duration)
-    if known is None:
-        return most if of.asked_s is not None else min(most, FIRST_S)
-    usual = known.quantile(settings.share)
-    if usual is None or known.share_over(most) < LEAST_CHANCE:
-        return None
-    return min(most, usual)
 
 
 class BySession:
@@ -82,9 +63,6 @@ class Conversations:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[Waiting]:
-        return iter(self._waiting.values())
-
     def __contains__(self, key: int) -> bool:
         return key in self._waiting
 
@@ -104,19 +82,22 @@ class Conversations:
         """Return the one that a prompt with these message prefixes goes on from."""
         return next((found for key in reversed(keys[-LOOKED_AT:]) if (found := self._take(key)) is not None), None)
 
-    def take_late(self, now: float) -> Iterator[Waiting]:
+    def forget_late(self, now: float) -> None:
         """Those that wait for too long: they are not expected to go on."""
-        while self._waiting:
-            first = next(iter(self._waiting.values()))
-            if now - first.ended_at <= HORIZON_S:
-                break
+        for first in self._late(now):
             self._take(first.key)
-            yield first
 
     def end_session(self, session: int) -> None:
         """Nothing more comes of it."""
         for key in self._sessions.keys_of(session):
             self._take(key)
+
+    def _late(self, now: float) -> Iterator[Waiting]:
+        while self._waiting:
+            first = next(iter(self._waiting.values()))
+            if now - first.ended_at <= HORIZON_S:
+                return
+            yield first
 
     def _take(self, key: int) -> Waiting | None:
         found = self._waiting.pop(key, None)

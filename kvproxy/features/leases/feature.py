@@ -2,25 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kvproxy.base.settings.compose import part_of
+from kvproxy.base.settings.paths import Finding, error_at
+from kvproxy.cache.feature import CacheNeeds
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.features.leases.settings import LeasePlace
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
     from kvproxy.base.metrics.groups import MetricGroup
+    from kvproxy.cache.feature import CacheObserver, CacheParts, View
+    from kvproxy.operate.config.schema import Config
 
 
 class Leases(Feature):
     """Keeps prompts for conversations that are expected back."""
 
     name = "leases"
+    settings = {KvCacheSettings: (LeasePlace,)}
 
     def list_metrics(self) -> Sequence[type[MetricGroup]]:
         """Its group."""
         from kvproxy.features.leases.metrics import LeaseMetrics
 
         return (LeaseMetrics,)
+
+    def verify(self, config: Config) -> Iterator[Finding]:
+        """LMCache alone pins."""
+        for index, spec in enumerate(config.filters):
+            settings = spec.settings
+            if isinstance(settings, KvCacheSettings) and _is_on(settings) and not settings.lmcache_endpoint:
+                at = ("filters", index, spec.name)
+                missing = (*at, "lmcache_endpoint")
+                yield error_at((*at, "leases", "enabled"), "needs lmcache_endpoint, which pins", follows=(missing,))
+
+    def needs(self, settings: KvCacheSettings) -> CacheNeeds:
+        """Tokens of the prompts that are to be pinned."""
+        return CacheNeeds(facts=_is_on(settings), uses=_is_on(settings))
+
+    def observe_cache(self, parts: CacheParts) -> CacheObserver | None:
+        """None while it is switched off."""
+        from kvproxy.features.leases.leasing import Leasing
+
+        return Leasing(parts) if _is_on(parts.settings) else None
+
+    def describe_cache(self, observer: CacheObserver | None, view: View, now: float) -> Mapping[str, object]:
+        """What is promised; None: there are no leases."""
+        from kvproxy.features.leases.leasing import Leasing
+
+        if not isinstance(observer, Leasing):
+            return {"promises": None}
+        book = observer.book
+        if view == "leases":
+            return {"promises": book.describe(observer.settings, now)}
+        numbers = {"prompts": len(book.leases), "tokens": sum(book.tenant_tokens.values())}
+        return {"promises": {**numbers, "kept": book.results["kept"], "broken": book.results["broken"]}}
+
+
+def _is_on(settings: KvCacheSettings) -> bool:
+    return settings.enabled and part_of(settings, LeasePlace).leases.enabled
 
 
 FEATURE = Leases()

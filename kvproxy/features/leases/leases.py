@@ -1,5 +1,5 @@
-"""Which prompts are kept for conversations that are expected back, for how long and within which budgets, and what came
-of it. Decisions and books, no I/O; the time is an argument."""
+"""Which prompts are kept for conversations that are expected back, within which budgets, and what came of it. Decisions
+and books, no I/O; the time is an argument."""
 
 from __future__ import annotations
 
@@ -8,34 +8,23 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from kvproxy.base.bounded import BoundedMapping
 from kvproxy.base.types import EndpointId
-from kvproxy.cache.action_settings import LeaseSettings
 from kvproxy.cache.actions.hotness import KnownPrefix
-from kvproxy.features.leases.conversations import LOOKED_AT, BySession, Conversations, Waiting
-from kvproxy.features.leases.gaps import HORIZON_S, Gaps
+from kvproxy.features.leases.conversations import HORIZON_S, LOOKED_AT, BySession, Conversations, Waiting
+from kvproxy.features.leases.settings import LeaseSettings
 
 K = TypeVar("K")
 
-#: Pins, and SGLang's sessions, that are not taken back now: tried again and again.
+#: Pins that are not taken back now: tried again and again.
 MAX_RELEASED = 4096
-#: Leases of other processes that are known here.
-MAX_ELSEWHERE = 16_384
 #: An engine reuses whole blocks, LMCache whole chunks of 256 tokens, and some templates write a prompt's end anew.
 _SPARED_TOKENS = 256
 _SPARED_SHARE = 0.1
-#: A lease that no engine confirms is none.
+#: A lease that LMCache does not confirm is none.
 _CONFIRM_S = 60.0
-
-
-class Lever(StrEnum):
-    """What keeps a prompt; a metric label."""
-
-    PIN = "pin"  # of LMCache
-    SESSION = "session"  # of SGLang, which refers to it
-    TOUCH = "touch"  # asked for again before the engine would evict it
 
 
 class Why(StrEnum):
@@ -45,33 +34,38 @@ class Why(StrEnum):
     CLIENT = "client"  # asked for it
 
 
+def choose_duration(of: Waiting, settings: LeaseSettings) -> float:
+    """How long the prompt is kept: never longer than its client asked for."""
+    return settings.max_duration if of.asked_s is None else min(of.asked_s, settings.max_duration)
+
+
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A prompt that is kept at an endpoint. `prefix` is as `known` was then: what is learned of it later changes
-    neither what was promised nor what is to be taken back."""
+    """A prompt that is pinned at an endpoint's LMCache instance. `prefix` is as `known` was then: what is learned of it
+    later changes neither what was promised nor what is to be taken back."""
 
     of: Waiting
     known: KnownPrefix
     instance: str
-    lever: Lever
-    why: Why
     made_at: float
     until: float
-    used_at: float  # when the engine used it last, or was told to keep it
-    held: bool = False  # the engine did as it was told
+    pinned_at: float = 0.0
+    held: bool = False  # LMCache has pinned it
     returned_at: float | None = None  # its conversation goes on
-    filled: int = 0  # tokens that the endpoint's cache had taken in all at its last use
-    session: str = ""  # of SGLang, that refers to it
-    told_tokens: int | None = None  # another process promised so many, and keeps them
     prefix: KnownPrefix = field(init=False)
 
     def __post_init__(self) -> None:
         self.prefix = copy(self.known)
 
     @property
+    def why(self) -> Why:
+        """The reason for it."""
+        return Why.TOOL_CALL if self.of.calls_tool else Why.CLIENT
+
+    @property
     def tokens(self) -> int:
         """What is promised."""
-        return len(self.prefix.tokens) if self.told_tokens is None else self.told_tokens
+        return len(self.prefix.tokens)
 
     @property
     def reusable_tokens(self) -> int:
@@ -81,44 +75,29 @@ class Lease:
     def describe(self, now: float) -> dict[str, object]:
         """For people."""
         of = self.of
-        prefix = self.prefix.name
         return {
             "cluster": of.cluster,
             "endpoint": str(of.endpoint),
             "tenant": of.tenant,
-            "prefix": prefix,
+            "prefix": self.prefix.name,
             "tokens": self.tokens,
-            "lever": self.lever.value,
             "why": self.why.value,
             "confirmed": self.held,
             "ends_in_s": self.until - now,
         }
 
 
-class LeaseNews(Protocol):
-    """Hears what happens here, for other processes that keep the same book."""
-
-    def waits(self, waiting: Waiting) -> None: ...
-    def returned(self, key: int) -> None: ...
-    def leased(self, lease: Lease) -> None: ...  # or more is known of it
-    def over(self, key: int) -> None: ...
-
-
 class LeaseBook:
-    """Every lease there is and every conversation that is waited for, those of other processes that are heard of among
-    them: what outlives a reload. Budgets are never passed: `grant` refuses."""
+    """Every lease there is and every conversation that is waited for: what outlives a reload. Budgets are never passed:
+    `grant` refuses."""
 
     def __init__(self) -> None:
-        self.gaps = Gaps()
         self.waiting = Conversations()
         self.leases: dict[int, Lease] = {}  # by key of the prompt; bounded by `max_leases`
         #: Counted pins to be taken back, by instance.
         self.released: BoundedMapping[tuple[str, int], KnownPrefix] = BoundedMapping(MAX_RELEASED)
-        #: SGLang's sessions to be closed, with the cluster and the endpoint of each.
-        self.to_close: BoundedMapping[str, tuple[str, EndpointId]] = BoundedMapping(MAX_RELEASED)
         self.results: Counter[str] = Counter()  # of leases whose conversation came back
-        self.owner: object = None  # the service that acts on it by now
-        self.news: LeaseNews | None = None  # None: there are no other processes
+        self.owner: object = None  # the observer that acts on it by now
         self.tenant_tokens: Counter[str] = Counter()  # tokens held for each
         self._endpoints: Counter[tuple[str, EndpointId]] = Counter()
         self._sessions = BySession()
@@ -141,27 +120,14 @@ class LeaseBook:
                 {"tenant": tenant, "tokens": tokens, "limit": settings.tenant_budget(tenant)}
                 for tenant, tokens in sorted(self.tenant_tokens.items())
             ],
-            "pauses": self.gaps.describe(),
         }
 
-    def expect(self, waiting: Waiting) -> None:
-        """An answer is over, and its conversation may go on."""
-        self.waiting.add(waiting)
-        if self.news is not None:
-            self.news.waits(waiting)
-
-    def note_return(self, keys: Sequence[int], now: float, *, told: bool = False) -> None:
-        """A prompt with these message prefixes is on its way (`told`: elsewhere): a conversation may go on, and its
-        pause is counted."""
+    def note_return(self, keys: Sequence[int], now: float) -> None:
+        """A prompt with these message prefixes is on its way: a conversation may go on."""
         waiting = self.waiting.take_returned(keys)
-        if waiting is None:
-            return
-        self.gaps.count(waiting.kind, now - waiting.ended_at)
-        lease = self.leases.get(waiting.key)
+        lease = None if waiting is None else self.leases.get(waiting.key)
         if lease is not None and now <= lease.until:
             lease.returned_at = now
-        if self.news is not None and not told:
-            self.news.returned(waiting.key)
 
     def take_returned(self, keys: Sequence[int]) -> Lease | None:
         """Return the lease on what this prompt goes on from, which ends by that."""
@@ -172,12 +138,10 @@ class LeaseBook:
                 return lease
         return None
 
-    def grant(self, lease: Lease, settings: LeaseSettings, *, capacity_tokens: int | None = None) -> str:
-        """Enter it, or say which bound it would pass. An engine's own memory, of `capacity_tokens`, is never held by
-        more than half."""
+    def grant(self, lease: Lease, settings: LeaseSettings) -> str:
+        """Enter it, or return which bound it would pass."""
         tenant = lease.of.tenant
         place = (lease.of.cluster, lease.of.endpoint)
-        most = settings.endpoint_tokens if capacity_tokens is None else capacity_tokens // 2
         if lease.of.key in self.leases:
             return "duplicate"
         if lease.tokens < settings.min_tokens:
@@ -186,49 +150,24 @@ class LeaseBook:
             return "max_leases"
         if self.tenant_tokens[tenant] + lease.tokens > settings.tenant_budget(tenant):
             return "tenant_budget"
-        if self._endpoints[place] + lease.tokens > min(most, settings.endpoint_tokens):
+        if self._endpoints[place] + lease.tokens > settings.endpoint_tokens:
             return "endpoint_budget"
-        self._enter(lease)
-        if self.news is not None:
-            self.news.leased(lease)
-        return ""
-
-    def adopt(self, lease: Lease) -> None:
-        """Another process keeps it, or had it confirmed. It counts here, and is verified where its conversation comes
-        back; it ends by a word or by its time."""
-        known = self.leases.get(lease.of.key)
-        if known is None and len(self.leases) < MAX_ELSEWHERE:
-            self._enter(lease)
-        elif known is not None and known.told_tokens is not None:
-            known.held = lease.held
-
-    def confirm(self, lease: Lease, now: float) -> None:
-        """The engine did as it was told."""
-        lease.held = True
-        lease.used_at = now
-        if self.news is not None and self.leases.get(lease.of.key) is lease:
-            self.news.leased(lease)
-
-    def _enter(self, lease: Lease) -> None:
         self.leases[lease.of.key] = lease
         lease.known.promised_until = lease.until
         self._sessions.add(lease.of)
-        self.tenant_tokens[lease.of.tenant] += lease.tokens
-        self._endpoints[lease.of.cluster, lease.of.endpoint] += lease.tokens
+        self.tenant_tokens[tenant] += lease.tokens
+        self._endpoints[place] += lease.tokens
+        return ""
 
-    def release(self, lease: Lease, *, told: bool = False) -> None:
-        """It ends (`told`: by another process's word). A pin of a service that counts is to be taken back."""
+    def release(self, lease: Lease) -> None:
+        """It ends. A pin of a service that counts is to be taken back."""
         del self.leases[lease.of.key]
-        if self.news is not None and not told:
-            self.news.over(lease.of.key)
         self._sessions.discard(lease.of)
         lease.known.promised_until = lease.until = 0.0
         _subtract(self.tenant_tokens, lease.of.tenant, lease.tokens)
         _subtract(self._endpoints, (lease.of.cluster, lease.of.endpoint), lease.tokens)
-        if lease.lever is Lever.PIN and lease.held and lease.told_tokens is None:
+        if lease.held:
             self.released[lease.instance, lease.of.key] = lease.prefix
-        elif lease.session:
-            self.to_close[lease.session] = (lease.of.cluster, lease.of.endpoint)
 
     def end_session(self, session: int) -> list[Lease]:
         """Nothing more comes of the session: what was kept for it, released."""
@@ -239,13 +178,30 @@ class LeaseBook:
         return ended
 
     def take_expired(self, now: float) -> list[tuple[Lease, str]]:
-        """Leases that end now without a return, and why. Conversations that did not go on count among the pauses."""
-        for waiting in self.waiting.take_late(now):
-            self.gaps.count(waiting.kind, None)
+        """Leases that end now without a return, and why."""
+        self.waiting.forget_late(now)
         ended = [(lease, why) for lease in self.leases.values() if (why := _why_ended(lease, now))]
         for lease, _ in ended:
-            self.release(lease, told=lease.told_tokens is not None)
-        return [(lease, why) for lease, why in ended if lease.told_tokens is None]
+            self.release(lease)
+        return ended
+
+
+class LeaseState:
+    """The book of the LMCache that pins now."""
+
+    def __init__(self) -> None:
+        self._book = LeaseBook()
+        self._at: str | None = None
+
+    def book_at(self, lmcache: str) -> LeaseBook:
+        """The book of what is kept at this one. The service that had it kept at another one ends that there; which
+        conversations are expected back is known in both."""
+        if self._at not in (None, lmcache):
+            waiting = self._book.waiting
+            self._book = LeaseBook()
+            self._book.waiting = waiting
+        self._at = lmcache
+        return self._book
 
 
 def _why_ended(lease: Lease, now: float) -> str:

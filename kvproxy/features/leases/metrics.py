@@ -19,22 +19,20 @@ class LeaseMetrics(MetricGroup):
     }
     labels = {
         "why": "why a prompt is kept: `tool_call` (its answer calls a tool) or `client` (asked for it)",
-        "lever": "what keeps a prompt: `pin` (LMCache) or `touch` (asked for again)",
     }
 
     def __init__(self, r: CollectorRegistry) -> None:
         self.grants = Counter(
             "kvproxy_lease_grants",
-            "Prompts that are to be kept, by why and by what keeps them",
-            ["why", "lever"],
+            "Prompts that are to be kept, by why",
+            ["why"],
             registry=r,
-        )  # tool_call, client; pin, session, touch
+        )  # tool_call, client
         self.refusals = Counter(
             "kvproxy_lease_refusals", "Prompts worth keeping that are not kept", ["reason"], registry=r
-        )  # short, max_leases, tenant_budget, endpoint_budget, no_lever, unpriced, duplicate
+        )  # short, max_leases, tenant_budget, endpoint_budget, no_pins, duplicate
         self.results = Counter("kvproxy_lease_results", "Leases by how they ended", ["result"], registry=r)
-        # kept, broken, elsewhere, unverified, early; without a return: expired, session_ended, no_effect, not_worth,
-        # too_late
+        # kept, broken, elsewhere, unverified, early; without a return: expired, session_ended, no_effect
         self.promised_tokens = Counter(
             "kvproxy_lease_promised_tokens",
             "Tokens under leases whose conversation came back and that were verified",
@@ -49,9 +47,6 @@ class LeaseMetrics(MetricGroup):
             "would have been cached without a lease)",
             registry=r,
         )
-        self.touched_tokens = Counter(
-            "kvproxy_lease_touched_tokens", "Tokens of prompts asked for again to keep them", ["state"], registry=r
-        )  # found, computed
         self.kept_ratio = CallbackGauge(
             "kvproxy_lease_kept_ratio", "Of the promises that could be verified, the share that was kept", registry=r
         )
@@ -60,8 +55,7 @@ class LeaseMetrics(MetricGroup):
         )
         self.entries = CallbackGauge(
             "kvproxy_lease_entries",
-            "`leases`, conversations that are `waiting`, known kinds of `pauses`, and "
-            "`sessions` of SGLang to be closed",
+            "`leases`, and conversations that are `waiting`",
             ["what"],
             registry=r,
         )

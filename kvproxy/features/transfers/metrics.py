@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
 
 from kvproxy.base.metrics.collectors import Counter, Histogram
 from kvproxy.base.metrics.groups import MetricGroup
@@ -29,7 +29,7 @@ class TransferMetrics(MetricGroup):
         )  # done, no_effect, timeout, ...
         self.refused = Counter(
             "kvproxy_kvcache_transfers_refused", "Transfers that were not begun", ["reason"], registry=r
-        )  # busy, budget, slow, held
+        )  # busy, budget, slow
         self.on_demand = Counter(
             "kvproxy_kvcache_transfers_on_demand",
             "Requests for which KV was copied before they went to their engine",
@@ -41,7 +41,4 @@ class TransferMetrics(MetricGroup):
             "Waits of requests for copies alone (`transfers.max_wait`)",
             buckets=FAST_BUCKETS_S,
             registry=r,
-        )
-        self.expected = Gauge(
-            "kvproxy_kvcache_expected_turns", "Turns of sessions that transfers prepare when they are due", registry=r
         )

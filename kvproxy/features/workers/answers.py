@@ -78,7 +78,6 @@ _HOT = keyed(
     ("cluster", "prefix"), fields({"touches": largest, "replicas": each(largest)}), order=lambda one: -one["touches"]
 )
 _LEASES = keyed(("instance", "prefix"), first)
-_PAUSE = fields({"seen": largest, **dict.fromkeys(("returned", "median_s", "p95_s"), mean)})
 _PROMISES = fields(
     {
         "held": keyed(("cluster", "endpoint", "prefix", "tenant"), first),
@@ -86,7 +85,6 @@ _PROMISES = fields(
         "kept_ratio": mean,
         "results": each(total),
         "tenants": keyed(("tenant",), fields({"tokens": largest})),
-        "pauses": keyed(("client", "tool"), _PAUSE, order=lambda one: -one["seen"]),
     }
 )
 _BREAKS = fields({"returned": total, "sessions": largest, "causes": _CAUSES, "latest": at_most(newest, 100)})

@@ -185,25 +185,10 @@ class LiveView:
             "running": running_jobs(kvcache),
             "waiting": kvcache.actions.jobs.waiting,
             "leases": len(leases(kvcache, now)),
-            "promises": self._promises(kvcache),
             "breakers": kvcache.breakers.states(),
             "hot": self._hot,
             "breaks": self._breaks(kvcache, now),
             **kvcache.observers.describe("live", now),
-        }
-
-    @staticmethod
-    def _promises(kvcache: KvCache) -> dict[str, object] | None:
-        """Prompts kept for conversations that are expected back, in numbers."""
-        if kvcache.leasing is None:
-            return None
-        book = kvcache.state.leases
-        tokens = sum(book.tenant_tokens.values())
-        return {
-            "prompts": len(book.leases),
-            "tokens": tokens,
-            "kept": book.results["kept"],
-            "broken": book.results["broken"],
         }
 
     @staticmethod

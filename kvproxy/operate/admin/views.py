@@ -19,7 +19,7 @@ from kvproxy.cache.actions.strategies import MAX_PRIORITIES
 from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics
 from kvproxy.cache.prefix.eviction import Priority
 from kvproxy.cache.service import KvCache
-from kvproxy.cache.status import cache_status, hot_prefixes, leases, prefix_breaks, promises
+from kvproxy.cache.status import cache_status, hot_prefixes, leases, prefix_breaks
 from kvproxy.operate.admin.history import count_by_label
 from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
 from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_object, read_limit, reply_json
@@ -170,7 +170,7 @@ class CacheRoutes:
         service = self._service()
         now = self._operated.clock()
         described = service.observers.describe("leases", now)
-        return reply_json({"leases": leases(service, now), "promises": promises(service, now), **described})
+        return reply_json({"leases": leases(service, now), **described})
 
     async def _breaks(self, request: Request) -> Response:
         return reply_json(prefix_breaks(self._service(), self._operated.clock()))

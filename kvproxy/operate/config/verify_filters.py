@@ -153,10 +153,9 @@ def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Fi
         for name in ("enable_pinning", "enable_compression", "enable_eviction"):
             if getattr(strategy, name):
                 yield error_at((*plan, name), "needs lmcache_endpoint", follows=((*at, "lmcache_endpoint"),))
-        for name in ("ahead", "on_demand"):
-            if getattr(settings.transfers, name):
-                where = (*at, "transfers", name)
-                yield error_at(where, "needs lmcache_endpoint, which moves KV", follows=((*at, "lmcache_endpoint"),))
+        if settings.transfers.on_demand:
+            where = (*at, "transfers", "on_demand")
+            yield error_at(where, "needs lmcache_endpoint, which moves KV", follows=((*at, "lmcache_endpoint"),))
     if settings.transfers.on_demand and not any(one.queues for one in config.clusters.values()):
         why = "no cluster has a queue, without which nothing is copied on demand"
         hint = "leave `queue: {enabled: false}` out of a cluster with kv_aware"

@@ -134,7 +134,7 @@ class ActionsCheck(LmcacheCheck):
         acts = strategy.enable_pinning or strategy.enable_compression or strategy.enable_eviction
         lever = await self.lmcache.find_transfers()
         transfers = self.lmcache.settings.transfers
-        told = [judge_transfers(self.where, lever, wanted=transfers.ahead or transfers.on_demand)]
+        told = [judge_transfers(self.where, lever, wanted=transfers.on_demand)]
         return [*told, *(await self._judge_strategies(strategy) if acts else ())]
 
     async def _judge_strategies(self, strategy: CacheStrategySettings) -> Sequence[Finding]:

@@ -174,7 +174,7 @@ def _outcome(receipt: Receipt) -> Iterator[str]:
         yield f"  it had lost its cache less than a minute before: {how}"
     if (lease := receipt.lease) is not None:
         saved = f", {_seconds(lease.seconds)} of prefill" if lease.seconds else ""
-        yield f"  its conversation's last prompt was under a lease ({lease.why}, by {lease.lever}): {lease.result},"
+        yield f"  its conversation's last prompt was under a lease ({lease.why}): {lease.result},"
         yield f"  {lease.reused} of {lease.tokens} tokens reused{saved}"
     if (transfer := receipt.transfer) is not None:
         yield f"  before it went, {transfer.tokens} tokens were to come to {transfer.endpoint} from {transfer.source}:"

@@ -32,7 +32,7 @@ from kvproxy.proxy.filters.router import RouterFilter
 from kvproxy.proxy.filters.step import Step
 from kvproxy.proxy.forward.body_guard import tenant_salt
 from kvproxy.proxy.request.downstream import Downstream
-from kvproxy.proxy.request.exchange import Exchange, LeaseResult
+from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.request.observer import RequestObserver, notify
 
 log = logging.getLogger("kvproxy.kvcache")
@@ -68,15 +68,6 @@ class ResolvesRoutes(Protocol):
     """The routes, as far as the filter needs them."""
 
     def resolve(self, path: str, model: str) -> RouteTarget | None: ...
-
-
-class FollowsLease(Protocol):
-    """What follows a request for the leases, and what it found out once the service had it end."""
-
-    @property
-    def result(self) -> LeaseResult | None: ...
-
-    def end(self, result: Result) -> None: ...
 
 
 class KvCacheFilter(Step):
@@ -150,11 +141,8 @@ def use_facts(service: KvCache, facts: RequestFacts, exchange: Exchange, *, pref
     exchange.facts = facts.overlaps
     if prefers:
         exchange.preferred = facts.preferred
-    watch = None if service.leasing is None else service.leasing.watch(facts)
-    learning = KvCacheLearning(service, facts, prefers, watch)
+    learning = KvCacheLearning(service, facts, prefers)
     exchange.facts_source = learning.refresh
-    if watch is not None:
-        exchange.attach(watch)
     for make in service.observers.watches:
         if (observer := make(facts)) is not None:
             exchange.attach(observer)
@@ -173,7 +161,6 @@ class KvCacheLearning(RequestObserver, msgspec.Struct, eq=False):
     _service: KvCache
     _facts: RequestFacts
     _prefers: bool
-    _lease: FollowsLease | None = None
 
     def refresh(self, exchange: Exchange) -> None:
         """The router asks before it places a request that had to wait; an endpoint announced earlier stays."""
@@ -194,9 +181,7 @@ class KvCacheLearning(RequestObserver, msgspec.Struct, eq=False):
         """Learn from it, and do what is to be done about it."""
         result = result_of(exchange)
         state = self._service.state
-        self._service.finished(self._facts, result, lease=self._lease)
-        if self._lease is not None:
-            exchange.outcome.lease = self._lease.result
+        self._service.finished(self._facts, result)
         if state.losses.known:
             exchange.outcome.cache_loss = state.losses.recent_reason(self._facts.cluster.name, result.endpoint)
         if self._facts.text is not None:

@@ -66,7 +66,6 @@ class LeaseResult(msgspec.Struct, frozen=True, omit_defaults=True):
     #: engine was told to keep it)
     result: str
     why: str  # it was made: tool_call, client
-    lever: str  # what held it: pin, touch
     tokens: int  # promised
     reused: int = 0
     seconds: float = 0.0  # that computing what was reused would have taken, by the learned speeds

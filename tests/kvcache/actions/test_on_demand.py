@@ -467,7 +467,7 @@ async def test_a_fault_in_the_plan_fails_no_request(monkeypatch: pytest.MonkeyPa
 
 def test_a_wait_for_nothing_is_said() -> None:
     """`max_wait` is for copies on demand."""
-    kvcache = {"lmcache_endpoint": "http://127.0.0.1:9", "transfers": {"ahead": True, "max_wait": "1s"}}
+    kvcache = {"lmcache_endpoint": "http://127.0.0.1:9", "transfers": {"max_wait": "1s"}}
     raw = {"endpoints": ["http://127.0.0.1:9"], "filters": ["inference_request", {"kvcache": kvcache}, "router"]}
     config, problems = check_config(raw)
     assert config is not None

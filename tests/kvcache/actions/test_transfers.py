@@ -1,4 +1,4 @@
-"""Transfers: bounded, ahead of a turn, to where it will go, and believed by what was found."""
+"""Transfers: bounded, and believed by what was found."""
 
 from __future__ import annotations
 
@@ -6,26 +6,23 @@ import contextlib
 import logging
 import random
 from array import array
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
-import msgspec
 import pytest
 
-from kvproxy.base.types import EndpointId, InferenceRequest, LowerTokens, Tier
+from kvproxy.base.types import InferenceRequest
 from kvproxy.cache.action_settings import TransferSettings
-from kvproxy.cache.actions.job_queue import Job
-from kvproxy.cache.overlap.merge import HolderOverlap
-from kvproxy.cluster.routing.policy import FactSource
-from kvproxy.features.leases.gaps import SessionPauses
+from kvproxy.cache.actions.hotness import KnownPrefix
 from kvproxy.features.transfers.planner import draw_source, find_holders
 from kvproxy.features.transfers.transfer_link import SPEED_AGE_S, Link
-from kvproxy.features.transfers.transfers import MAX_PAUSE_S, MIN_PAUSE_S, Transfers, _far_tokens
+from kvproxy.features.transfers.transfers import Transfers
 from kvproxy.lab.simulator.lmcache_chunks import WorkerSettings
 from kvproxy.lab.simulator.lmcache_controller import ControllerApp, ControllerSettings, create_controller_app
 from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorApp, CoordinatorSettings, create_coordinator_app
 from kvproxy.operate.config.load import check_config
-from tests.kvcache.support import NOWHERE, A, B, Fake, Service, chat, cluster_of, engine, long_text, tokenize, world
+from tests.kvcache.support import NOWHERE, B, Fake, Service, chat, cluster_of, engine, long_text, tokenize, world
 from tests.support.clock import FakeClock
 from tests.support.loopback import serve
 from tests.support.until import until
@@ -50,8 +47,8 @@ def tokens_of(*contents: str) -> list[int]:
 async def prepared(
     app: CoordinatorApp | ControllerApp | Fake, clock: FakeClock, **changes: Any
 ) -> AsyncIterator[tuple[Service, Transfers]]:
-    """A service whose one session has a pause of 10 s, and whose next turn is expected."""
-    given = {"ahead": True, **changes.pop("transfers", {})}
+    """A service with transfers, by this LMCache."""
+    given = {"on_demand": True, **changes.pop("transfers", {})}
     async with serve(app) as url:
         more = {
             "lmcache_endpoint": url,
@@ -61,22 +58,21 @@ async def prepared(
             **changes,
         }
         async with world({"a": engine(), "b": engine()}, clock=clock, **more) as service:
+            await until(lambda: service.kv.overlap.lookups.possible)
             transfers = service.kv.actions.transfers
             assert transfers is not None
-            for _ in range(2):
-                await service.serve(turn(), A)
-                await service.settled()
-                clock.advance(10.0)
-            service.kv.overlap.indexes["default"].reset_endpoint(A)  # the engine has other things to do meanwhile
             yield service, transfers
 
 
-async def prepare(service: Service, transfers: Transfers) -> bool:
-    """The next turn is due, and all that comes of it."""
-    (session,) = list(transfers._expected)
-    looked_at = transfers.prepare_turn(session)
+async def copy(service: Service, transfers: Transfers, source: str = "") -> bool:
+    """The prompt is to be copied to `b`, and all that comes of it; whether it was begun."""
+    tokens = array("I", tokens_of(TEXT))
+    prefix = KnownPrefix(1, "m", "", deque(), 1, tokens)
+    target = service.cluster.find_endpoint(B)
+    assert target is not None
+    begun = transfers.begin(target, prefix, CHUNKS * 256, source, "placed", None)
     await service.settled()
-    return looked_at
+    return begun
 
 
 def coordinator(clock: FakeClock, **changes: Any) -> CoordinatorApp:
@@ -103,42 +99,33 @@ def done(service: Service, result: str = "done") -> float:
     return service.metric("kvproxy_kvcache_actions_total", action="transfer", result=result)
 
 
-async def test_a_turn_is_prepared_from_the_shared_store(clock: FakeClock, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_prompt_is_copied_from_the_shared_store(clock: FakeClock, caplog: pytest.LogCaptureFixture) -> None:
     """Into the memory of one instance, once; counted, written down with what was found, and known to the next turn."""
     caplog.set_level(logging.INFO, "kvproxy.audit")
     app = coordinator(clock)
     async with prepared(app, clock) as (service, transfers):
-        assert await prepare(service, transfers)
-        assert sorted(in_memory(app).values()) == [0, CHUNKS]
-        target = next(name for name, chunks in in_memory(app).items() if chunks)
+        assert await copy(service, transfers)
+        assert in_memory(app) == {"a": 0, "b": CHUNKS}
         assert done(service) == 1
-        assert service.metric("kvproxy_kvcache_transferred_tokens_total", endpoint=target) == CHUNKS * 256
+        assert service.metric("kvproxy_kvcache_transferred_tokens_total", endpoint="b") == CHUNKS * 256
         facts = await service.ask(turn("yes", "more"))
-        assert facts.overlaps.by_endpoint[EndpointId(target)].tokens == CHUNKS * 256
+        assert facts.overlaps.by_endpoint[B].tokens == CHUNKS * 256
         assert transfers.link.running == 0
-        assert transfers._expected == {}
     line = next(one for one in caplog.messages if "action=transfer" in one)
-    assert f"instance={target}" in line
+    assert "instance=b" in line
     assert "result=done amount=1280" in line
     assert "source=shared" in line
     assert "t0" not in line
 
 
-async def test_what_is_in_memory_already_is_left_alone(clock: FakeClock) -> None:
+async def test_a_busy_link_refuses(clock: FakeClock) -> None:
+    """Nothing is asked for, and the refusal counts by its reason."""
     app = coordinator(clock)
-    for name in ("a", "b"):
-        app.admit(name, tokens_of(TEXT), model_name="m")
-    async with prepared(app, clock) as (service, transfers):
-        await prepare(service, transfers)
-        assert refused(service, "held") == 1
+    async with prepared(app, clock, transfers={"at_once": 1}) as (service, transfers):
+        transfers.link.begin(1)
+        assert not await copy(service, transfers)
+        assert refused(service, "busy") == 1
     assert app.calls["POST /cache/prefetches"] == 0
-
-
-async def test_what_no_instance_holds_is_not_asked_for(clock: FakeClock) -> None:
-    app = create_coordinator_app(CoordinatorSettings(instances=("a", "b"), shared_chunks=64), clock=clock)
-    async with prepared(app, clock) as (service, transfers):
-        await prepare(service, transfers)
-        assert refused(service, "held") == 1
 
 
 async def test_a_stale_placement_is_no_success(clock: FakeClock) -> None:
@@ -146,7 +133,7 @@ async def test_a_stale_placement_is_no_success(clock: FakeClock) -> None:
     app = coordinator(clock)
     app.directory.readable = lambda *_: False  # type: ignore[method-assign] # the files are gone
     async with prepared(app, clock) as (service, transfers):
-        await prepare(service, transfers)
+        await copy(service, transfers)
         assert (done(service, "no_effect"), done(service)) == (1, 0)
         assert transfers.link.tokens_per_s == 0.0
         assert service.metric("kvproxy_kvcache_transferred_tokens_total", endpoint="a") == 0
@@ -160,7 +147,7 @@ async def test_half_of_it_counts_for_half(clock: FakeClock) -> None:
     readable = app.directory.readable
     app.directory.readable = lambda *of: readable(*of) and next(known, None) is not None  # type: ignore[method-assign]
     async with prepared(app, clock) as (service, transfers):
-        await prepare(service, transfers)
+        await copy(service, transfers)
         assert done(service) == 1
         moved = sum(service.metric("kvproxy_kvcache_transferred_tokens_total", endpoint=name) for name in "ab")
         assert moved == 3 * 256
@@ -179,7 +166,7 @@ async def test_a_coordinator_that_is_lost_meanwhile(clock: FakeClock) -> None:
         **{f"/cache/prefetches/{name}/r": lambda _: (502, {"detail": "gone"}) for name in "ab"},
     }
     async with prepared(app, clock) as (service, transfers):
-        await prepare(service, transfers)
+        await copy(service, transfers)
         assert app.calls["/cache/prefetches"] == 1
         assert done(service) == 0
         assert transfers.link.running == 0
@@ -190,7 +177,7 @@ async def test_a_prefetch_that_does_not_end_is_given_up(clock: FakeClock) -> Non
     """After `timeout`, with one attempt."""
     app = coordinator(clock, prefetch_s=3600.0)
     async with prepared(app, clock, transfers={"timeout": "10ms"}) as (service, transfers):
-        await prepare(service, transfers)
+        await copy(service, transfers)
         assert done(service, "timeout") == 1
         assert transfers.link.running == 0
     assert app.calls["POST /cache/prefetches"] == 1
@@ -199,7 +186,7 @@ async def test_a_prefetch_that_does_not_end_is_given_up(clock: FakeClock) -> Non
 async def test_a_dry_run_moves_nothing(clock: FakeClock) -> None:
     app = coordinator(clock)
     async with prepared(app, clock, cache_strategy={"dry_run": True}) as (service, transfers):
-        await prepare(service, transfers)
+        await copy(service, transfers)
         assert done(service, "dry_run") == 1
     assert app.calls["POST /cache/prefetches"] == 0
 
@@ -211,59 +198,12 @@ async def test_a_controller_copies_from_the_instance_that_holds_it(p2p: bool, cl
     app = create_controller_app(ControllerSettings(workers), clock=clock)
     app.controller.workers["a"].admit(tokens_of(TEXT))
     async with prepared(app, clock) as (service, transfers):
-        service.cluster.drain_endpoint(A)  # so that the turn goes to the other one
-        await prepare(service, transfers)
+        await copy(service, transfers, "a")
         assert done(service) == (1 if p2p else 0)
         assert done(service, "not_supported") == (0 if p2p else 1)
         facts = await service.ask(turn("yes", "more"))
         assert facts.overlaps.matched_tokens(B) == (CHUNKS * 256 if p2p else 0)
     assert app.controller.workers["a"].keys == CHUNKS
-
-
-async def test_a_session_that_ends_or_goes_on_is_not_prepared(clock: FakeClock) -> None:
-    """The turn that came takes the place of the one expected."""
-    async with prepared(coordinator(clock), clock) as (service, transfers):
-        (before,) = transfers._expected.values()
-        await service.serve(turn(), A)
-        await service.settled()
-        (after,) = transfers._expected.values()
-        assert before is not after
-        assert before.timer.cancelled()
-        transfers.close()
-        assert after.timer.cancelled()
-        assert transfers._expected_tokens == 0
-
-
-async def test_a_session_that_says_its_end_is_not_prepared(clock: FakeClock) -> None:
-    async with prepared(coordinator(clock), clock) as (service, transfers):
-        (before,) = transfers._expected.values()
-        request, body = turn()
-        await service.serve((msgspec.structs.replace(request, session_ends=True), body), A)
-        assert transfers._expected == {}
-        assert before.timer.cancelled()
-        assert transfers._expected_tokens == 0
-
-
-async def test_a_job_that_ends_at_the_end_leaves_no_timer(clock: FakeClock) -> None:
-    """The tokens of a last turn become known while the service ends."""
-    async with prepared(coordinator(clock), clock) as (service, transfers):
-        jobs, (expected,) = service.kv.actions.jobs, transfers._expected.values()
-
-        async def learn() -> bool:
-            await until(lambda: not jobs._open)
-            transfers.expect_turn(expected.facts, expected.prefix, expected.facts.tokens or array("I"))
-            return True
-
-        assert jobs.submit(Job("tokenize", learn))
-    assert transfers._expected == {}
-    assert expected.timer.cancelled()
-
-
-async def test_no_text_is_kept_of_what_is_expected(clock: FakeClock) -> None:
-    async with prepared(coordinator(clock), clock) as (_, transfers):
-        (expected,) = transfers._expected.values()
-        assert expected.facts.body == b""
-        assert expected.facts.request.prompt.parts == ()
 
 
 async def test_off_by_default(clock: FakeClock) -> None:
@@ -272,10 +212,15 @@ async def test_off_by_default(clock: FakeClock) -> None:
 
 
 def test_it_needs_a_service_that_moves_kv() -> None:
-    filters = ["inference_request", {"kvcache": {"transfers": {"ahead": True}}}, "router"]
+    filters = ["inference_request", {"kvcache": {"transfers": {"on_demand": True}}}, "router"]
     config, problems = check_config({"endpoints": [NOWHERE], "filters": filters})
     assert config is None
     assert any("needs lmcache_endpoint" in problem.message for problem in problems)
+
+
+def test_a_setting_that_is_gone_names_the_reason() -> None:
+    with pytest.raises(ValueError, match=r"transfers\.ahead is gone: .*leave it out"):
+        TransferSettings.model_validate({"ahead": False})
 
 
 def test_a_link_is_bounded(clock: FakeClock) -> None:
@@ -296,38 +241,6 @@ def test_a_link_is_bounded(clock: FakeClock) -> None:
     assert link.why_refused(700, 1.0) == ""
     link.end(0, 1.0)
     assert link.why_refused(50_000, 1.0) == ""  # more than the budget ever is: once it is full
-
-
-def test_pauses_are_learned_by_session_and_of_all() -> None:
-    """A session's own once it had one; before that what is usual; a turn beside another is no pause."""
-    pauses = SessionPauses()
-    assert pauses.note_turn(1, 0.0, 1.0) is None
-    assert pauses.note_turn(1, 11.0, 12.0) == pytest.approx(10.0)
-    assert pauses.note_turn(2, 12.0, 13.0) == pytest.approx(10.0)
-    assert pauses.note_turn(1, 11.5, 14.0) == pytest.approx(10.0)
-    assert pauses.note_turn(1, 34.0, 35.0) == pytest.approx(13.0)
-    assert MIN_PAUSE_S < 10.0 < MAX_PAUSE_S
-
-
-SHARED, HOST = (Tier.SHARED, 1024), (Tier.HOST, 512)
-
-
-@pytest.mark.parametrize(
-    ("told", "device", "far"),
-    [
-        ([(1024, (SHARED,))], 0, 1024),
-        ([(1024, (SHARED,))], 512, 512),
-        ([(1024, (SHARED,)), (1024, (HOST, (Tier.SHARED, 512)))], 0, 512),
-        ([(1024, (SHARED,)), (1024, ((Tier.HOST, 1024),))], 0, 0),
-        ([(1024, ())], 0, 0),  # of a service that does not tell tiers apart
-        ([(512, (HOST,))], 2048, -1536),
-        ([], 0, 0),
-    ],
-)
-def test_what_is_far(told: list[tuple[int, LowerTokens]], device: int, far: int) -> None:
-    """What the service says an endpoint can load, beyond its engine's and its host's memory."""
-    holders = [HolderOverlap(A, tokens, True, FactSource.LMCACHE_COORDINATOR, lower) for tokens, lower in told]
-    assert _far_tokens(holders, device) == far
 
 
 def test_a_source_is_one_of_the_longest_and_rather_an_idle_one() -> None:

@@ -166,36 +166,6 @@ async def test_a_cache_that_is_flushed(server: Sglang, saw: Saw, events: bool) -
         assert all(one.predicted < 100 for one in after[0 if events else 8 :])
 
 
-async def test_a_session_keeps_its_prompt(saw: Saw) -> None:
-    """With `--enable-session-radix-cache`: what a lease refers to survives pressure that evicts all else."""
-    needs_memory(gib=4)
-    one = Sglang("sessions", TINY, pages=320, further=["--enable-session-radix-cache"])
-    leases = {"enabled": True, "touch": False, "min_tokens": 256}
-    filters = ["inference_request", {"kvcache": {"engine_metrics_interval": 0, "leases": leases}}, "router"]
-    saw("starting an SGLang server with a small cache")
-    with sglang.running([one]):
-        warm_up(one)
-        async with running_proxy({"a": one.url}, policy="kv_aware", filters=filters) as proxy:
-            service = proxy.proxy.kvcache
-            assert service is not None
-            assert service.leasing is not None
-            await service.scraper.scrape_all()
-            kept, lost = text(600, seed="kept"), text(600, seed="lost")
-            first = await ask(proxy.client, chat(TINY.name, kept, max_tokens=4, prompt_cache_retention="in_memory"))
-            other = await ask(proxy.client, chat(TINY.name, lost, max_tokens=4))
-            await until(lambda: not proxy.proxy.running)
-            await service.actions.jobs.settled()
-            assert proxy.metric("kvproxy_lease_grants_total", why="client", lever="session") == 1
-            for number in range(12):
-                await ask(proxy.client, chat(TINY.name, text(400, seed=f"pressure {number}"), max_tokens=4))
-            again = await ask(proxy.client, chat(TINY.name, kept, first.text, "and?", max_tokens=4))
-            gone = await ask(proxy.client, chat(TINY.name, lost, other.text, "and?", max_tokens=4))
-            saw(f"{first.prompt_tokens} promised, {again.cached_tokens} reused; without one {gone.cached_tokens}")
-            assert again.cached_tokens >= first.prompt_tokens - 2 * PAGE_TOKENS
-            assert gone.cached_tokens < 100
-            assert proxy.metric("kvproxy_lease_results_total", result="kept") == 1
-
-
 async def test_its_data_parallel_ranks(saw: Saw) -> None:
     """Found out by its metrics and its events; each chat stays with the rank that has it, and later turns are hits."""
     needs_memory(gib=6)

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from kvproxy.cache.clients.lmcache_coordinator import LMCacheCoordinatorClient
+from kvproxy.features.leases.leasing import Leasing
 from tests.real.conftest import Saw
 from tests.real.engines.place import MID
 from tests.real.kvcache import ask, chat_tokens, with_kvcache
@@ -54,8 +55,9 @@ async def test_a_prompt_under_lease_survives_the_eviction_of_the_disk(
     async with running_proxy(tiers.endpoints[:1], filters=chain, policy="kv_aware") as proxy:
         service = proxy.proxy.kvcache
         assert service is not None
-        assert service.leasing is not None
-        book = service.leasing.book
+        leasing = service.observers.by_feature["leases"]
+        assert isinstance(leasing, Leasing)
+        book = leasing.book
         words = {name: text(600, seed=f"lease {name}") for name in ("loose", "kept")}
         bodies: dict[str, dict[str, Any]] = {
             "loose": chat(MID.name, words["loose"]),

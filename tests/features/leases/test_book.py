@@ -11,20 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cache.action_settings import LeaseSettings
 from kvproxy.cache.actions.hotness import KnownPrefix
-from kvproxy.features.leases.conversations import FIRST_S, MAX_WAITING, Waiting, choose_duration
-from kvproxy.features.leases.gaps import HORIZON_S, LEAST_SEEN, Gaps, PauseKind
-from kvproxy.features.leases.leases import (
-    MAX_RELEASED,
-    Lease,
-    LeaseBook,
-    Lever,
-    Why,
-)
+from kvproxy.features.leases.conversations import HORIZON_S, MAX_WAITING, Waiting
+from kvproxy.features.leases.leases import MAX_RELEASED, Lease, LeaseBook, LeaseState, Why, choose_duration
+from kvproxy.features.leases.settings import LeaseSettings
 
 A = EndpointId("a")
-CALLS, TALKS = ("codex", "bash"), ("codex", "")
 
 
 def settings(**changes: Any) -> LeaseSettings:
@@ -32,45 +24,51 @@ def settings(**changes: Any) -> LeaseSettings:
 
 
 def waiting(
-    key: int = 1, kind: PauseKind = CALLS, *, tenant: str = "t", asked_s: float | None = None, session: int = 0,
-    endpoint: EndpointId = A, at: float = 0.0,
-) -> Waiting:  # fmt: skip
-    return Waiting(key, kind, at, endpoint, "default", tenant, session, asked_s)
+    key: int = 1,
+    *,
+    tenant: str = "t",
+    asked_s: float | None = None,
+    session: int = 0,
+    endpoint: EndpointId = A,
+    at: float = 0.0,
+    calls_tool: bool = True,
+) -> Waiting:
+    return Waiting(key, at, endpoint, "default", tenant, session, calls_tool, asked_s)
 
 
-def lease(
-    of: Waiting, tokens: int = 1000, *, lever: Lever = Lever.PIN, held: bool = True, until: float = 60.0
-) -> Lease:
+def lease(of: Waiting, tokens: int = 1000, *, held: bool = True, until: float = 60.0) -> Lease:
     prefix = KnownPrefix(of.key, "m", "", deque(), whole=of.key, tokens=array("I", range(tokens)))
-    return Lease(of, prefix, "a", lever, Why.TOOL_CALL, of.ended_at, until, of.ended_at, held)
-
-
-def known(kind: PauseKind, seconds: float | None, *others: float | None) -> Gaps:
-    """Enough pauses of a kind, as many of each."""
-    gaps = Gaps()
-    for each in (seconds, *others):
-        for _ in range(int(LEAST_SEEN)):
-            gaps.count(kind, each)
-    return gaps
+    return Lease(of, prefix, "a", of.ended_at, until, of.ended_at, held)
 
 
 @pytest.mark.parametrize(
-    ("of", "gaps", "expected_s"),
-    [
-        (waiting(kind=TALKS), Gaps(), None),  # nobody says that anyone comes back
-        (waiting(), Gaps(), FIRST_S),
-        (waiting(), known(CALLS, 4.0), 4.0),
-        (waiting(), known(CALLS, 3000.0), None),  # nearly all come after the longest lease
-        (waiting(), known(CALLS, 4.0, *[None] * 8), None),  # one in nine comes back
-        (waiting(kind=TALKS, asked_s=300.0), Gaps(), 300.0),
-        (waiting(kind=TALKS, asked_s=300.0), known(TALKS, 20.0), 20.0),
-        (waiting(kind=TALKS, asked_s=86_400.0), Gaps(), 900.0),
-        (waiting(asked_s=30.0), known(CALLS, 20.0, 80.0, 80.0), 30.0),  # the client's word is the bound
-    ],
+    ("of", "expected_s"),
+    [(waiting(), 900.0), (waiting(asked_s=300.0, calls_tool=False), 300.0), (waiting(asked_s=86_400.0), 900.0)],
 )
-def test_a_lease_lasts_as_long_as_pauses_do(of: Waiting, gaps: Gaps, expected_s: float | None) -> None:
-    duration_s = choose_duration(of, gaps, settings())
-    assert duration_s == (None if expected_s is None else pytest.approx(expected_s, rel=0.2))
+def test_a_lease_lasts_as_long_as_settings_and_client_allow(of: Waiting, expected_s: float) -> None:
+    """The client's own wish is the bound, whether its answer calls a tool or not."""
+    assert choose_duration(of, settings()) == expected_s
+
+
+def test_a_lease_has_its_reason() -> None:
+    assert (lease(waiting()).why, lease(waiting(calls_tool=False)).why) == (Why.TOOL_CALL, Why.CLIENT)
+
+
+@pytest.mark.parametrize("name", ["touch", "share"])
+def test_a_setting_that_is_gone_names_the_reason(name: str) -> None:
+    with pytest.raises(ValueError, match=f"leases.{name} is gone: .*; leave it out"):
+        settings(**{name: True})
+
+
+def test_another_lmcache_has_another_book() -> None:
+    """Conversations that are waited for are known in both."""
+    state = LeaseState()
+    first = state.book_at("http://one")
+    first.waiting.add(waiting(7))
+    first.grant(lease(waiting(7)), settings())
+    assert state.book_at("http://one") is first
+    second = state.book_at("http://other")
+    assert (second.leases, 7 in second.waiting, len(first.leases)) == ({}, True, 1)
 
 
 def test_a_return_ends_the_pause_and_takes_the_lease() -> None:
@@ -86,7 +84,6 @@ def test_a_return_ends_the_pause_and_takes_the_lease() -> None:
     assert book.take_returned([5, 7, 8, 9]) is granted
     assert (book.leases, dict(book.tenant_tokens), granted.known.promised_until) == ({}, {}, 0)
     assert list(book.released) == [("a", 7)]
-    assert len(book.gaps) == 3
 
 
 def test_what_is_learned_of_a_prompt_later_changes_no_lease() -> None:
@@ -99,14 +96,12 @@ def test_what_is_learned_of_a_prompt_later_changes_no_lease() -> None:
 
 
 def test_who_comes_back_late_finds_no_promise() -> None:
-    """The pause is learned all the same."""
     book = LeaseBook()
     book.waiting.add(waiting(7))
     book.grant(lease(waiting(7), until=10.0), settings())
     book.note_return([7, 8], 11.0)
     assert book.take_returned([7, 8]) is None
     assert [result for _, result in book.take_expired(11.0)] == ["expired"]
-    assert len(book.gaps) == 3
 
 
 def test_what_no_engine_confirms_ends_and_is_not_taken_back() -> None:
@@ -136,25 +131,22 @@ def test_pins_that_cannot_be_taken_back_are_bounded() -> None:
     assert len(book.released) == MAX_RELEASED
 
 
-def test_conversations_that_do_not_go_on_are_learned_once() -> None:
+def test_conversations_that_do_not_go_on_are_forgotten() -> None:
+    """Those that still may go on stay."""
     book = LeaseBook()
-    for key in range(10):
-        book.waiting.add(waiting(key))
+    book.waiting.add(waiting(1))
+    book.waiting.add(waiting(2, at=5.0))
     book.take_expired(HORIZON_S + 1)
-    book.take_expired(2 * HORIZON_S)
-    pauses = book.gaps.find(CALLS)
-    assert pauses is not None
-    assert (pauses.seen, pauses.never, len(book.waiting)) == (10, 10, 0)
+    assert (1 in book.waiting, 2 in book.waiting) == (False, True)
 
 
 def test_those_waited_for_are_bounded() -> None:
-    """The longest waiting is forgotten, and nothing is learned of it."""
+    """The longest waiting is forgotten."""
     book = LeaseBook()
     for key in range(MAX_WAITING + 10):
         book.waiting.add(waiting(key))
     assert len(book.waiting) == MAX_WAITING
     assert 9 not in book.waiting
-    assert len(book.gaps) == 0
 
 
 def test_the_end_of_a_session_releases_what_was_kept_for_it() -> None:
@@ -186,87 +178,6 @@ def test_each_bound_refuses(limits: dict[str, Any], held: list[Lease], one: Leas
     for each in held:
         assert book.grant(each, settings(**limits)) == ""
     assert book.grant(one, settings(**limits)) == refusal
-
-
-def test_an_engines_own_memory_is_never_held_by_more_than_half() -> None:
-    book = LeaseBook()
-    assert book.grant(lease(waiting(1), lever=Lever.TOUCH), settings(), capacity_tokens=3000) == ""
-    assert book.grant(lease(waiting(2), lever=Lever.TOUCH), settings(), capacity_tokens=3000) == "endpoint_budget"
-
-
-class News:
-    """What another process would hear."""
-
-    def __init__(self) -> None:
-        self.heard: list[tuple[str, int]] = []
-
-    def waits(self, waiting: Waiting) -> None:
-        self.heard.append(("waits", waiting.key))
-
-    def returned(self, key: int) -> None:
-        self.heard.append(("returned", key))
-
-    def leased(self, lease: Lease) -> None:
-        self.heard.append(("held" if lease.held else "leased", lease.of.key))
-
-    def over(self, key: int) -> None:
-        self.heard.append(("over", key))
-
-
-def told(of: Waiting, tokens: int = 1000, *, until: float = 60.0) -> Lease:
-    """By another process."""
-    made = lease(of, 0, until=until)
-    made.told_tokens = tokens
-    return made
-
-
-def test_another_process_lease_counts_and_ends_without_an_act_here() -> None:
-    """It takes its part of the budgets, and neither its time nor its return makes this process take anything back."""
-    book, limits = LeaseBook(), settings(tenant_tokens=2500)
-    book.adopt(told(waiting(1)))
-    book.adopt(told(waiting(2), until=5.0))
-    assert book.grant(lease(waiting(1)), limits) == "duplicate"
-    assert book.grant(lease(waiting(3)), limits) == "tenant_budget"
-    assert book.take_expired(6.0) == []
-    assert (list(book.leases), dict(book.tenant_tokens)) == ([1], {"t": 1000})
-    assert book.grant(lease(waiting(3)), limits) == ""
-    book.waiting.add(waiting(1))
-    book.note_return([1], 7.0)
-    assert book.take_returned([1]) is not None
-    assert (list(book.leases), list(book.released)) == ([3], [])
-
-
-def test_a_lease_of_ones_own_is_not_replaced_by_another_process() -> None:
-    """Both granted it at once: here it stays one's own, and the pin is taken back when it ends by that one's word."""
-    book = LeaseBook()
-    book.grant(own := lease(waiting(1)), settings())
-    book.adopt(told(waiting(1), 5000))
-    assert list(book.leases.values()) == [own]
-    assert book.tenant_tokens == {"t": 1000}
-    book.release(own, told=True)
-    assert [key for _, key in book.released] == [1]
-
-
-def test_what_happens_here_is_told_once_and_what_is_heard_is_not() -> None:
-    """Nor that a lease is confirmed which ended meanwhile: others would take it for a new one."""
-    book = LeaseBook()
-    book.news = news = News()
-    book.expect(waiting(1))
-    book.grant(first := lease(waiting(1), held=False), settings())
-    book.confirm(first, 1.0)
-    book.note_return([1], 2.0)
-    book.take_returned([1])
-    book.confirm(first, 3.0)
-    assert news.heard == [("waits", 1), ("leased", 1), ("held", 1), ("returned", 1), ("over", 1)]
-    news.heard.clear()
-    book.waiting.add(waiting(2))
-    book.adopt(told(waiting(2), until=9.0))
-    book.note_return([2], 4.0, told=True)
-    book.adopt(third := told(waiting(3), until=9.0))
-    book.release(third, told=True)
-    book.adopt(told(waiting(4), until=9.0))
-    book.take_expired(10.0)
-    assert news.heard == []
 
 
 @given(

@@ -1,4 +1,4 @@
-"""Pauses between an answer and the next turn: what answers say of them, and what is learned."""
+"""Whether an answer waits for a tool, and how long its client wants the prompt to be kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from kvproxy.base.types import Prompt, RequestKind
 from kvproxy.cache.prefix.cache_marks import read_ttl_s
-from kvproxy.features.leases.gaps import ANY, HORIZON_S, LEAST_SEEN, MAX_KINDS, UNSEEN, Gaps, PendingCall, pause_kind
+from kvproxy.features.leases.pending_call import PendingCall
 from kvproxy.proxy.request.parse import parse_body
 
 CHAT_STREAM = (
@@ -32,73 +32,25 @@ RESPONSES_STREAM = (
 
 
 @pytest.mark.parametrize(
-    ("pieces", "tool"),
+    ("pieces", "found"),
     [
-        (CHAT_STREAM, "bash"),
-        (MESSAGES_STREAM, "Read"),
-        (RESPONSES_STREAM, "shell"),
-        ((b"".join(CHAT_STREAM),), "bash"),
-        ((CHAT_STREAM[2],), UNSEEN),
-        ((b'{"content":[{"type":"tool_use","name":"Bash","input":{"a":1}}],"stop_reason":"tool_use"}',), "Bash"),
-        ((b'{"choices":[{"message":{"content":"hi"},"finish_reason":"stop"}]}',), None),
-        (MESSAGES_STREAM[:2], None),
-        ((b'{"content":[{"text":"\\"finish_reason\\":\\"tool_calls\\""}],"stop_reason":"end_turn"}',), None),
+        (CHAT_STREAM, True),
+        (MESSAGES_STREAM, True),
+        (RESPONSES_STREAM, True),
+        ((b"".join(CHAT_STREAM),), True),
+        ((CHAT_STREAM[2],), True),
+        ((b'{"content":[{"type":"tool_use","name":"Bash","input":{"a":1}}],"stop_reason":"tool_use"}',), True),
+        ((b'{"choices":[{"message":{"content":"hi"},"finish_reason":"stop"}]}',), False),
+        (MESSAGES_STREAM[:2], False),
+        ((b'{"content":[{"text":"\\"finish_reason\\":\\"tool_calls\\""}],"stop_reason":"end_turn"}',), False),
     ],
 )  # fmt: skip
-def test_an_answer_tells_which_tool_it_waits_for(pieces: tuple[bytes, ...], tool: str | None) -> None:
+def test_an_answer_that_waits_for_a_tool(pieces: tuple[bytes, ...], found: bool) -> None:
     """By each API's own words, wherever the network cuts it; generated text says nothing, nor does half an answer."""
     call = PendingCall()
     for piece in pieces:
         call.read_piece(piece)
-    assert call.tool == tool
-
-
-def test_pauses_are_learned_by_client_and_tool() -> None:
-    """A tool that was never seen goes by what is known of the client's other tools, then of all clients."""
-    gaps = Gaps()
-    for _ in range(int(LEAST_SEEN)):
-        gaps.count(("codex", "bash"), 4.0)
-        gaps.count(("opencode", "test"), 100.0)
-    bash, other, unknown = gaps.find(("codex", "bash")), gaps.find(("codex", "new")), gaps.find(("roo-code", "new"))
-    assert bash is not None
-    assert other is not None
-    assert unknown is not None
-    assert bash.quantile(0.95) == pytest.approx(4.0, rel=0.2)
-    assert other.quantile(0.95) == bash.quantile(0.95)
-    assert unknown.quantile(0.95) == pytest.approx(100.0, rel=0.2)
-    assert gaps.find(("codex", "")) is None
-
-
-def test_conversations_that_never_go_on_count() -> None:
-    """They lower the share that is over at any time, and not the length of pauses that ended."""
-    gaps, kind = Gaps(), pause_kind("codex", "bash")
-    for number in range(100):
-        gaps.count(kind, 2.0 if number % 4 else None)
-    pauses = gaps.find(kind)
-    assert pauses is not None
-    assert pauses.share_over(HORIZON_S) == pytest.approx(0.75)
-    assert pauses.share_over(1.0) == 0
-    assert pauses.quantile(0.99) == pytest.approx(2.0, rel=0.2)
-
-
-def test_what_clients_do_today_wins() -> None:
-    gaps, kind = Gaps(), ("codex", "bash")
-    for seconds in (1.0, 60.0):
-        for _ in range(2000):
-            gaps.count(kind, seconds)
-    pauses = gaps.find(kind)
-    assert pauses is not None
-    assert pauses.quantile(0.5) == pytest.approx(60.0, rel=0.2)
-
-
-def test_names_of_tools_are_bounded() -> None:
-    """In number and in length: a client chooses them."""
-    gaps = Gaps()
-    for number in range(3 * MAX_KINDS):
-        gaps.count(("codex", f"tool {number}"), 1.0)
-    assert len(gaps) <= MAX_KINDS
-    assert gaps.find(("codex", ANY)) is not None
-    assert len(pause_kind("codex", "x" * 10_000)[1]) <= 64
+    assert call.found is found
 
 
 @pytest.mark.parametrize(

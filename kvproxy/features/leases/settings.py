@@ -1,0 +1,65 @@
+"""Settings of leases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from kvproxy.base.settings.model import Duration, Model, Name
+
+#: Settings that went with what they were of.
+_GONE = {
+    "touch": "sessions took 1.00 to 1.03 of their time with it, in four measurements",
+    "share": "pauses are not learned any more, a lease lasts for max_duration",
+}
+
+
+class LeaseBudget(Model):
+    """What one tenant may have under lease."""
+
+    tenant: Name
+    """Name of its API key."""
+    tokens: int = Field(ge=0)
+    """At once; 0: no leases."""
+
+
+class LeaseSettings(Model):
+    """Keeping prompts for conversations that are expected back (docs/leases.md): after an answer that calls a tool, and
+    where clients ask for it. LMCache pins them. Needs `lmcache_endpoint`."""
+
+    enabled: bool = False
+    """Do it. Token ids of prompts under a lease are then kept in memory, never text."""
+    max_duration: Duration = Field(default=900.0, gt=0, le=3600)
+    """How long a lease lasts; shorter where the client asks for less."""
+    min_tokens: int = Field(default=1024, ge=1)
+    """Shorter prompts are not worth one."""
+    max_leases: int = Field(default=1000, ge=1, le=100_000)
+    """At once."""
+    endpoint_tokens: int = Field(default=500_000, ge=0)
+    """Under lease at one endpoint at once."""
+    tenant_tokens: int = Field(default=200_000, ge=0)
+    """Under lease for one tenant (API key) at once; requests without one are a tenant together."""
+    tenants: tuple[LeaseBudget, ...] = ()
+    """The same for single tenants, where it is another number."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_what_went(cls, given: Any) -> Any:
+        """An error for a setting that is gone, with the reason."""
+        if isinstance(given, dict):
+            for name, why in _GONE.items():
+                if name in given:
+                    raise ValueError(f"leases.{name} is gone: {why}; leave it out")
+        return given
+
+    def tenant_budget(self, tenant: str) -> int:
+        """Tokens that may be under lease for it at once."""
+        return next((one.tokens for one in self.tenants if one.tenant == tenant), self.tenant_tokens)
+
+
+class LeasePlace(Model):
+    """The section that the `kvcache` filter gets."""
+
+    leases: LeaseSettings = LeaseSettings()
+    """Prompts kept for conversations that are expected back."""
