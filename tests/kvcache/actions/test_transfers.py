@@ -176,7 +176,7 @@ async def test_a_coordinator_that_is_lost_meanwhile(clock: FakeClock) -> None:
 async def test_a_prefetch_that_does_not_end_is_given_up(clock: FakeClock) -> None:
     """After `timeout`, with one attempt."""
     app = coordinator(clock, prefetch_s=3600.0)
-    async with prepared(app, clock, transfers={"timeout": "10ms"}) as (service, transfers):
+    async with prepared(app, clock, transfers={"timeout": "1s"}) as (service, transfers):
         await copy(service, transfers)
         assert done(service, "timeout") == 1
         assert transfers.link.running == 0
