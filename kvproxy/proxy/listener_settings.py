@@ -33,6 +33,9 @@ class ListenerSettings(Model):
     """TCP port; 0 takes a free one and prints it."""
     tls: ListenerTls | None = None
     """Serve https with this certificate."""
+    reuse_port: bool = False
+    """Listen beside another kvproxy at the same port: start the new process, then end the old one. A port that is taken
+    by mistake is no error then."""
 
 
 class PickerSettings(Model):

@@ -103,6 +103,7 @@ def run(url: str, files: Sequence[str]) -> str:
         **os.environ,
         "PYTHONPATH": str(HERE / "inside"),
         "KVPROXY_COMPAT_URL": url,
+        "KVPROXY_COMPAT_TOKENIZER": str(TINY.folder),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import ssl
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
+from kvproxy.proxy.listener.last_connections import accept_queued
 from kvproxy.proxy.listener.parser import ListenerLimits
-from kvproxy.proxy.listener.server import Server, serve
+from kvproxy.proxy.listener.server import Server, bind_sockets, serve
 from kvproxy.proxy.listener_settings import ListenerTls
-from tests.listener.client import connect, echo, opened
+from tests.listener.client import Client, connect, echo, opened
 from tests.support.certificates import make_certificate
 from tests.support.until import until
 
@@ -78,6 +80,45 @@ async def test_running_requests_finish_and_say_close() -> None:
         assert body == b"GET /a? "
         async with asyncio.timeout(60):
             await leaving
+
+
+@pytest.mark.parametrize("sharing", ["alone", "two sockets"])
+async def test_connections_not_accepted_yet_are_served(sharing: str) -> None:
+    """What waits in the kernel's queue when the end begins is let in, answered, and its close announced."""
+    sockets = await bind_sockets("127.0.0.1", 0) if sharing == "two sockets" else None
+    if sockets is not None:
+        sockets += await bind_sockets("127.0.0.1", 0)
+    server = Server(echo, sockets=sockets, drain_s=60, limits=ListenerLimits(closing_idle_s=60))
+    await server.__aenter__()
+    ports = [each.getsockname()[1] for one in server._server.servers for each in one.sockets]
+    waiting = [
+        socket.create_connection(("127.0.0.1", ports[-1]), timeout=5) for _ in range(50)
+    ]  # the loop stands still
+    for one in waiting[:25]:
+        one.sendall(GET)
+    async with asyncio.timeout(60):
+        leaving = asyncio.create_task(server.__aexit__(None, None, None))
+        await until(lambda: not server._server.servers[0].is_serving())
+        clients = [Client(*await asyncio.open_connection(sock=one)) for one in waiting]
+        for client in clients[25:]:
+            await client.send(GET)  # after the end began
+        for client in clients:
+            head, body = await client.response()
+            assert body == b"GET /a? "
+            if b"\r\nconnection: close\r\n" not in head:  # answered before the end began
+                await client.send(GET)
+                assert b"\r\nconnection: close\r\n" in await client.head()
+            client.writer.close()
+        await leaving
+
+
+@pytest.mark.parametrize("how", ["time", "hurry"])
+async def test_a_queue_that_is_never_empty_is_left(how: str) -> None:
+    """Clients that connect without end do not keep the listener open."""
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()):
+        async with asyncio.timeout(60):
+            limit_s = 0.0 if how == "time" else 600
+            await accept_queued([listening.fileno()], limit_s=limit_s, in_hurry=lambda: how == "hurry")
 
 
 @pytest.mark.parametrize("how", ["time", "hurry"])

@@ -91,7 +91,7 @@ async def supervise_until_signal(
     ProcessCollector(registry=metrics.registry)
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(shared_folder())
-        public = await bind_sockets(config.listen.host, config.listen.port)
+        public = await bind_sockets(config.listen.host, config.listen.port, reuse_port=config.listen.reuse_port)
         url = url_of(config.listen.host, public[0].getsockname()[1], tls=config.listen.tls is not None)
         supervisor = Supervisor(
             Served(config),

@@ -34,7 +34,7 @@ from kvproxy.operate.config.schema import Config
 from kvproxy.operate.doctor.report import DoctorReport
 from kvproxy.operate.doctor.visit import StartupDiagnosis
 from kvproxy.proxy.listener.parser import ListenerLimits
-from kvproxy.proxy.listener.server import Server
+from kvproxy.proxy.listener.server import Server, bind_sockets
 from kvproxy.proxy.listener_settings import AdminSettings
 from kvproxy.proxy.metrics import ClientBoundMetrics
 
@@ -131,8 +131,11 @@ async def open_admin(stack: AsyncExitStack, app: ASGIApp, settings: AdminSetting
 async def public_listener(
     proxy: Proxy, *, hurry: asyncio.Event, sockets: Sequence[socket.socket] | None = None
 ) -> AsyncIterator[None]:
-    """Clients are served within it, at `sockets` that listen already or where the configuration says."""
+    """Clients are served within it, at `sockets` that all workers share or where the configuration says."""
     config = proxy.config
+    shared = sockets is not None
+    if config.listen.reuse_port and not shared:
+        sockets = await bind_sockets(config.listen.host, config.listen.port, reuse_port=True)
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     connections = fit_connections(config.limits.connections, open_files=open_files)
     public = Server(
@@ -140,6 +143,7 @@ async def public_listener(
         host=config.listen.host,
         port=config.listen.port,
         sockets=sockets,
+        shared=shared,
         drain_s=config.shutdown.drain,
         hurry=hurry,
         tls=config.listen.tls,

@@ -47,6 +47,7 @@ class ClientProtocol(asyncio.Protocol):
         *,
         limits: ListenerLimits,
         on_refused: Callable[[], object],
+        is_stopping: Callable[[], bool] = lambda: False,
         dates: HttpDate | None = None,
     ) -> None:
         if not config.loaded:
@@ -63,6 +64,7 @@ class ClientProtocol(asyncio.Protocol):
         self._server_state = server_state
         self._limits = limits
         self._on_refused = on_refused
+        self._is_stopping = is_stopping
         self._parser: RequestParser
         self._running: RequestCycle | None = None  # whose response is under way
         self._queue: deque[tuple[RequestCycle, Scope]] = deque()  # pipelined behind it
@@ -100,6 +102,8 @@ class ClientProtocol(asyncio.Protocol):
             return
         self._head_since = self.loop.time()
         self._watch()
+        if self._is_stopping():  # accepted before
+            self.shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server_state.connections.discard(self)

@@ -20,6 +20,7 @@ from kvproxy.base.background_task import cancel_tasks
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.tls.watch import CertificateWatch
 from kvproxy.proxy.listener.http_date import HttpDate
+from kvproxy.proxy.listener.last_connections import accept_queued, refuse_silently
 from kvproxy.proxy.listener.parser import ListenerLimits
 from kvproxy.proxy.listener.protocol import ClientProtocol
 from kvproxy.proxy.listener_settings import ListenerTls
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 UVICORN = "uvicorn>=0.35,<0.55"
 _LOOK_AGAIN_S = 0.005
 _BACKLOG = 2048
+#: Connections that were made before the end are let in for so long at most: under load more may always come.
+_LAST_ACCEPTS_S = 1.0
 _SAY_AGAIN_S = 60.0
 
 #: In the tables of Linux: the state of a socket that listens.
@@ -49,12 +52,14 @@ class _Server(uvicorn.Server):
     """uvicorn without its signal handlers and its ticking: `stop` ends it."""
 
     def __init__(
-        self, config: uvicorn.Config, *, drain_s: float, cut_grace_s: float, hurry: asyncio.Event | None
+        self, config: uvicorn.Config, *, drain_s: float, cut_grace_s: float, hurry: asyncio.Event | None, shared: bool
     ) -> None:
         super().__init__(config)
         self.stop = asyncio.Event()
+        self.stopping = False  # each further answer announces the close
         self._drain_s = drain_s
         self._cut_grace_s = cut_grace_s
+        self._shared = shared
         self._hurry = hurry or asyncio.Event()
 
     @contextlib.contextmanager
@@ -68,6 +73,8 @@ class _Server(uvicorn.Server):
         """Idle connections end with their next request or after the idle time, requests within the drain time,
         everything else after it."""
         state = self.server_state
+        self.stopping = True
+        await self._accept_last()
         for server in self.servers:
             server.close()
         for one in sockets or ():
@@ -84,6 +91,15 @@ class _Server(uvicorn.Server):
         for server in self.servers:
             await server.wait_closed()
 
+    async def _accept_last(self) -> None:
+        """Let in the connections that clients have made already."""
+        numbers = [one.fileno() for server in self.servers for one in server.sockets]
+        if not self._shared:
+            for number in numbers:
+                with socket.socket(fileno=os.dup(number)) as one:
+                    refuse_silently(one)
+        await accept_queued(numbers, limit_s=min(_LAST_ACCEPTS_S, self._drain_s), in_hurry=self._hurry.is_set)
+
     async def _quiet(self, limit_s: float, hurry: asyncio.Event) -> None:
         """Return once no request runs and no connection is open, at `limit_s`, or in a hurry."""
         state = self.server_state
@@ -99,8 +115,6 @@ class Server:
     Leaving stops accepting, answers the next request of an idle connection with `connection: close` (or closes it after
     `limits.closing_idle_s`), lets running requests end for at most `drain_s` (or until `hurry` is set), then cuts what
     is left and gives its apps `cut_grace_s` to notice before they are cancelled. `limits` bound what clients may
-    hold; `on_refused` is called for each connection beyond them. `sockets` listen already, maybe for other processes
-    too; they are closed when it stops accepting. `certificates` has those of `tls` read again when they change.
     """
 
     def __init__(
@@ -110,6 +124,7 @@ class Server:
         host: str = "127.0.0.1",
         port: int = 0,
         sockets: Sequence[socket.socket] | None = None,
+        shared: bool = False,
         drain_s: float = 5.0,
         cut_grace_s: float = 1.0,
         hurry: asyncio.Event | None = None,
@@ -126,8 +141,15 @@ class Server:
         self._limits = limits or ListenerLimits()
         self._on_refused = on_refused
         self._silent_until = 0.0  # loop time
+        protocol = functools.partial(
+            ClientProtocol,
+            limits=self._limits,
+            on_refused=self._refused,
+            is_stopping=lambda: self.stopping,
+            dates=HttpDate(),
+        )
         defaults: dict[str, Any] = {
-            "http": functools.partial(ClientProtocol, limits=self._limits, on_refused=self._refused, dates=HttpDate()),
+            "http": protocol,
             "loop": "none",
             "ws": "none",
             "lifespan": "off",
@@ -138,7 +160,7 @@ class Server:
             "proxy_headers": False,  # the router filter decides which to believe
         }
         config = uvicorn.Config(app, host=host, port=port, **(defaults | options))
-        self._server = _Server(config, drain_s=drain_s, cut_grace_s=cut_grace_s, hurry=hurry)
+        self._server = _Server(config, drain_s=drain_s, cut_grace_s=cut_grace_s, hurry=hurry, shared=shared)
         self._sockets = None if sockets is None else list(sockets)
         self._task: asyncio.Task[None] | None = None
 
@@ -160,8 +182,8 @@ class Server:
 
     @property
     def stopping(self) -> bool:
-        """It accepts no further connection."""
-        return any(not server.is_serving() for server in self._server.servers)
+        """The end has begun."""
+        return self._server.stopping
 
     async def __aenter__(self) -> Server:
         self._task = asyncio.create_task(self._serve(), name=f"server {self._host}")
@@ -202,8 +224,9 @@ def url_of(host: str, port: int, *, tls: bool) -> str:
     return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-async def bind_sockets(host: str, port: int) -> list[socket.socket]:
-    """Sockets that listen at every address the host has, for processes that share them. OSError says what to do."""
+async def bind_sockets(host: str, port: int, *, reuse_port: bool = False) -> list[socket.socket]:
+    """Sockets that listen at every address the host has, for processes that share them. OSError says what to do.
+    `reuse_port`: beside other processes that listen there and allow it as well."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     bound: list[socket.socket] = []
@@ -212,6 +235,8 @@ async def bind_sockets(host: str, port: int) -> list[socket.socket]:
             one = socket.socket(family, kind, protocol)
             bound.append(one)
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if reuse_port:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if family == socket.AF_INET6:
                 one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             one.bind(address)

@@ -9,8 +9,10 @@ from typing import Any
 from urllib.parse import urljoin
 
 import openai
+import vllm.tokenizers
 
 URL = os.environ["KVPROXY_COMPAT_URL"]
+TOKENIZER = os.environ["KVPROXY_COMPAT_TOKENIZER"]
 
 
 class RemoteServer:
@@ -49,6 +51,12 @@ class _Utilities(types.ModuleType):
     VLLM_PATH = os.getcwd()
 
 
-def pytest_configure(config: Any) -> None:
-    """Stand in before the test modules import theirs."""
-    sys.modules["tests.utils"] = _Utilities("tests.utils")
+def _tokenizer_of_the_server(name: str, *arguments: Any, **options: Any) -> Any:
+    return _get_tokenizer(TOKENIZER, *arguments, **options)
+
+
+#: The server answers to every model's name with one model: the tokenizer of that one gives the ids that tests expect.
+_get_tokenizer = vllm.tokenizers.get_tokenizer
+vllm.tokenizers.get_tokenizer = _tokenizer_of_the_server
+#: Stands in for vLLM's own module before pytest reads the first conftest, which imports it.
+sys.modules["tests.utils"] = _Utilities("tests.utils")
