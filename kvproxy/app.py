@@ -9,9 +9,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from kvproxy.base.installed import installed
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.metrics.present import LoopLag
 from kvproxy.base.tls.watch import CertificateWatch
@@ -23,14 +25,15 @@ from kvproxy.cluster.routes import Routes, show_learned
 from kvproxy.features.exchange.datagrams import Siblings
 from kvproxy.features.exchange.service import SyncService
 from kvproxy.features.exchange.world import World
-from kvproxy.features.ledger.ledger import make_ledger
 from kvproxy.operate.admin.app import build_admin_app
 from kvproxy.operate.admin.history import History
 from kvproxy.operate.admin.operated import AdviceRuns, ConfigReloader, OperatorFinding, Reloaded
 from kvproxy.operate.config.schema import Config
+from kvproxy.operate.feature import Feature
 from kvproxy.operate.metrics.catalog import make_metrics
 from kvproxy.operate.metrics.process import ProcessMetrics
 from kvproxy.operate.receipts.recorder import make_recorder
+from kvproxy.operate.receipts.writer import WritingObserver
 from kvproxy.operate.runtime.generation import Generation, Reloader, Shared, StateStore
 from kvproxy.proxy.filters import kvcache
 from kvproxy.proxy.filters.chain import FilterType, WallClock
@@ -87,8 +90,8 @@ class Proxy:
         )
         # A full pool must not starve probes.
         self._probes = UpstreamPool(max_connections=4, max_idle=0, clock=clock, certificates=self.certificates)
-        written = make_recorder(self, config.receipts, key=receipts_key), make_ledger(self, config.ledger)
-        self._written = [one for one in written if one is not None]
+        recorder = make_recorder(self, config.receipts, key=receipts_key)
+        self._written = [*(() if recorder is None else (recorder,)), *_observe_requests(self, config)]
         self._shared = Shared(
             self.metrics,
             clock,
@@ -254,7 +257,13 @@ def build(config: Config) -> Proxy:
     return Proxy(config)
 
 
+def _observe_requests(proxy: Proxy, config: Config) -> Iterator[WritingObserver[Any]]:
+    for feature in installed(Feature):
+        yield from feature.observe_requests(proxy, config)
+
+
 def _needs_restart(old: Config, new: Config) -> list[str]:
     """Settings whose change takes effect only at the next start of the process, by path."""
-    names = ("listen", "admin", "picker", "workers", "limits", "pool", "shutdown", "log", "receipts", "ledger", "sync")
-    return [name for name in names if getattr(old, name) != getattr(new, name)]
+    names = ("listen", "admin", "picker", "workers", "limits", "pool", "shutdown", "log", "receipts", "sync")
+    of_features = (name for feature in installed(Feature) for name in feature.read_at_start)
+    return [name for name in (*names, *of_features) if getattr(old, name) != getattr(new, name)]

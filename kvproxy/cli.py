@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -81,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_status(commands)
     _add_explain(commands)
-    _add_ledger(commands)
+    if find_spec("kvproxy.features.ledger") is not None:
+        _add_ledger(commands)
     _add_drain(commands)
     _add_reload(commands)
     _add_worker(commands)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvproxy.cache.feature import CacheFeature
 from kvproxy.cluster.feature import ClusterFeature
@@ -17,11 +17,16 @@ if TYPE_CHECKING:
     from kvproxy.operate.config.schema import Config
     from kvproxy.operate.doctor.deployment import Deployment
     from kvproxy.operate.doctor.report import Check
+    from kvproxy.operate.receipts.recorder import RecorderTarget
+    from kvproxy.operate.receipts.writer import WritingObserver
     from kvproxy.proxy.filters.chain import FilterType
 
 
 class Feature(ClusterFeature, CacheFeature, ProxyFeature):
     """One optional capability: a folder, its line in `kvproxy/features/__init__.py`, and nothing anywhere else."""
+
+    #: Its keys of the top level that are read at the start only: a reload names them if they changed.
+    read_at_start: ClassVar[Sequence[str]] = ()
 
     def recognizes(self, raw: Mapping[str, Any]) -> bool:
         """Return whether a file is in its dialect; then `decode` reads it. Files that are in none are native."""
@@ -41,6 +46,14 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
     def verify(self, config: Config) -> Iterable[Finding]:
         """Faults and doubts about its settings beside the rest of the configuration."""
         return ()
+
+    def observe_requests(self, proxy: RecorderTarget, config: Config) -> Sequence[WritingObserver[Any]]:
+        """Observers of all requests, made once for a process: entered before the first, left after the last."""
+        return ()
+
+    def share_settings(self, config: Config, index: int, part: Callable[[int], int]) -> Mapping[str, Model]:
+        """Sections of the top level as worker `index` gets them: bounds in parts, files of its own."""
+        return {}
 
     def list_guards(self, config: Config) -> Sequence[tuple[str, FilterType]]:
         """Filters that stand right before the router in every chain, by name; they have no settings of their own."""

@@ -77,7 +77,6 @@ def test_a_good_configuration_has_no_problem() -> None:
          "error: filters.router.paths: must be a list of paths, or `all`"),
         ("filters: [inference_request, router: {cached_tokens: predicted}]\n",
          "error: filters[1].router.cached_tokens: `predicted` needs the filter kvcache"),
-        ("ledger: {path: l, bill_predicted: true}\n", "error: ledger.bill_predicted: nothing is predicted for answers"),
         ("filters: {router: {health_path: up}}\n",
          "error: filters.router.health_path: must start with /"),
         # intervals

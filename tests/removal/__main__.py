@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 #: Features that other code still imports, or that are not on the list yet. Nothing is added here.
 NOT_YET = frozenset(
-    {"exchange", "hygiene", "ledger", "picker", "shield", "snapshot", "transfers", "warming"}
+    {"exchange", "hygiene", "picker", "shield", "snapshot", "transfers", "warming"}
     | {"priority", "profiles", "shadow", "workers"}
 )
 

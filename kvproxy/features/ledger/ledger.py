@@ -15,7 +15,6 @@ from kvproxy.base.types import Clock
 from kvproxy.features.ledger.metrics import LedgerMetrics
 from kvproxy.features.ledger.settings import LedgerPrice, LedgerSettings
 from kvproxy.operate.receipts.files import RotatingFile, list_files, list_workers
-from kvproxy.operate.receipts.recorder import RecorderTarget
 from kvproxy.operate.receipts.writer import WritingObserver
 from kvproxy.proxy.filters.chain import WallClock
 from kvproxy.proxy.request.exchange import Exchange, Outcome
@@ -170,10 +169,3 @@ class LedgerReader:
 
 
 _decoder = msgspec.json.Decoder(LedgerEntry)
-
-
-def make_ledger(proxy: RecorderTarget, settings: LedgerSettings) -> Ledger | None:
-    """Return the ledger these settings ask for."""
-    if not settings.path:
-        return None
-    return Ledger(settings, metrics=proxy.metrics, clock=proxy.clock, wall_clock=proxy.wall_clock)

@@ -38,3 +38,10 @@ class LedgerSettings(Model):
     """Files kept, the present one included; the oldest goes first."""
     max_queue: int = Field(default=100_000, ge=1, le=10_000_000)
     """Entries waiting to be written; further ones are dropped and counted."""
+
+
+class LedgerPlace(Model):
+    """The section that a configuration gets."""
+
+    ledger: LedgerSettings = LedgerSettings()
+    """Tokens by tenant and model, to be billed; off unless it has a path."""

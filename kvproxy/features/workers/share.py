@@ -7,9 +7,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from kvproxy.base.installed import installed
 from kvproxy.cache.settings import KvCacheSettings, SnapshotSettings
 from kvproxy.cluster.settings import ClusterSettings
 from kvproxy.operate.config.schema import Config
+from kvproxy.operate.feature import Feature
 from kvproxy.operate.receipts.files import worker_path
 from kvproxy.proxy.settings import FilterSpec
 
@@ -46,15 +48,13 @@ def take_share(config: Config, index: int, count: int) -> Config:
                     "max_queue": part(receipts.max_queue),
                 }
             ),
-            "ledger": config.ledger.model_copy(
-                update={
-                    "path": str(worker_path(Path(config.ledger.path), index)) if config.ledger.path else "",
-                    "max_file": max(4096, part(config.ledger.max_file)),
-                    "max_queue": part(config.ledger.max_queue),
-                }
-            ),
             "clusters": _with_part_of_queues(config.clusters, count),
             "filters": tuple(one if index == 0 else _without_snapshot(one) for one in config.filters),
+            **{
+                section: settings
+                for feature in installed(Feature)
+                for section, settings in feature.share_settings(config, index, part).items()
+            },
         }
     )
 

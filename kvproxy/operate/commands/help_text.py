@@ -90,7 +90,8 @@ class GroupedHelp(argparse.HelpFormatter):
             return super()._format_action(action)
         choices = {one.dest: one for one in action._choices_actions}
         return "\n".join(
-            self._format_group(title, [choices[name] for name in names]) for title, names in GROUPS.items()
+            self._format_group(title, [choices[name] for name in names if name in choices])
+            for title, names in GROUPS.items()
         )
 
     def _format_group(self, title: str, choices: Sequence[argparse.Action]) -> str:

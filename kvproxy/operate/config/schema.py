@@ -12,7 +12,6 @@ from pydantic import Field
 
 from kvproxy.base.settings.model import Duration, Fraction, Model, Size
 from kvproxy.features.exchange.settings import SyncSettings
-from kvproxy.features.ledger.settings import LedgerSettings
 from kvproxy.proxy.listener_settings import AdminSettings, ListenerSettings, PickerSettings
 from kvproxy.proxy.settings import ServingSettings
 
@@ -91,5 +90,3 @@ class Config(ServingSettings):
     """Other replicas that decide as one with this one."""
     receipts: ReceiptSettings = ReceiptSettings()
     """Decision receipts, for `kvproxy explain` and `kvproxy replay --receipts`; off unless they have a path."""
-    ledger: LedgerSettings = LedgerSettings()
-    """Tokens by tenant and model, to be billed; off unless it has a path."""

@@ -208,9 +208,6 @@ def _router(settings: RouterSettings, at: Path, config: Config) -> Iterator[Find
     predicts = settings.cached_tokens is CachedTokens.PREDICTED
     if predicts and all(spec.name != "kvcache" for spec in config.filters):
         yield error_at((*at, "cached_tokens"), "`predicted` needs the filter kvcache: nothing else predicts")
-    if config.ledger.bill_predicted and not predicts:
-        hint = "`router: {cached_tokens: predicted}`, or leave it out"
-        yield error_at(("ledger", "bill_predicted"), "nothing is predicted for answers", hint)
     for index, path in enumerate(settings.paths):
         if path in ("all", "/"):
             why = "every path of every engine is public, also those that load adapters, clear caches or stop it"

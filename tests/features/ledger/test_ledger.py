@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from kvproxy.app import Proxy
+from kvproxy.base.settings.compose import part_of
 from kvproxy.cli import main
 from kvproxy.features.ledger import command
 from kvproxy.features.ledger.ledger import Ledger, LedgerReader, price_of
-from kvproxy.features.ledger.settings import LedgerPrice
+from kvproxy.features.ledger.settings import LedgerPlace, LedgerPrice
 from kvproxy.features.workers.share import take_share
-from kvproxy.operate.config.load import load_config
+from kvproxy.operate.config.load import check_config, load_config
 from kvproxy.operate.receipts.files import RotatingFile, list_files
 from tests.support.fake_engine import Call, FakeEngine, event, reply, start_stream
 from tests.support.loopback import serve
@@ -237,11 +239,31 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_workers_have_a_ledger_each(tmp_path: Path) -> None:
     """Budgets of leases are whole in each: their book is one for all of them."""
-    leases = {"enabled": True, "tenant_tokens": 1001}
+    kvcache = {"lmcache_endpoint": "http://127.0.0.1:2", "leases": {"enabled": True, "tenant_tokens": 1001}}
     config = load_config({
         "endpoints": ["http://127.0.0.1:1"], "ledger": {"path": str(tmp_path / "l")},
-        "filters": ["inference_request", {"kvcache": {"leases": leases}}, "router"],
+        "filters": ["inference_request", {"kvcache": kvcache}, "router"],
     })  # fmt: skip
     shares = [take_share(config, index, 4) for index in range(4)]
-    assert len({one.ledger.path for one in shares}) == 4
+    assert len({part_of(one, LedgerPlace).ledger.path for one in shares}) == 4
     assert {one.filters[1].settings.leases.tenant_tokens for one in shares} == {1001}
+
+
+ROUTER = "filters: [inference_request, kvcache: {}, router: {cached_tokens: %s}]"
+
+
+@pytest.mark.parametrize(("chain", "fine"), [("", False), (ROUTER % "engine", False), (ROUTER % "predicted", True)])
+def test_predictions_are_billed_only_where_there_are_any(chain: str, fine: bool) -> None:
+    """The router predicts, and only if its settings ask for it."""
+    text = f"endpoints: [http://127.0.0.1:1]\nledger: {{path: l, bill_predicted: true}}\n{chain}"
+    faults = [one for one in check_config(text, env={})[1] if "bill_predicted" in str(one)]
+    assert [one.severity for one in faults] == ([] if fine else ["error"])
+
+
+async def test_a_reload_names_what_needs_a_restart(tmp_path: Path) -> None:
+    """The ledger is opened once, at the start."""
+    first = {"endpoints": ["http://127.0.0.1:1"]}
+    async with Proxy(load_config(first)) as proxy:
+        reloaded = await proxy.reload(load_config({**first, "ledger": {"path": str(tmp_path / "l")}}))
+    assert reloaded.after_restart == ("ledger",)
+    assert not (tmp_path / "l").exists()
