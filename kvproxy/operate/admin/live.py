@@ -29,6 +29,7 @@ from kvproxy.operate.admin.replies import RequestRefused
 from kvproxy.operate.admin.state import describe_state
 from kvproxy.operate.admin.troubles import Troubles
 from kvproxy.operate.admin.views import list_decisions
+from kvproxy.operate.capabilities import SeenEngines, list_capabilities
 from kvproxy.proxy.listener_settings import ListenerSettings
 from kvproxy.proxy.request.exchange import FAILED
 from kvproxy.proxy.request.observer import Tally
@@ -122,6 +123,7 @@ class LiveView:
             "clusters": {name: _counts(*found) for name, found in count_by_cluster(minute).items()},
             "history": _series(self._history.samples if span == SPANS[0] else self._history.hour, now),
             "routing": {name: describe_routing(one, now) for name, one in operated.clusters.items()},
+            "capabilities": [asdict(one) for one in list_capabilities(operated.config, _count_engines(operated, now))],
             "cache": self._cache(now),
             "sync": None if operated.sync is None else operated.sync.describe_state(),
             "decisions": list_decisions(operated, DECISIONS),
@@ -204,6 +206,17 @@ class LiveView:
         if kvcache is not None and now - self._hot_at >= HOT_AGAIN_S:
             self._hot_at = now
             self._hot = await hot_prefixes(kvcache, HOT)
+
+
+def _count_engines(operated: AdminTarget, now: float) -> SeenEngines:
+    endpoints = [one for cluster in operated.clusters.values() for one in cluster.endpoints]
+    streams = None if operated.kvcache is None else operated.kvcache.overlap.streams
+    return SeenEngines(
+        len(endpoints),
+        publishing=0 if streams is None else sum(bool(streams.publishes(one)) for one in endpoints),
+        ranks=sum(one.rank is not None for one in endpoints),
+        priority_sent=sum(one.priority.sends(now) for one in endpoints),
+    )
 
 
 def _series(samples: Iterable[HistorySample], now: float) -> dict[str, Sequence[float | None]]:

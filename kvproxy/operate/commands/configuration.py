@@ -7,11 +7,12 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TextIO
 
 from kvproxy.base.errors import ConfigError, Problem
+from kvproxy.operate.capabilities import format_capabilities, list_capabilities
 from kvproxy.operate.commands.survey import survey_engines
 from kvproxy.operate.config.load import check_config
 from kvproxy.operate.config.reference import file_schema
@@ -118,6 +119,8 @@ def check_file(path: str, *, lenient: bool, out: TextIO) -> int:
         return 1
     count = sum(len(cluster.endpoints) for cluster in config.clusters.values())
     print(f"{path}: good ({len(config.clusters)} cluster(s), {count} static endpoint(s))", file=out)
+    for line in format_capabilities([asdict(one) for one in list_capabilities(config)]):
+        print(f"  {line}", file=out)
     return 0
 
 

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 import httpx
 
+from kvproxy.operate.capabilities import format_capabilities
 from kvproxy.operate.commands.operate import AdminAddress, AdminRefused, ask_admin
 
 INTERVAL_S = 1.0
@@ -133,6 +134,7 @@ def render_page(live: Mapping[str, Any], *, colour: bool = False) -> str:
         [_plain(line) for line in describe_capacities(live["endpoints"])],
         [_plain(line) for line in describe_steps(live["endpoints"])],
         [_plain(line) for line in describe_adapters(live["endpoints"])],
+        [_plain(line) for line in format_capabilities(live["capabilities"])],
         _cache(live["cache"]),
         _sync(live["sync"]),
         _table(_PEER_HEADS, [_peer(one) for one in (live["sync"] or {"peers": ()})["peers"]], colour=colour),

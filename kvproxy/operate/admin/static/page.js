@@ -52,6 +52,7 @@ function promisesText({ prompts, tokens, kept, broken }) {
 
 function showWork(live) {
   const rows = Object.entries(live.routing).map(([name, one]) => [`Cluster ${name}`, learnedText(one)]);
+  for (const { name, state, reason } of live.capabilities) rows.push([name, `${state} · ${reason.replaceAll("`", "")}`]);
   const { cache } = live;
   if (cache) {
     const running = cache.running.map(({ about, instance }) => (instance ? `${about} at ${instance}` : about));

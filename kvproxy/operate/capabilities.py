@@ -1,0 +1,124 @@
+"""What of a proxy adapts or is optional, whether it is on, and why: for `kvproxy check`, `kvproxy status` and the page.
+
+Pure: the configuration, and counts of a running proxy where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cluster.routing.registry import POLICIES
+from kvproxy.cluster.settings import AUTO, ClusterSettings, EnginePriorityMode
+from kvproxy.operate.config.schema import Config
+from kvproxy.operate.doctor.deployment import find_kvcache_settings
+
+ON = "on"
+OFF = "off"
+_NO_FILTER = "the kvcache filter is not in use"
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """One of them: `state` is `on` or `off`."""
+
+    name: str
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SeenEngines:
+    """Counts of a running proxy's endpoints."""
+
+    endpoints: int
+    publishing: int  # KV events
+    ranks: int  # endpoints that are one data-parallel rank each
+    priority_sent: int  # endpoints that are sent a priority now
+
+
+def list_capabilities(config: Config, seen: SeenEngines | None = None) -> list[Capability]:
+    """Return all of them in a fixed order; without `seen` what only a running proxy finds out is left open."""
+    kvcache = find_kvcache_settings(config)
+    found: list[Capability] = []
+    for name, cluster in config.clusters.items():
+        prefix = f"{name}: " if len(config.clusters) > 1 else ""
+        found += [Capability(f"{prefix}router queue", *_describe_queue(cluster))]
+    clusters = tuple(config.clusters.values())
+    found += [
+        Capability("engine priority", *_describe_priority(clusters, seen)),
+        Capability("data-parallel ranks", *_describe_ranks(clusters, seen)),
+        Capability("KV events", *_describe_events(kvcache, clusters, seen)),
+    ]
+    return [*found, *_describe_cache(kvcache)]
+
+
+def format_capabilities(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return one line each: `router queue         on   auto: with kv_aware`."""
+    width = max((len(one["name"]) for one in rows), default=0)
+    return [f"{one['name']:<{width}}  {one['state']:<3}  {one['reason']}" for one in rows]
+
+
+def _describe_queue(cluster: ClusterSettings) -> tuple[str, str]:
+    if cluster.queue.enabled != AUTO:
+        return (ON, "`queue`") if cluster.queues else (OFF, "`queue.enabled: false`")
+    return (ON, "auto: with kv_aware") if cluster.queues else (OFF, f"auto: only with kv_aware, not {cluster.policy}")
+
+
+def _describe_priority(clusters: tuple[ClusterSettings, ...], seen: SeenEngines | None) -> tuple[str, str]:
+    own = (one.engine_priority for cluster in clusters for one in cluster.endpoints)
+    modes = {*(cluster.engine_priority for cluster in clusters), *(one for one in own if one is not None)}
+    modes.discard(EnginePriorityMode.OFF)
+    if not modes:
+        return OFF, "`engine_priority: off`, the default"
+    mode = "/".join(sorted(modes))
+    if seen is None:
+        return ON, f"`engine_priority: {mode}`"
+    return ON, f"`engine_priority: {mode}`, sent to {_count(seen.priority_sent, seen)} now"
+
+
+def _describe_ranks(clusters: tuple[ClusterSettings, ...], seen: SeenEngines | None) -> tuple[str, str]:
+    if not any(cluster.data_parallel.steer for cluster in clusters):
+        return OFF, "`data_parallel.steer: false`"
+    if seen is None:
+        return ON, "where an engine has several"
+    return (ON, f"{_count(seen.ranks, seen)} are ranks") if seen.ranks else (OFF, "no engine shows several")
+
+
+def _describe_events(
+    kvcache: KvCacheSettings | None, clusters: tuple[ClusterSettings, ...], seen: SeenEngines | None
+) -> tuple[str, str]:
+    if kvcache is None:
+        return OFF, _NO_FILTER
+    if not kvcache.kv_events:
+        return OFF, "`kv_events: false`"
+    if kvcache.kv_events == AUTO and not any(POLICIES[cluster.policy].uses_overlap for cluster in clusters):
+        return OFF, "auto: no policy weighs cached prefixes"
+    mode = "auto" if kvcache.kv_events == AUTO else "required"
+    if seen is None:
+        return ON, f"{mode}: of engines that publish" if mode == "auto" else "required of every engine"
+    return ON if seen.publishing else OFF, f"{mode}: {_count(seen.publishing, seen)} publish"
+
+
+def _describe_cache(kvcache: KvCacheSettings | None) -> Iterator[Capability]:
+    """Yield what the kvcache filter alone decides."""
+    names = ("tokenizer", "LMCache", "snapshot")
+    if kvcache is None:
+        yield from (Capability(name, OFF, _NO_FILTER) for name in names)
+        return
+    asks = bool(kvcache.lmcache_endpoint or kvcache.kv_events)
+    tokens = "before routing" if kvcache.tokenize.inline else "after routing, for the next turn"
+    yield Capability(
+        "tokenizer",
+        ON if asks else OFF,
+        f"`/tokenize` {tokens}, where KV events or LMCache need ids" if asks else "neither KV events nor LMCache",
+    )
+    url = kvcache.lmcache_endpoint
+    yield Capability("LMCache", ON if url else OFF, "`lmcache_endpoint`" if url else "no `lmcache_endpoint`")
+    path = kvcache.snapshot.path
+    yield Capability("snapshot", ON if path else OFF, "`snapshot.path`" if path else "no `snapshot.path`")
+
+
+def _count(number: int, seen: SeenEngines) -> str:
+    return f"{number} of {seen.endpoints} endpoints"
