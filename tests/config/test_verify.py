@@ -94,6 +94,8 @@ def test_a_good_configuration_has_no_problem() -> None:
         ("routes: [{model: 'm*'}, {model: m-7b}]\n", "error: routes[1]: never reached"),
         ("routes: [{model: '*'}, {model: m}]\n", "error: routes[1]: never reached"),
         ("routes: [{model: m}, {model: m}]\n", "error: routes[1]: never reached"),
+        # removed settings
+        ("profile: batch\n", "warning: profile: ignored: there are no profiles any more (leave it out; for batch"),
         # discovery
         ("discovery: {file: {path: /nowhere}}\n", "warning: discovery.file.path: the file does not exist yet"),
         # engine priority

@@ -196,12 +196,6 @@ async def _adapters() -> str:
     return "\n".join(describe_adapters(endpoints))
 
 
-async def _profiled() -> str:
-    _, problems = check_config("profile: rag\nendpoints: [http://127.0.0.1:8000]\n")
-    said = [format_problem(replace(problem, file="rag.yaml")) for problem in problems]
-    return "\n".join([*said, "rag.yaml: good (1 cluster(s), 1 static endpoint(s))"])
-
-
 async def _planned() -> str:
     out = io.StringIO()
     options = ["plan", "--model", "Llama-3.1-8B", "--gpu", "80GiB", "--host", "200GiB", "--disk", "2TiB"]
@@ -223,7 +217,6 @@ PRINTED: dict[tuple[str, str], Callable[[], Any]] = {
     ("docs/operations.md", "is unhealthy"): _log,
     ("docs/replay.md", "hit ceiling"): _live_replay,
     ("docs/planning.md", "bytes a token"): _planned,
-    ("docs/profiles.md", "sets clusters"): _profiled,
     ("samples/pixiu-mock/README.md", "engine a tokenized"): _pixius_checks,
 }
 #: Pictures (one is looked at below).

@@ -13,7 +13,6 @@ from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import Finding, Origins, Path, closest_word, is_inside, keys_of, spelling_hint
 from kvproxy.base.settings.yaml_text import retype_scalars
 from kvproxy.cluster.settings import ClusterSettings
-from kvproxy.features.profiles import apply_profile
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.shorthand import Canonical, to_canonical_form
 from kvproxy.operate.config.verify import find_faults
@@ -29,9 +28,17 @@ def decode_native(
     `known`: problems found before, given back with the rest; what only follows from them is not said again.
     """
     form = to_canonical_form(dict(raw))
-    apply_profile(form)
     form.begin_with(known)
+    _leave_profile_out(form)
     return decode_form(form, extra_filters=extra_filters)
+
+
+def _leave_profile_out(form: Canonical) -> None:
+    """Report a setting of earlier versions that has no effect any more."""
+    if "profile" in form.data:
+        form.data = {name: value for name, value in form.data.items() if name != "profile"}
+        hint = "leave it out; for batch traffic write `timeouts: {first_byte: 1h}`"
+        form.add_problem(Problem("profile", "ignored: there are no profiles any more", hint, severity="warning"))
 
 
 def decode_form(

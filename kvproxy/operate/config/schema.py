@@ -43,17 +43,6 @@ class ReloadSettings(Model):
     """How often the file is looked at."""
 
 
-class Profile(StrEnum):
-    """Kinds of traffic."""
-
-    CHAT = "chat"  # conversations, some on a system prompt
-    CODE = "code"  # coding assistants: sessions whose turns send a long history again
-    AGENT = "agent"  # tool loops with pauses, on shared heads
-    RAG = "rag"  # questions about documents that many ask for
-    SUMMARIZATION = "summarization"  # long prompts that share nothing
-    BATCH = "batch"  # everything at once, and no one waits for the first token
-
-
 class ShieldMode(StrEnum):
     """Requests that would harm an engine, by the advisories for its version."""
 
@@ -65,9 +54,6 @@ class ShieldMode(StrEnum):
 class Config(ServingSettings):
     """A whole kvproxy configuration."""
 
-    profile: Profile | None = None
-    """Kind of traffic, whose defaults are taken for what the file does not say (see docs/profiles.md; `kvproxy check`
-    shows them). None: the general defaults."""
     listen: ListenerSettings = ListenerSettings()
     """The public listener. Also written as `host:port`."""
     admin: AdminSettings = AdminSettings()
