@@ -162,7 +162,7 @@ async def test_sglang_is_told_in_the_body_too(path: str, fields: dict[str, Any],
     """Where it may not read the header: every other byte stays, with a priority beside it, and after a refusal the
     field is left out with the header."""
     engine = RankedEngine("a", range(1))
-    filters = ["request_id", "inference_request", "router"]
+    filters = ["request_id", "inference_request", "kvcache", "router"]
     config = {"policy": "kv_aware", "engine_priority": "on", "filters": filters}
     async with in_front_of(engine, 0, 1, **config) as proxy:
         ranked = proxy.proxy.clusters["default"]

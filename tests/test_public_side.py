@@ -165,7 +165,15 @@ async def test_the_health_path_can_be_named_or_left_out() -> None:
 
 async def test_a_request_does_not_loop_through_two_proxies() -> None:
     """A -> B -> A ends with 508 at A, after one round; the list of models as well."""
-    a_config, b_config = ({"health": {"active": False}, "retry": {"attempts": 1}, "shield": "off"} for _ in "ab")
+    a_config, b_config = (
+        {
+            "health": {"active": False},
+            "retry": {"attempts": 1},
+            "shield": "off",
+            "filters": {"kvcache": {"kv_events": False}},
+        }
+        for _ in "ab"
+    )
     async with TwoInARing(a_config, b_config) as (client, seen):
         answer = await client.post(CHAT, json=chat())
         chats = len(seen)

@@ -18,7 +18,7 @@ from tests.doctor.setup import ENGINE, cluster, visit
 from tests.support.clock import FakeClock
 from tests.support.proxy import running_proxy
 
-CHAIN: dict[str, Any] = {"filters": ["inference_request", "router"]}
+CHAIN: dict[str, Any] = {"policy": "round_robin", "filters": ["inference_request", "router"]}
 THREE = {name: f"http://127.0.0.1:{port}" for port, name in enumerate("abc", start=9)}
 
 

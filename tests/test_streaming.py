@@ -153,7 +153,10 @@ async def test_what_is_not_inference_passes_through() -> None:
             yield b"x" * 10_000
 
     filters = [{"router": {"paths": "all"}}]
-    async with serve(engine) as url, running_proxy({"a": url}, filters=filters) as proxy:
+    async with (
+        serve(engine) as url,
+        running_proxy({"a": url}, filters=filters, policy="round_robin", shield="off") as proxy,
+    ):
         await proxy.client.put("/files/a%2Fb", content=pieces())  # type: ignore[arg-type]
         await proxy.client.get("/version")
         await proxy.client.delete("/files/1")

@@ -119,7 +119,7 @@ async def test_a_worker_that_hangs_before_it_serves_is_replaced(
     (info / "entry_points.txt").write_text("[kvproxy.filters]\nslow = slow_filter:FILTER\n")
     (config := tmp_path / "c.yaml").write_text(
         "endpoints: [http://127.0.0.1:9]\nworkers: 2\nworker_start_timeout: 10s\nadmin: {enabled: false}\n"
-        "filters: [inference_request, slow, router]\n"
+        "filters: [inference_request, slow, kvcache, router]\n"
     )
     async with kvproxy_serve("--config", str(config), "--port", "0") as kvproxy:
         assert workers_of(kvproxy).keys() == {0, 1}
@@ -196,7 +196,7 @@ async def test_workers_end_when_their_supervisor_is_killed() -> None:
 
 
 async def test_a_worker_that_cannot_serve_ends_the_start(tmp_path: Path) -> None:
-    """With exit status 1 and what is wrong: here a certificate that is none."""
+    """The configuration is refused with its place: here a certificate that is none."""
     pem = tmp_path / "broken.pem"
     pem.write_text("no certificate\n")
     config = tmp_path / "config.yaml"
@@ -204,8 +204,8 @@ async def test_a_worker_that_cannot_serve_ends_the_start(tmp_path: Path) -> None
         f"listen: {{port: 0, tls: {{certificate: {pem}, private_key: {pem}}}}}\n"
         "admin: {enabled: false}\nworkers: 2\nendpoints: [http://127.0.0.1:9]\n"
     )
-    with pytest.raises(AssertionError, match="ended before all served") as raised:
+    with pytest.raises(AssertionError, match="no PEM certificate") as raised:
         async with kvproxy_serve("-c", str(config)):
             pass
-    assert "kvproxy: error: " in str(raised.value)
+    assert "error: listen.tls.certificate" in str(raised.value)
     assert "Traceback" not in str(raised.value)

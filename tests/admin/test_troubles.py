@@ -321,6 +321,9 @@ class Streams:
     def streams(self, endpoint: Endpoint) -> dict[int, StreamStatus]:
         return {0: self.status}
 
+    def publishes(self, endpoint: Endpoint) -> bool:
+        return True
+
 
 async def test_event_streams_that_are_down(clock: FakeClock) -> None:
     """Once they have been for a while, before failing requests; not of an engine that is down itself."""

@@ -228,31 +228,3 @@ async def test_chunks_without_metrics() -> None:
             report = await visit(site.config(kvcache=NO_EVENTS, endpoints={"a": url}))
     assert only(report).check == "metrics"
     assert any("chunks have 256 tokens" in one.what for one in report.passed)
-
-
-@pytest.mark.parametrize(
-    ("fleet", "wanted", "said"),
-    [
-        ({"coordinator": CoordinatorSettings(shared_chunks=64)}, True, "prefetches from a shared store"),
-        ({"coordinator": CoordinatorSettings()}, False, "KV cannot be transferred"),
-        ({"controller": ControllerSettings(P2P)}, True, "/move copies between engines"),
-        ({"controller": ControllerSettings()}, False, "KV cannot be transferred"),
-    ],
-)
-async def test_the_lever_of_transfers(fleet: dict[str, Any], wanted: bool, said: str) -> None:
-    """Which there is, whether or not it is used; nothing is moved to find out."""
-    async with cluster({"a": PLAIN, "b": PLAIN}, **{"controller": None, **fleet}) as site:
-        report = await visit_plain(site, transfers={"ahead": wanted})
-        for service in (site.fleet.controller, site.fleet.coordinator):
-            assert service is None or service.calls["POST /cache/prefetches"] == 0
-    assert report.findings == ()
-    assert any(one.what.endswith(said) or said in one.what for one in report.passed)
-
-
-@pytest.mark.parametrize("fleet", [{"coordinator": CoordinatorSettings()}, {"controller": ControllerSettings()}])
-async def test_transfers_without_a_lever(fleet: dict[str, Any]) -> None:
-    """Wanted, and nothing to do it with."""
-    async with cluster({"a": PLAIN, "b": PLAIN}, **{"controller": None, **fleet}) as site:
-        found = only(await visit_plain(site, transfers={"ahead": True}))
-    assert (found.severity, found.check) == (Severity.WARNING, "actions")
-    assert "`transfers` does nothing" in found.what

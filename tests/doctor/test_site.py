@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from kvproxy.base.settings.compose import composed
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.operate.doctor.check_configuration import CertificatesCheck, PublicCheck
 from kvproxy.operate.doctor.deployment import find_kvcache_settings, survey_deployment
@@ -64,8 +65,10 @@ def test_settings_of_the_kvcache_filter() -> None:
     """Its own, its defaults, or none at all."""
     endpoints = {"a": "http://127.0.0.1:8000"}
     chain = ["inference_request", {"kvcache": {"kv_events": True}}, "router"]
-    assert find_kvcache_settings(parsed({"endpoints": endpoints, "filters": chain})) == KvCacheSettings(kv_events=True)
-    assert find_kvcache_settings(parsed({"endpoints": endpoints})) == KvCacheSettings()
+    assert find_kvcache_settings(parsed({"endpoints": endpoints, "filters": chain})) == composed(KvCacheSettings)(
+        kv_events=True
+    )
+    assert find_kvcache_settings(parsed({"endpoints": endpoints})) == composed(KvCacheSettings)()
     assert find_kvcache_settings(parsed({"endpoints": endpoints, "policy": "random", "filters": ["router"]})) is None
     off = ["inference_request", {"kvcache": {"enabled": False}}, "router"]
     assert find_kvcache_settings(parsed({"endpoints": endpoints, "filters": off})) is None

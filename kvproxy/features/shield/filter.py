@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 
@@ -34,14 +33,9 @@ log = logging.getLogger("kvproxy.shield")
 
 _SCORING = ("/score", "/rerank")
 _ID_HEADER = b"x-request-id"
-_UPLOADS = ("/audio/", "/images/")
 _TRUSTED_ONLY = frozenset({Rule.KV_TRANSFER_PARAMS})  # from others the field is cut out
 #: Of an object in another encoding; a longer one counts as unreadable.
 _RECODED_BYTES = 1024 * 1024
-_FORM_FIELD = re.compile(
-    rb'content-disposition:[^\r\n]{0,200}?;[ \t]*name="?n"?[ \t;\r\n](?:[^\r\n]*\r?\n)+?\r?\n[ \t]*"?([^\r\n"]{0,64})',
-    re.IGNORECASE,
-)
 
 
 async def _disconnected() -> Message:
@@ -90,9 +84,7 @@ class ShieldFilter(Step):
                 return None
         body = exchange.body
         if body is None:
-            if any(kind in scope["path"] for kind in _UPLOADS) and Rule.HUGE_N not in rules:
-                return None
-            return self._read(exchange, downstream, rules)
+            return None if _is_form(scope["headers"]) else self._read(exchange, downstream, rules)
         return None if _is_harmless(body, exchange) else self._examine(exchange, downstream, body, rules)
 
     def response_started(self, exchange: Exchange, status: int, headers: Headers) -> None:
@@ -145,10 +137,6 @@ class ShieldFilter(Step):
             await self._act(exchange, path, found, rules)
 
     async def _find(self, exchange: Exchange, body: bytes, path: str) -> set[Rule]:
-        if body.lstrip()[:2] == b"--":
-            return {Rule.HUGE_N} & {
-                rule for found in _FORM_FIELD.findall(body) for rule in find_rules([("n", found)], path)
-            }
         text = body
         known = exchange.members
         try:
@@ -263,3 +251,10 @@ def build(app: ASGIApp, settings: object, context: FilterContext, *, refuses: bo
 def make_filter_type(*, refuses: bool) -> FilterType:
     """Return the kind of filter for one setting of `shield`."""
     return FilterType(None, partial(build, refuses=refuses))
+
+
+def _is_form(headers: Headers) -> bool:
+    """Return whether the body is a form: these are streamed to the engine, and so are not looked through."""
+    return any(
+        name == b"content-type" and value.strip().lower().startswith(b"multipart/form-data") for name, value in headers
+    )

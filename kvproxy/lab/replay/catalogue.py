@@ -123,7 +123,7 @@ SCENARIOS = {
             0.5,
             lambda fleet: replace(fleet, capacity_tokens=fleet.capacity_tokens // 8),
         ),
-        _disturbed("quarter_cache", "caches of a quarter, tool agents", 0.7, _quarter),
+        _disturbed("quarter_cache", "a quarter of the cache, tools", 0.7, _quarter),
         Scenario(
             "quarter_cache_chats", "the same with long conversations", 0.7, workloads.draw_conversations, _quarter
         ),

@@ -261,16 +261,6 @@ def pins(place: Place, method: str) -> int:
     return int(place.calls[f"{method} /cache/pins"])
 
 
-async def test_without_lmcache_that_pins_there_is_no_lease() -> None:
-    """Its service answers to nothing; a prompt worth a lease is counted as refused."""
-    one = Engine()
-    async with serve(one.app) as url, world(url, lmcache=url) as proxy:
-        proxy.leasing._lookups.provider = None
-        await proxy.ask()
-        assert proxy.count("lease_refusals_total", reason="no_pins") == 1
-        assert not proxy.book.leases
-
-
 def test_leases_need_lmcache() -> None:
     raw = {
         "endpoints": ["http://127.0.0.1:9"],
