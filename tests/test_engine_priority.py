@@ -124,7 +124,7 @@ async def test_an_untrusted_clients_own_priority_is_cut_out(spelling: str) -> No
 async def test_a_trusted_clients_own_priority_counts_as_its_class() -> None:
     """As vLLM has it, the lower first: it moves the number by seconds, and is not what is sent."""
     engine = FakeEngine("a")
-    trusting = ["inference_request", {"router": {"trust_clients": True}}]
+    trusting = ["inference_request", "kvcache", {"router": {"trust_clients": True}}]
     async with one_engine(engine, **ON, filters=trusting) as proxy:
         for own in (None, -2, "3", 100_000):
             fields = {} if own is None else {"priority": own}

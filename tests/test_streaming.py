@@ -158,11 +158,11 @@ async def test_what_is_not_inference_passes_through() -> None:
         running_proxy({"a": url}, filters=filters, policy="round_robin", shield="off") as proxy,
     ):
         await proxy.client.put("/files/a%2Fb", content=pieces())  # type: ignore[arg-type]
-        await proxy.client.get("/version")
+        await proxy.client.get("/files")
         await proxy.client.delete("/files/1")
     assert [(c.method, c.path) for c in engine.calls] == [
         ("PUT", "/files/a/b"),
-        ("GET", "/version"),
+        ("GET", "/files"),
         ("DELETE", "/files/1"),
     ]
     assert len(engine.calls[0].body) == 640_000

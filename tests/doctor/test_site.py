@@ -65,10 +65,9 @@ def test_settings_of_the_kvcache_filter() -> None:
     """Its own, its defaults, or none at all."""
     endpoints = {"a": "http://127.0.0.1:8000"}
     chain = ["inference_request", {"kvcache": {"kv_events": True}}, "router"]
-    assert find_kvcache_settings(parsed({"endpoints": endpoints, "filters": chain})) == composed(KvCacheSettings)(
-        kv_events=True
-    )
-    assert find_kvcache_settings(parsed({"endpoints": endpoints})) == composed(KvCacheSettings)()
+    kind = composed(KvCacheSettings)
+    assert find_kvcache_settings(parsed({"endpoints": endpoints, "filters": chain})) == kind(kv_events=True)
+    assert find_kvcache_settings(parsed({"endpoints": endpoints})) == kind()
     assert find_kvcache_settings(parsed({"endpoints": endpoints, "policy": "random", "filters": ["router"]})) is None
     off = ["inference_request", {"kvcache": {"enabled": False}}, "router"]
     assert find_kvcache_settings(parsed({"endpoints": endpoints, "filters": off})) is None

@@ -101,7 +101,7 @@ def test_conversations_grow_by_question_and_answer() -> None:
     assert sum(lengths(trace)) / trace.requests == pytest.approx(11_000, rel=0.2)
 
 
-@pytest.mark.parametrize("name", ["quarter_cache", "quarter_cache_chats"])
+@pytest.mark.parametrize("name", ["quarter_cache", "quarter_chats"])
 def test_caches_of_a_quarter_hold_less_than_comes_again(name: str) -> None:
     """A fifth of the distinct prompt tokens fit the whole fleet, so that placement decides what is kept."""
     scenario, plain = SCENARIOS[name], ReplayFleet()

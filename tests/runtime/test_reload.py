@@ -117,21 +117,6 @@ async def test_a_configuration_that_is_refused_shows_nothing() -> None:
         assert shown() == before
 
 
-async def test_a_cluster_that_comes_back_at_once_is_the_same_one() -> None:
-    """While a request of the configuration that had it still runs; and its metrics stay when that has ended."""
-    async with two_engines() as (a, b):
-        one = {"one": {"endpoints": {"a": a}}}
-        both = load_config({"clusters": {**one, "two": {"endpoints": {"b": b}}}, "routes": [{"cluster": "one"}]})
-        async with Proxy(both) as proxy:
-            two = proxy.clusters["two"]
-            await proxy.reload(load_config({"clusters": one}))
-            await proxy.reload(both)
-            assert proxy.clusters["two"] is two
-            await until(lambda: proxy.replaced == 2)
-            up = proxy.metrics.registry.get_sample_value
-            assert up("kvproxy_endpoint_up", {"cluster": "two", "endpoint": "b"}) == 1
-
-
 class WillNotStart:
     """A part of a plug-in's filter."""
 

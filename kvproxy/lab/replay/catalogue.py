@@ -124,9 +124,7 @@ SCENARIOS = {
             lambda fleet: replace(fleet, capacity_tokens=fleet.capacity_tokens // 8),
         ),
         _disturbed("quarter_cache", "a quarter of the cache, tools", 0.7, _quarter),
-        Scenario(
-            "quarter_cache_chats", "the same with long conversations", 0.7, workloads.draw_conversations, _quarter
-        ),
+        Scenario("quarter_chats", "the same with long conversations", 0.7, workloads.draw_conversations, _quarter),
     )
 }
 
