@@ -171,7 +171,8 @@ class Http2Connection(asyncio.BufferedProtocol):
         if self._out:
             out = self._out
             self._out = []
-            write_pieces(self._transport, out)
+            if not self._transport.is_closing():  # uvloop raises where asyncio drops
+                write_pieces(self._transport, out)
 
     def _unblock(self) -> None:
         blocked = self._blocked
