@@ -40,7 +40,13 @@ async def stream(engine: FakeEngine, call: Call, send: Send) -> None:
 
 
 #: Nothing but requests: no readings of the engines' metrics.
-FILTERS = ["request_id", "inference_request", {"kvcache": {"engine_metrics_interval": 0}}, "access_log", "router"]
+FILTERS = [
+    "request_id",
+    "inference_request",
+    {"kvcache": {"engine_metrics_interval": 0, "kv_events": False}},
+    "access_log",
+    "router",
+]
 
 CASES = {"whole": answer_ok, "streamed": stream, "refused": busy_first}
 
@@ -48,7 +54,7 @@ CASES = {"whole": answer_ok, "streamed": stream, "refused": busy_first}
 async def leftovers(case: str) -> list[str]:
     """Types of kvproxy's objects that some requests left to the collector."""
     engine = FakeEngine("a", CASES[case])
-    config: dict[str, Any] = {"policy": "kv_aware", "queue": {}, "filters": FILTERS}
+    config: dict[str, Any] = {"policy": "kv_aware", "queue": {}, "filters": FILTERS, "shield": "off"}
     async with serve(engine) as url, running_proxy({"a": url, "b": url}, **config) as proxy:
         body = chat("word " * 200, stream=case == "streamed")
         for _ in range(TIMES):
