@@ -27,9 +27,9 @@ from kvproxy.features.exchange.deltas import (
 )
 from kvproxy.features.exchange.heard import Heard
 from kvproxy.features.exchange.wire import Batch, Bye, Origin, encode
+from tests.features.exchange.support import Deciding, deciding
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve
-from tests.sync.support import Deciding, deciding
 
 A = EndpointId("a")
 OTHER = Origin("elsewhere", 0, 1)

@@ -22,10 +22,10 @@ from kvproxy.features.exchange.deltas import Spent
 from kvproxy.features.exchange.peers import MISSED
 from kvproxy.features.exchange.stores import MAX_RECALLED_BYTES, RedisLink, StoreLink
 from kvproxy.features.exchange.wire import Batch, Beat, Bye, Origin, Standing, decode, decode_deltas, encode
+from tests.features.exchange.support import BEAT_S, A, Bus, Node, deciding, pair
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve
 from tests.support.until import until
-from tests.sync.support import BEAT_S, A, Bus, Node, deciding, pair
 
 FAR = 2**60
 

@@ -12,8 +12,8 @@ from kvproxy.features.workers import control
 from kvproxy.features.workers.assignment import Change
 from kvproxy.features.workers.control import RELOAD
 from kvproxy.operate.runtime.generation import Generation
+from tests.features.workers.together import Together, together
 from tests.support.until import until
-from tests.workers.together import Together, together
 
 pytestmark = pytest.mark.anyio
 ENDPOINTS = {"a": "http://127.0.0.1:9"}

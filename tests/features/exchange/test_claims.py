@@ -8,7 +8,7 @@ import pytest
 
 from kvproxy.features.exchange import claims
 from kvproxy.features.exchange.claims import owner_of
-from tests.sync.support import Bus, Node, pair
+from tests.features.exchange.support import Bus, Node, pair
 
 WHATS = [f"prefetch {number}" for number in range(12)]
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvproxy.features.exchange import wire
 from kvproxy.features.exchange.peers import FORGET_S, SyncStatus
-from tests.sync.support import BEAT_S, A, B, Bus, Node, join_third, pair
+from tests.features.exchange.support import BEAT_S, A, B, Bus, Node, join_third, pair
 
 
 def test_a_load_that_was_overtaken_counts_no_more() -> None:

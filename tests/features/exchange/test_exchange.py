@@ -25,7 +25,7 @@ from kvproxy.features.exchange.peers import SyncStatus
 from kvproxy.features.exchange.snapshot import take_pieces
 from kvproxy.features.exchange.wire import Batch, Origin, Standing
 from kvproxy.features.exchange.world import World
-from tests.sync.support import BEAT_S, A, B, Bus, Cluster, Node, Request, Sent, join_third, pair
+from tests.features.exchange.support import BEAT_S, A, B, Bus, Cluster, Node, Request, Sent, join_third, pair
 
 
 def test_what_is_routed_in_one_is_held_in_all() -> None:

@@ -24,10 +24,10 @@ from kvproxy.features.exchange.stores import StoreLink
 from kvproxy.features.exchange.wire import Beat, Hello, Origin, decode_deltas, encode
 from kvproxy.operate.admin.troubles import Troubles
 from kvproxy.operate.config.load import load_config
+from tests.features.exchange.support import Deciding, deciding, until_synced
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve
 from tests.support.until import until
-from tests.sync.support import Deciding, deciding, until_synced
 
 BEAT = {"sync": {"heartbeat": "50ms"}}
 

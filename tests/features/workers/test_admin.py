@@ -13,12 +13,12 @@ import pytest
 from kvproxy.base.errors import ConfigError
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.listener.server import serve
+from tests.features.workers.together import Together, begin_worker, together
 from tests.kvcache.actions.support import serve as routed
 from tests.kvcache.fleet import simulated
 from tests.kvcache.support import long_text
 from tests.support.fake_engine import FakeEngine
 from tests.support.proxy import chat
-from tests.workers.together import Together, begin_worker, together
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"

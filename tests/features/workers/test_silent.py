@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvproxy.base.errors import ConfigError
+from tests.features.workers.together import Together, together
 from tests.support.proxy import chat
-from tests.workers.together import Together, together
 
 pytestmark = pytest.mark.anyio
 ENDPOINTS = {"a": "http://127.0.0.1:9"}
