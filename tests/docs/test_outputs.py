@@ -238,7 +238,7 @@ def test_there_are_no_others() -> None:
 
 def test_every_language_is_looked_at() -> None:
     """sh, yaml and python have tests of their own; toml is installed by tests/filters/test_documented_filter,
-    and tests/test_shield_findings sends the request of the page in `console`."""
+    and tests/features/shield sends the request of the page in `console`."""
     assert {found.language for found in blocks()} == {"sh", "yaml", "python", "json", "toml", "", "text", "console"}
     assert [found.page for found in blocks("json")] == ["docs/doctor.md", "docs/ledger.md", "docs/shield.md"]
     assert [found.page for found in blocks("toml")] == ["docs/filters/README.md"]

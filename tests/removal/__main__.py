@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 #: Features that other code still imports, or that are not on the list yet. Nothing is added here.
 NOT_YET = frozenset(
-    {"exchange", "hygiene", "picker", "shield", "snapshot", "transfers", "warming"} | {"priority", "shadow", "workers"}
+    {"exchange", "hygiene", "picker", "snapshot", "transfers", "warming"} | {"priority", "shadow", "workers"}
 )
 
 #: Folders of tests that name no feature.

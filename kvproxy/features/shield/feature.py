@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from kvproxy.base.settings.compose import part_of
+from kvproxy.features.shield.settings import ShieldMode, ShieldPlace
+from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
     from kvproxy.base.metrics.groups import MetricGroup
     from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
-    from kvproxy.operate.config.schema import Config
     from kvproxy.operate.doctor.deployment import Deployment
     from kvproxy.operate.doctor.report import Check
     from kvproxy.proxy.filters.chain import FilterType
@@ -20,6 +22,7 @@ class Shield(Feature):
     """Keeps requests away from engines that they would harm."""
 
     name = "shield"
+    settings = {Config: (ShieldPlace,)}
 
     def list_metrics(self) -> Sequence[type[MetricGroup]]:
         """Its group."""
@@ -31,20 +34,25 @@ class Shield(Feature):
         """Return the filter, unless it is off."""
         from kvproxy.features.shield.filter import make_filter_type
 
-        return () if config.shield == "off" else (("shield", make_filter_type(refuses=config.shield == "refuse")),)
+        mode = _mode(config)
+        return () if mode == "off" else (("shield", make_filter_type(refuses=mode == "refuse")),)
 
     def find_troubles(self, operated: AdminTarget) -> Iterable[OperatorFinding]:
         """Return the known faults of the engines."""
         from kvproxy.features.shield.findings import find_open_faults
 
-        mode = operated.config.shield
+        mode = _mode(operated.config)
         return () if mode == "off" else find_open_faults(operated.clusters, mode)
 
     def list_cluster_checks(self, deployment: Deployment, cluster: str) -> Sequence[Check]:
         """Return the same for the doctor."""
         from kvproxy.features.shield.findings import FaultsCheck
 
-        return () if deployment.config.shield == "off" else (FaultsCheck(deployment, cluster),)
+        return () if _mode(deployment.config) == "off" else (FaultsCheck(deployment, cluster),)
+
+
+def _mode(config: Config) -> ShieldMode:
+    return part_of(config, ShieldPlace).shield
 
 
 FEATURE = Shield()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvproxy.base.settings.compose import part_of
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.features.shield.rules import ADVISORIES, VLLM, open_rules, parse_version
+from kvproxy.features.shield.settings import ShieldMode, ShieldPlace
 from kvproxy.features.shield.versions import fetch_software
 from kvproxy.operate.admin.operated import ConfigFinding
-from kvproxy.operate.config.schema import ShieldMode
 from kvproxy.operate.doctor.deployment import ClusterCheck, gather_facts
 from kvproxy.operate.doctor.report import Finding, ok, warning
 
@@ -69,7 +70,7 @@ class FaultsCheck(ClusterCheck):
     async def collect_findings(self) -> Sequence[Finding]:
         facts = await gather_facts(self.engines, lambda engine: fetch_software(engine.vllm))
         software = {engine.endpoint.id: one for engine, one in facts.items()}
-        mode = self.deployment.config.shield
+        mode = part_of(self.deployment.config, ShieldPlace).shield
         found = [warning(self.where, what, fix) for what, fix in describe_faults(software, mode)]
         if unknown := list_unknown(software):
             found.append(ok(self.where, f"{_UNKNOWN.format(_listed(unknown))}: {_ASK}"))

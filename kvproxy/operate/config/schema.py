@@ -5,7 +5,6 @@ Every field's description is its documentation; `docs/configuration.md` and the 
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -43,14 +42,6 @@ class ReloadSettings(Model):
     """How often the file is looked at."""
 
 
-class ShieldMode(StrEnum):
-    """Requests that would harm an engine, by the advisories for its version."""
-
-    OFF = "off"  # engines are not asked for their version
-    WARN = "warn"  # counted and logged
-    REFUSE = "refuse"  # sent to an engine without the fault, else refused
-
-
 class Config(ServingSettings):
     """A whole kvproxy configuration."""
 
@@ -60,9 +51,6 @@ class Config(ServingSettings):
     """The operator's listener."""
     picker: PickerSettings | None = None
     """Envoy's listener, with `kvproxy picker`; the defaults without one."""
-    shield: ShieldMode = ShieldMode.WARN
-    """Requests that would harm an engine by a known fault of its version (see docs/shield.md): `refuse` sends them to
-    an engine without the fault, or answers 400 where there is none; `warn` counts and logs them; `off` does nothing."""
     workers: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 1
     """Processes that serve behind the one listening socket, decide as one, and share bounds; `auto`: one less than
     there are cores, at most 8. With 1 there is no supervisor and no exchange. Also `serve --workers`."""

@@ -40,7 +40,7 @@ endpoints times a small constant. An endpoint that leaves takes its series along
 
 #: Contents of each label that several groups have; the others stand with their group.
 LABELS: Mapping[str, str] = {
-    "action": "`pin`, `compress`, `evict`, `warm` or `touch`; of the shield: `passed`, `rerouted`, `refused` or "
+    "action": "`pin`, `compress`, `evict`, `warm` or `touch`; of requests: `passed`, `rerouted`, `refused` or "
     "`rewritten`",
     "breaker": "what the breaker guards",
     "by": "what is counted (`tokens` or `requests`), whose costs (`live` or `shadow`), or by whose word (`engine`, "

@@ -10,7 +10,7 @@ import pytest
 
 from kvproxy.features.shield.findings import find_open_faults
 from kvproxy.features.shield.rules import ADVISORIES, Rule
-from kvproxy.operate.config.schema import ShieldMode
+from kvproxy.features.shield.settings import ShieldMode
 from kvproxy.operate.doctor.report import Severity
 from tests.admin.support import admin_of, proxy_of
 from tests.docs.blocks import ROOT, block

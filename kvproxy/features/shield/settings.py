@@ -1,0 +1,23 @@
+"""Setting of the shield."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from kvproxy.base.settings.model import Model
+
+
+class ShieldMode(StrEnum):
+    """Requests that would harm an engine, by the advisories for its version."""
+
+    OFF = "off"  # engines are not asked for their version
+    WARN = "warn"  # counted and logged
+    REFUSE = "refuse"  # sent to an engine without the fault, else refused
+
+
+class ShieldPlace(Model):
+    """The top level."""
+
+    shield: ShieldMode = ShieldMode.WARN
+    """Requests that would harm an engine by a known fault of its version (see docs/shield.md): `refuse` sends them to
+    an engine without the fault, or answers 400 where there is none; `warn` counts and logs them; `off` does nothing."""
