@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import quote
 
 from starlette.types import Receive, Scope, Send
 
@@ -37,7 +38,9 @@ from kvproxy.operate.receipts.writer import WritingObserver
 from kvproxy.operate.runtime.generation import Generation, Reloader, Shared, StateStore
 from kvproxy.proxy.filters import kvcache
 from kvproxy.proxy.filters.chain import FilterType, WallClock
+from kvproxy.proxy.forward.public import NO_WEBSOCKET
 from kvproxy.proxy.request.body import HeldBodies
+from kvproxy.proxy.request.error_reply import error_body
 from kvproxy.proxy.request.observer import RecentDecisions, RequestObserver
 
 log = logging.getLogger("kvproxy")
@@ -120,6 +123,8 @@ class Proxy:
         self._history = History(self)
         self.admin = build_admin_app(self, self._history)
         self._running = AsyncExitStack()
+        self._began = False
+        self._beginning = asyncio.Lock()
 
     def _observers(self, config: Config) -> Iterator[RequestObserver]:
         if config.admin.enabled:
@@ -209,6 +214,7 @@ class Proxy:
             if self.config.admin.enabled:
                 await starting.enter_async_context(self._history)
             self._running = starting.pop_all()
+        self._began = True
         return self
 
     def _share(self, generation: Generation) -> None:
@@ -224,6 +230,10 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            if not self._began:
+                await self._begin()
+            if scope.get("root_path"):
+                scope = _without_root(scope)
             generation = self._generation
             generation.running += 1
             try:
@@ -232,6 +242,14 @@ class Proxy:
                 generation.running -= 1
         elif scope["type"] == "lifespan":
             await self._lifespan(receive, send)
+        elif scope["type"] == "websocket":
+            await _refuse_websocket(scope, receive, send)
+
+    async def _begin(self) -> None:
+        """Start with the first request, under a server that sends no lifespan events. Nothing ends it then."""
+        async with self._beginning:
+            if not self._began:
+                await self.__aenter__()
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         """Start and end by the server's events. A start that fails is answered: a server that only sees an error out of
@@ -255,6 +273,27 @@ class Proxy:
 def build(config: Config) -> Proxy:
     """Return the ASGI app for a configuration. Raises ConfigError with every problem found."""
     return Proxy(config)
+
+
+def _without_root(scope: Scope) -> Scope:
+    """Return the scope as the proxy's own: apps mounted below a path are sent it as a part of the request's."""
+    root: str = scope["root_path"]
+    below = {**scope, "root_path": "", "path": scope["path"].removeprefix(root) or "/"}
+    if scope.get("raw_path"):
+        below["raw_path"] = scope["raw_path"].removeprefix(quote(root).encode()) or b"/"
+    return below
+
+
+async def _refuse_websocket(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer the handshake with a sentence if the server can send one; else it answers 403."""
+    await receive()
+    if "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close", "code": 1003, "reason": NO_WEBSOCKET})
+        return
+    body = error_body(scope["path"], 501, reason="no_websocket", message=NO_WEBSOCKET)
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "websocket.http.response.start", "status": 501, "headers": headers})
+    await send({"type": "websocket.http.response.body", "body": body})
 
 
 def _observe_requests(proxy: Proxy, config: Config) -> Iterator[WritingObserver[Any]]:

@@ -56,6 +56,17 @@ CLOSED = [
 ]
 
 
+@pytest.mark.parametrize("paths", [[], ["all"]])
+async def test_a_websocket_is_refused_with_a_sentence(paths: list[str]) -> None:
+    """vLLM's `/v1/realtime` is one. An engine that is sent the request without the offer cannot explain its refusal."""
+    async with running_proxy({"a": "http://127.0.0.1:9"}, filters={"router": {"paths": paths}}) as proxy:
+        offer = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+        headers = {**offer, "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ=="}
+        answer = await proxy.client.get("/v1/realtime", headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (501, "no_websocket")
+    assert "connect to an engine" in answer.json()["error"]["message"]
+
+
 async def test_control_paths_of_engines_are_closed_and_counted() -> None:
     """404 that names the path; nothing reaches the engine."""
     engine = FakeEngine("a")

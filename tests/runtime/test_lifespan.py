@@ -11,6 +11,9 @@ from starlette.types import Message
 
 from kvproxy.app import Proxy, build
 from kvproxy.operate.config.load import load_config
+from kvproxy.proxy.listener.server import serve
+from tests.support.asgi import call, http_scope
+from tests.support.fake_engine import FakeEngine
 
 ENDPOINTS = {"a": "http://127.0.0.1:9"}
 
@@ -58,3 +61,48 @@ async def test_a_start_that_fails_leaves_no_task(tmp_path: Path) -> None:
         await broken(tmp_path).__aenter__()
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == before
+
+
+async def test_without_lifespan_events_the_first_request_starts_it() -> None:
+    """Unstarted it would probe no engine and answer every request with an error. Requests at once start it once."""
+    async with serve(FakeEngine("a")) as url:
+        proxy = build(load_config({"endpoints": {"a": url}}))
+        try:
+            scopes = [http_scope("/v1/embeddings", method="POST") for _ in range(3)]
+            answers = await asyncio.gather(*(call(proxy, scope, {"type": "http.request"}) for scope in scopes))
+            tasks = [task.get_name() for task in asyncio.all_tasks()]
+            assert [answer.status for answer in answers] == [200, 200, 200]
+            assert tasks.count("event loop lag") == 1
+        finally:
+            await proxy.__aexit__()
+
+
+async def test_a_proxy_that_has_ended_is_not_started_by_a_late_request() -> None:
+    proxy = build(load_config({"endpoints": ENDPOINTS}))
+    await live(proxy)
+    before = asyncio.all_tasks()
+    await call(proxy, http_scope("/v1/models"))
+    assert asyncio.all_tasks() == before
+
+
+@pytest.mark.parametrize("raw_path", [None, b"/my%20llm/health"])
+async def test_mounted_below_a_path_it_serves_its_own_paths(raw_path: bytes | None) -> None:
+    scope = http_scope("/my llm/health", root_path="/my llm", raw_path=raw_path)
+    async with build(load_config({"endpoints": ENDPOINTS})) as proxy:
+        answer = await call(proxy, scope)
+    assert answer.status == 200
+
+
+async def test_a_websocket_is_refused_with_a_sentence() -> None:
+    """Left without an answer, servers report an app that is broken."""
+    scope = http_scope("/v1/realtime", type="websocket", extensions={"websocket.http.response": {}})
+    proxy = build(load_config({"endpoints": ENDPOINTS}))
+    start, body = (await call(proxy, scope, {"type": "websocket.connect"})).messages
+    assert (start["type"], start["status"]) == ("websocket.http.response.start", 501)
+    assert b"connect to an engine" in body["body"]
+
+
+async def test_a_server_that_can_send_no_sentence_refuses_a_websocket_by_itself() -> None:
+    proxy = build(load_config({"endpoints": ENDPOINTS}))
+    [close] = (await call(proxy, http_scope("/v1/realtime", type="websocket"), {"type": "websocket.connect"})).messages
+    assert (close["type"], close["code"]) == ("websocket.close", 1003)

@@ -49,11 +49,12 @@ DEFAULT_PATHS = (
     "/detokenize",
 )
 ALL = "all"
+NO_WEBSOCKET = "kvproxy does not carry WebSockets: connect to an engine."
 _GREETING = b"clients use /v1\n"
 
 
 class PublicSide:
-    """Answers `GET /`, the health path, and 400 or 404 for what may not pass."""
+    """Answers `GET /`, the health path, and 400, 404 or 501 for requests that may not pass."""
 
     def __init__(
         self,
@@ -86,6 +87,8 @@ class PublicSide:
         elif has_dot_segment(path):
             message = "The path has a segment `.` or `..`: send it resolved."
             await self._refuse(scope, send, 400, "dot_segment", message)
+        elif any(name == b"sec-websocket-key" for name, _ in scope["headers"]):
+            await self._refuse(scope, send, 501, "no_websocket", NO_WEBSOCKET)
         elif path in self._paths:
             return False
         elif reads and path == "/":
