@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
-from typing import Any
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from starlette.types import Receive, Scope, Send
@@ -26,9 +29,9 @@ from kvproxy.cluster.routes import Routes, show_learned
 from kvproxy.features.exchange.datagrams import Siblings
 from kvproxy.features.exchange.service import SyncService
 from kvproxy.features.exchange.world import World
-from kvproxy.operate.admin.app import build_admin_app
 from kvproxy.operate.admin.history import History
 from kvproxy.operate.admin.operated import AdviceRuns, ConfigReloader, OperatorFinding, Reloaded
+from kvproxy.operate.config.load import load_config
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature
 from kvproxy.operate.metrics.catalog import make_metrics
@@ -38,12 +41,20 @@ from kvproxy.operate.receipts.writer import WritingObserver
 from kvproxy.operate.runtime.generation import Generation, Reloader, Shared, StateStore
 from kvproxy.proxy.filters import kvcache
 from kvproxy.proxy.filters.chain import FilterType, WallClock
+from kvproxy.proxy.filters.registry import discover
 from kvproxy.proxy.forward.public import NO_WEBSOCKET
 from kvproxy.proxy.request.body import HeldBodies
 from kvproxy.proxy.request.error_reply import error_body
 from kvproxy.proxy.request.observer import RecentDecisions, RequestObserver
 
+if TYPE_CHECKING:
+    from kvproxy.operate.admin.app import AccessControl
+
 log = logging.getLogger("kvproxy")
+
+
+#: A configuration as Python code has it: what was loaded, the path of a file, or the data that a file would hold.
+ConfigLike = Config | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def _utc_now() -> datetime:
@@ -53,12 +64,14 @@ def _utc_now() -> datetime:
 class Proxy:
     """The proxy as an ASGI app and an async context manager: inside it, probes and pools run.
 
-    Under another server the ASGI lifespan enters it. `admin` is the operator's app, for a listener of its own.
+    `config` is a path (`Proxy("config.yaml")`), plain data (`Proxy({"endpoints": {"a": "http://a:8000"}})`) or a loaded
+    configuration; ConfigError names every error of it. Under another server the ASGI lifespan enters the proxy.
+    `admin` is the operator's app, for a listener of its own.
     """
 
     def __init__(
         self,
-        config: Config,
+        config: ConfigLike,
         *,
         metrics: Metrics | None = None,
         clock: Clock = time.monotonic,
@@ -68,6 +81,8 @@ class Proxy:
         receipts_key: bytes | None = None,
         siblings: Siblings | None = None,
     ) -> None:
+        if not isinstance(config, Config):
+            config = _read(config, extra_filters)
         self.metrics = make_metrics() if metrics is None else metrics
         self.draining = False
         self.clock = clock
@@ -121,7 +136,6 @@ class Proxy:
                 wall_clock=lambda: wall_clock().timestamp(),
             )
         self._history = History(self)
-        self.admin = build_admin_app(self, self._history)
         self._running = AsyncExitStack()
         self._began = False
         self._beginning = asyncio.Lock()
@@ -130,6 +144,13 @@ class Proxy:
         if config.admin.enabled:
             yield self.recent
         yield from self._written
+
+    @cached_property
+    def admin(self) -> AccessControl:
+        """The operator's app. (Made on first use: who embeds the proxy without it loads none of its code.)"""
+        from kvproxy.operate.admin.app import build_admin_app
+
+        return build_admin_app(self, self._history)
 
     @property
     def config(self) -> Config:
@@ -268,6 +289,13 @@ class Proxy:
         finally:
             await self.__aexit__()
         await send({"type": "lifespan.shutdown.complete"})
+
+
+def _read(source: Mapping[str, Any] | str | os.PathLike[str], filters: Mapping[str, FilterType] | None) -> Config:
+    """Return the configuration in a file or in plain data, in which `filters`, or those of other distributions, may
+    stand."""
+    known = {name: kind.settings for name, kind in (discover() if filters is None else filters).items()}
+    return load_config(source if isinstance(source, Mapping) else Path(source), extra_filters=known)
 
 
 def build(config: Config) -> Proxy:

@@ -1,0 +1,33 @@
+"""A proxy made in Python: from the path of a file, from plain data, from a loaded configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvproxy.app import Proxy
+from kvproxy.base.errors import ConfigError
+from kvproxy.operate.config.load import load_config
+
+ENGINES = {"endpoints": {"a": "http://127.0.0.1:1"}}
+
+
+def test_a_path_and_plain_data_give_the_same_configuration(tmp_path: Path) -> None:
+    """A string is a path, not text."""
+    file = tmp_path / "engines.yaml"
+    file.write_text("endpoints: {a: http://127.0.0.1:1}\n")
+    assert Proxy(str(file)).config == Proxy(file).config == Proxy(ENGINES).config == load_config(ENGINES)
+
+
+def test_mistakes_are_named_as_check_names_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"endpoints\.a"):
+        Proxy({"endpoints": {"a": "nowhere"}})
+    with pytest.raises(ConfigError, match="cannot read"):
+        Proxy(tmp_path / "missing.yaml")
+
+
+def test_the_operators_app_is_made_on_first_use() -> None:
+    proxy = Proxy(ENGINES)
+    assert "admin" not in vars(proxy)
+    assert proxy.admin is proxy.admin
