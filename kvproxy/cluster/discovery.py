@@ -20,7 +20,7 @@ from kvproxy.cluster.discovery_settings import DiscoverySettings
 from kvproxy.cluster.feature import ClusterFeature
 from kvproxy.cluster.metrics import EndpointStateMetrics
 from kvproxy.cluster.settings import EndpointSettings
-from kvproxy.cluster.sources.entries import Answer, LeftOut, Refuse, all_bad, split_answer
+from kvproxy.cluster.sources.entries import AT_ONCE, Answer, LeftOut, Refuse, all_bad, split_answer
 from kvproxy.cluster.sources.polled import DnsDiscovery, FileDiscovery
 from kvproxy.cluster.sources.protocols import Discovery, Tell
 
@@ -30,8 +30,7 @@ log = logging.getLogger(__name__)
 POLL_TIMEOUT_S = 10.0
 #: A watched source that cannot even begin is tried again after this long.
 _FOLLOW_AGAIN_S = 5.0
-#: Endpoints that come, change or leave in one turn of the event loop, some 0.2 ms each; of very many a share.
-_AT_ONCE = 20
+#: Of very many endpoints, the share that comes, changes or leaves in one turn of the event loop.
 _SHARE = 0.01
 #: Objects that are left out and named in the log.
 _NAMED = 3
@@ -179,7 +178,7 @@ class Poller:
             answer = await self._confirm_empty(source)
         if answer is not None:
             try:
-                endpoints, left_out = split_answer(answer, refuse=self._refuse)
+                endpoints, left_out = await split_answer(answer, known=known or (), refuse=self._refuse)
                 self._note_left_out(source, left_out)
                 if left_out and not endpoints:
                     raise all_bad(left_out)
@@ -236,7 +235,7 @@ def steps_towards(
     before = {one.id: one for one in known}
     wanted = tuple(was if (was := before.get(one.id)) == one else one for one in wanted)
     named = {one.id: one for one in wanted}
-    most = max(_AT_ONCE, int(_SHARE * len(wanted)))
+    most = max(AT_ONCE, int(_SHARE * len(wanted)))
     changed = [name for name, one in named.items() if before.get(name, one) is not one]
     late = [*changed, *(name for name in named if name not in before)]
     leaving = [one for one in known if one.id not in named]

@@ -8,7 +8,7 @@ import logging
 import os
 import random
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -434,7 +434,7 @@ class ListDiscovery:
         return self._endpoints
 
 
-def test_one_bad_endpoint_is_left_out_alone() -> None:
+async def test_one_bad_endpoint_is_left_out_alone() -> None:
     """Twice the same id, a URL that is none, and what the deployment refuses; a source's endpoints are bounded."""
     answer = (
         *configs("a", "a", "own"),
@@ -442,11 +442,11 @@ def test_one_bad_endpoint_is_left_out_alone() -> None:
         EndpointSettings(id="port", url="http://127.0.0.1:99999"),
         LeftOut("key x", "no URL"),
     )
-    endpoints, left_out = split_answer(answer, refuse=lambda one: "the proxy itself" if one.id == "own" else "")
+    endpoints, left_out = await split_answer(answer, refuse=lambda one: "the proxy itself" if one.id == "own" else "")
     assert [one.id for one in endpoints] == ["a"]
     assert [one.name for one in left_out] == ["a", "own", "spaces", "port", "key x"]
     with pytest.raises(BadResponse, match="more than 10000 endpoints from one source"):
-        split_answer(configs("a") * 10_001, refuse=lambda _: "")
+        await split_answer(configs("a") * 10_001, refuse=lambda _: "")
 
 
 async def test_what_is_left_out_is_named_counted_and_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -525,3 +525,37 @@ async def test_a_name_that_is_gone_after_it_was_there_changes_nothing(error: OSE
         await poller.ask_all()
         assert len(known["dns"]) == 1000
         assert complaint in poller.complaints["dns"]
+
+
+async def test_a_thousand_addresses_do_not_hold_the_event_loop() -> None:
+    """They are read and checked in turns when they are new, and not again while they stay."""
+    addresses = [f"10.0.{number // 250}.{number % 250}" for number in range(1000)]
+
+    async def resolve(*_: Any, **__: Any) -> Sequence[tuple[Any, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 8000)) for address in addresses]
+
+    async def turns_of(work: Awaitable[Any]) -> tuple[int, Any]:
+        turns = 0
+        task = asyncio.ensure_future(work)
+        while not task.done():
+            turns += 1
+            await asyncio.sleep(0)
+        return turns, task.result()
+
+    checked: list[str] = []
+
+    def refuse(one: EndpointSettings) -> str:
+        checked.append(one.id)
+        return ""
+
+    dns = DnsDiscovery(DnsDiscoverySettings(host="engines.local", port=8000), resolve=resolve)
+    turns, answer = await turns_of(dns.endpoints())
+    assert turns >= 50
+    turns, (known, _) = await turns_of(split_answer(answer, refuse=refuse))
+    assert turns >= 50
+    assert len(checked) == 1000
+    del addresses[0]
+    again = await dns.endpoints()
+    assert list(map(id, again)) == list(map(id, answer[1:]))
+    await split_answer(again, known=known, refuse=refuse)
+    assert len(checked) == 1000

@@ -17,7 +17,7 @@ from kvproxy.base.settings.yaml_text import parse_yaml, substitute_variables
 from kvproxy.base.timed_thread import TimedThread, read_file
 from kvproxy.cluster.discovery_settings import DnsDiscoverySettings
 from kvproxy.cluster.settings import EndpointSettings
-from kvproxy.cluster.sources.entries import Answer, LeftOut, read_entry
+from kvproxy.cluster.sources.entries import Answer, LeftOut, in_turns, read_entry
 from kvproxy.cluster.sources.watched import check_count
 
 #: Larger endpoint files are refused unread.
@@ -100,9 +100,10 @@ class DnsDiscovery:
         self._settings = settings
         self._resolve = resolve
         self._thread = TimedThread("resolver")
+        self._made: dict[str, EndpointSettings | LeftOut] = {}  # of the last answer, by address
 
     async def endpoints(self) -> Answer:
-        """Every address, in a stable order; resolved off the event loop."""
+        """Every address, in a stable order; resolved off the event loop. Addresses named before keep their endpoint."""
         settings = self._settings
         resolve = self._resolve or self._ask_system
         try:
@@ -114,7 +115,11 @@ class DnsDiscovery:
             raise DiscoveryError(f"the name {settings.host!r} cannot be resolved: {why}") from error
         addresses = sorted({str(entry[4][0]) for entry in found})
         check_count(len(addresses), "addresses of a name")
-        return tuple(self._endpoint(address) for address in addresses)
+        made: dict[str, EndpointSettings | LeftOut] = {}
+        async for address in in_turns(addresses, of=lambda one: one not in self._made):
+            made[address] = self._made.get(address) or self._endpoint(address)
+        self._made = made
+        return tuple(made.values())
 
     async def _ask_system(self, host: str, port: int, **how: Any) -> Sequence[tuple[Any, ...]]:
         return await self._thread.call(partial(socket.getaddrinfo, host, port, **how), timeout_s=_TIMEOUT_S)

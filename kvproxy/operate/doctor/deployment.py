@@ -134,7 +134,7 @@ async def _endpoints(name: str, cluster: ClusterSettings) -> tuple[list[Endpoint
         where = f"cluster {name}"
         place = f"clusters.{name}.discovery.{source.name}"
         try:
-            found, left_out = split_answer(await source.discovery.endpoints(), refuse=lambda _: "")
+            found, left_out = await split_answer(await source.discovery.endpoints(), refuse=lambda _: "")
             endpoints += found
             findings += [
                 problem(where, f"{source.name} discovery: {one}", "correct it at its source") for one in left_out
