@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvproxy.app import Proxy
+    from kvproxy.base.errors import ConfigError
+    from kvproxy.embed.transport import AsyncTransport, Transport
     from kvproxy.proxy.filters.middleware import KVCacheMiddleware, choose, preferred, served
 
-__all__ = ["KVCacheMiddleware", "__version__", "choose", "preferred", "served"]
+__all__ = [
+    "AsyncTransport",
+    "ConfigError",
+    "KVCacheMiddleware",
+    "Proxy",
+    "Transport",
+    "__version__",
+    "choose",
+    "preferred",
+    "served",
+]
 
 __version__ = "0.1.0"
 
+#: Imported on first use: `kvproxy --version` needs none of it.
+_MODULES = {
+    "AsyncTransport": "kvproxy.embed.transport",
+    "ConfigError": "kvproxy.base.errors",
+    "KVCacheMiddleware": "kvproxy.proxy.filters.middleware",
+    "Proxy": "kvproxy.app",
+    "Transport": "kvproxy.embed.transport",
+    "choose": "kvproxy.proxy.filters.middleware",
+    "preferred": "kvproxy.proxy.filters.middleware",
+    "served": "kvproxy.proxy.filters.middleware",
+}
+
 
 def __getattr__(name: str) -> object:
-    """The middleware is imported on first use: `kvproxy --version` needs none of it."""
-    if name in ("KVCacheMiddleware", "choose", "preferred", "served"):
-        from kvproxy.proxy.filters import middleware
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(module), name)
 
-        return getattr(middleware, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -81,8 +81,7 @@ class Proxy:
         receipts_key: bytes | None = None,
         siblings: Siblings | None = None,
     ) -> None:
-        if not isinstance(config, Config):
-            config = _read(config, extra_filters)
+        config = read_config(config, extra_filters)
         self.metrics = make_metrics() if metrics is None else metrics
         self.draining = False
         self.clock = clock
@@ -291,9 +290,11 @@ class Proxy:
         await send({"type": "lifespan.shutdown.complete"})
 
 
-def _read(source: Mapping[str, Any] | str | os.PathLike[str], filters: Mapping[str, FilterType] | None) -> Config:
+def read_config(source: ConfigLike, filters: Mapping[str, FilterType] | None = None) -> Config:
     """Return the configuration in a file or in plain data, in which `filters`, or those of other distributions, may
-    stand."""
+    stand. Raises ConfigError with every error."""
+    if isinstance(source, Config):
+        return source
     known = {name: kind.settings for name, kind in (discover() if filters is None else filters).items()}
     return load_config(source if isinstance(source, Mapping) else Path(source), extra_filters=known)
 

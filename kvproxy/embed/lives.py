@@ -1,0 +1,170 @@
+"""A proxy in a process that is not ours: one for each event loop it is used in, and a loop of its own for code that has
+none."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from starlette.types import Scope
+
+from kvproxy.app import ConfigLike, Proxy, read_config
+from kvproxy.embed.call import Call
+
+T = TypeVar("T")
+
+#: How long the end of the process waits for proxies in the background.
+_END_S = 5.0
+
+_all_lives: weakref.WeakSet[Lives] = weakref.WeakSet()
+#: What a forked child has of its parent: sockets and event loops that are not its own, and must not be closed there.
+_inherited: list[object] = []
+
+
+class Life:
+    """One proxy in one event loop."""
+
+    def __init__(self, proxy: Proxy, *, owned: bool) -> None:
+        self.proxy = proxy
+        self.started = not owned
+        self._calls: set[Call] = set()
+        self._owned = owned
+        self._starting: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the proxy, once; requests that come meanwhile wait. Raises what its parts raise; the next call tries
+        again."""
+        if self._starting is None:
+            self._starting = asyncio.get_running_loop().create_task(self._start(), name="start kvproxy")
+        await asyncio.shield(self._starting)
+
+    async def _start(self) -> None:
+        try:
+            await self.proxy.__aenter__()
+            self.started = True
+        finally:
+            self._starting = None
+
+    def begin(self, call: Call, scope: Scope) -> None:
+        """Let the proxy answer a request."""
+        self._calls.add(call)
+        call.begin(self.proxy, scope).add_done_callback(lambda _: self._calls.discard(call))
+
+    async def end(self) -> None:
+        """End requests that are under way, then the proxy."""
+        calls = list(self._calls)
+        for call in calls:
+            call.leave()
+        await asyncio.gather(*(call.task for call in calls if call.task is not None), return_exceptions=True)
+        if self._starting is not None:
+            await asyncio.gather(self._starting, return_exceptions=True)
+        if self._owned and self.started:
+            self.started = False
+            await self.proxy.__aexit__()
+
+
+class Lives:
+    """Proxies of one configuration by event loop. A `Proxy` that is given instead is started and ended by its maker."""
+
+    def __init__(self, config: ConfigLike | Proxy | None, endpoints: Mapping[str, str] | None) -> None:
+        if config is None:
+            config = {"endpoints": dict(endpoints or {})}
+        elif endpoints is not None:
+            raise TypeError("give a configuration or endpoints, not both")
+        self._given = config if isinstance(config, Proxy) else None
+        self._config = config.config if isinstance(config, Proxy) else read_config(config)
+        self._by_loop: dict[asyncio.AbstractEventLoop, Life] = {}
+        _all_lives.add(self)
+
+    def of_running_loop(self) -> Life:
+        """Return that of the running event loop; what belonged to loops that are closed is dropped."""
+        loop = asyncio.get_running_loop()
+        life = self._by_loop.get(loop)
+        if life is None:
+            self._by_loop = {other: one for other, one in self._by_loop.items() if not other.is_closed()}
+            if self._given is not None and self._by_loop:
+                raise RuntimeError(
+                    "this Proxy runs in another event loop; give the transport its configuration instead"
+                )
+            proxy = Proxy(self._config) if self._given is None else self._given
+            life = self._by_loop[loop] = Life(proxy, owned=self._given is None)
+        return life
+
+    async def end(self) -> None:
+        """End the proxy of the running event loop; a later request starts another."""
+        life = self._by_loop.pop(asyncio.get_running_loop(), None)
+        if life is not None:
+            await life.end()
+
+    def forget(self) -> None:
+        """In a forked child: begin anew."""
+        _inherited.append(self._by_loop)
+        self._by_loop = {}
+
+
+class Background:
+    """An event loop in a thread, for clients without one; all of a process share it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="kvproxy", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run it there."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run it there and wait; a wait that is broken off (Ctrl-C) ends it."""
+        future = self.submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+_background: Background | None = None
+_background_lock = threading.Lock()
+
+
+def background() -> Background:
+    """Return the one of this process, made on first use."""
+    global _background
+    with _background_lock:
+        if _background is None:
+            _background = Background()
+            atexit.register(_end_background, _background)
+        return _background
+
+
+def _end_background(which: Background) -> None:
+    """End what runs there, within a bound: engines are told that nobody reads their answers."""
+    if which is not _background:
+        return
+    ends = [which.submit(lives.end()) for lives in list(_all_lives)]
+    for each in ends:
+        try:
+            each.result(_END_S / len(ends))
+        except Exception:  # noqa: BLE001 - the process ends; nobody could act on it
+            continue
+    which.loop.call_soon_threadsafe(which.loop.stop)
+
+
+def _after_fork() -> None:
+    global _background, _background_lock
+    _inherited.append(_background)
+    _background = None
+    _background_lock = threading.Lock()
+    for lives in list(_all_lives):
+        lives.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,190 @@
+"""Transports for httpx: a client's requests go where they cost least, with no server between.
+
+client = openai.AsyncOpenAI(
+    base_url="http://engines/v1",
+    http_client=httpx.AsyncClient(transport=kvproxy.AsyncTransport(endpoints={"a": "http://a:8000", ...})),
+)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+
+import httpx
+import msgspec
+from starlette.types import Scope
+
+from kvproxy.app import ConfigLike, Proxy
+from kvproxy.embed.call import Call
+from kvproxy.embed.lives import Background, Life, Lives, background
+from kvproxy.proxy.request.exchange import SCOPE_KEY, Exchange
+
+#: What httpx's own transport would raise, by the reason of the proxy's answer in its place.
+_RAISED: Mapping[str, type[httpx.TransportError]] = {
+    "connect_error": httpx.ConnectError,
+    "no_file_descriptors": httpx.ConnectError,
+    "connect_timeout": httpx.ConnectTimeout,
+    "first_byte_timeout": httpx.ReadTimeout,
+    "idle_timeout": httpx.ReadTimeout,
+    "pool_full": httpx.PoolTimeout,
+    "unhealthy": httpx.ReadError,
+    "upstream_disconnected": httpx.RemoteProtocolError,
+    "protocol_error": httpx.RemoteProtocolError,
+}
+_DROPPED = frozenset({b"transfer-encoding", b"connection"})
+
+
+class AsyncTransport(httpx.AsyncBaseTransport):
+    """Gives an `httpx.AsyncClient` KV-aware routing over several engines: the whole chain of the proxy, in the client's
+    own event loop.
+
+    `endpoints` is `{id: url}`; or `config` is a configuration as for `Proxy` (a path, plain data), or a running
+    `Proxy` that several transports share. Host and port of the client's URLs are ignored. Requests take the `read` time
+    limit of the client; connections to engines go by the configuration. Where no engine answered, httpx's exceptions
+    are raised, as its own transport would; 429 and 503 with `retry-after` are answers.
+
+    It starts with its first request and ends with its client. Several clients and event loops may use it. Raises
+    ConfigError for a configuration that `kvproxy check` refuses.
+    """
+
+    def __init__(self, config: ConfigLike | Proxy | None = None, *, endpoints: Mapping[str, str] | None = None) -> None:
+        self._lives = Lives(config, endpoints)
+
+    @property
+    def proxy(self) -> Proxy:
+        """The proxy behind it, in the running event loop: metrics, clusters, `status`."""
+        return self._lives.of_running_loop().proxy
+
+    async def __aenter__(self) -> AsyncTransport:
+        await self._lives.of_running_loop().start()
+        return self
+
+    async def aclose(self) -> None:
+        """End requests that are under way, and the proxy."""
+        await self._lives.end()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """As of httpx."""
+        life = self._lives.of_running_loop()
+        if not life.started:
+            await life.start()
+        call = await _ask(life, request, _body_of(request))
+        return httpx.Response(call.status, headers=call.headers, stream=_Answer(call, _read_limit(request)))
+
+
+class _Answer(httpx.AsyncByteStream):
+    def __init__(self, call: Call, read_s: float | None) -> None:
+        self._call = call
+        self._read_s = read_s
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while piece := await self._call.next_piece(self._read_s):
+            yield piece
+
+    async def aclose(self) -> None:
+        self._call.leave()
+
+
+class Transport(httpx.BaseTransport):
+    """AsyncTransport for an `httpx.Client`. The proxy runs in a thread that all transports of a process share."""
+
+    def __init__(self, config: ConfigLike | Proxy | None = None, *, endpoints: Mapping[str, str] | None = None) -> None:
+        self._lives = Lives(config, endpoints)
+
+    def close(self) -> None:
+        """End requests that are under way, and the proxy."""
+        background().run(self._lives.end())
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """As of httpx."""
+        there = background()
+        read_s = _read_limit(request)
+        body = b"".join(request.stream)  # type: ignore[arg-type]  # a synchronous client's
+        call = there.run(self._ask(request, body))
+        return httpx.Response(call.status, headers=call.headers, stream=_SyncAnswer(call, read_s, there))
+
+    async def _ask(self, request: httpx.Request, body: bytes) -> Call:
+        life = self._lives.of_running_loop()
+        if not life.started:
+            await life.start()
+        return await _ask(life, request, body)
+
+
+class _SyncAnswer(httpx.SyncByteStream):
+    def __init__(self, call: Call, read_s: float | None, there: Background) -> None:
+        self._call = call
+        self._read_s = read_s
+        self._there = there
+
+    def __iter__(self) -> Iterator[bytes]:
+        call = self._call
+        while not call.complete:
+            if piece := self._there.run(call.next_piece(self._read_s)):
+                yield piece
+        if piece := call.take():  # nothing is added any more
+            yield piece
+
+    def close(self) -> None:
+        if not self._call.complete:
+            self._there.loop.call_soon_threadsafe(self._call.leave)
+
+
+async def _ask(life: Life, request: httpx.Request, body: bytes | AsyncIterator[bytes]) -> Call:
+    """Return the call once the head of its answer is there. Raises httpx's exceptions."""
+    scope = _scope_of(request)
+    call = Call(asyncio.get_running_loop(), body)
+    life.begin(call, scope)
+    read_s = _read_limit(request)
+    try:
+        if await call.head(read_s) >= 500 and (reason := _reason_of(scope)) in _RAISED:
+            raise _RAISED[reason](_message_of(await call.next_piece(read_s)))
+    except BaseException:
+        call.leave()
+        raise
+    return call
+
+
+def _scope_of(request: httpx.Request) -> Scope:
+    target, _, query = request.url.raw_path.partition(b"?")
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": "1.1",
+        "method": request.method,
+        "scheme": request.url.scheme,
+        "path": request.url.path,
+        "raw_path": target,
+        "query_string": query,
+        "root_path": "",
+        "headers": [pair for name, value in request.headers.raw if (pair := (name.lower(), value))[0] not in _DROPPED],
+        "client": None,
+        "server": None,
+        "state": {},
+        "extensions": {},
+    }
+
+
+def _read_limit(request: httpx.Request) -> float | None:
+    """Return the client's limit for each wait for the engine, in seconds."""
+    limit: float | None = request.extensions.get("timeout", {}).get("read")
+    return limit
+
+
+def _reason_of(scope: Scope) -> str:
+    """Return why the proxy answered itself; "" where an engine did."""
+    exchange: Exchange | None = scope.get(SCOPE_KEY)
+    return "" if exchange is None else exchange.outcome.local_reason
+
+
+def _message_of(body: bytes) -> str:
+    return str(msgspec.json.decode(body)["error"]["message"])
+
+
+def _body_of(request: httpx.Request) -> bytes | AsyncIterator[bytes]:
+    """Return the client's body: whole, or, where its own code makes it in pieces, as it comes."""
+    stream = request.stream
+    if isinstance(stream, httpx.ByteStream):
+        return b"".join(stream)
+    assert isinstance(stream, httpx.AsyncByteStream)
+    return aiter(stream)
