@@ -336,7 +336,7 @@ class ClusterSettings(Model):
     parameters: PolicyParameters = PolicyParameters()
     """What the policies weigh, where the defaults do not fit."""
     tier_weights: TierWeights = TierWeights()
-    """What KV on host memory, disk or a shared store is worth at first (see docs/tiers.md)."""
+    """What KV on host memory, disk or a shared store is worth at first (see docs/kvcache.md#tiers)."""
     endpoints: tuple[EndpointSettings, ...] = ()
     """Static endpoints. Also written as a mapping `id: url`."""
     discovery: DiscoverySettings = DiscoverySettings()
@@ -355,7 +355,7 @@ class ClusterSettings(Model):
     it also holds requests while there is no endpoint at all, until one is found."""
     engine_priority: EnginePriorityMode = EnginePriorityMode.OFF
     """Tell engines by the body's `priority` in which order to admit what waits in them, for the same policies: `on`
-    where they are started for it, `auto` where that is to be found out, `off` (see docs/engine-priority.md)."""
+    where they are started for it, `auto` where that is to be found out, `off`."""
     engine_priority_order: PriorityOrder = PriorityOrder.LOWEST_FIRST
     """Which number these engines admit first: vLLM the lowest, SGLang the highest (unless it is started with
     `--schedule-low-priority-values-first`)."""

@@ -146,7 +146,7 @@ class RouterSettings(Model):
     that takes requests, else 503. Empty: none."""
     cached_tokens: CachedTokens = CachedTokens.OFF
     """Writes the count of cached tokens into an answer's usage where the client's API has a place for it and the engine
-    left it empty (docs/ledger.md): `engine`, where the engine says it elsewhere in the answer; `predicted`, where it
+    left it empty: `engine`, where the engine says it elsewhere in the answer; `predicted`, where it
     says it nowhere, as kvproxy predicted it. Answers that are longer than 1 MiB and not streamed stay as they are."""
 
 

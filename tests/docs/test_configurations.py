@@ -63,7 +63,12 @@ def test_blocks_of_other_programs_are_known() -> None:
     """Nothing is passed over by mistake: Prometheus' and its adapter's own configuration, a container's environment,
     and objects of Kubernetes."""
     foreign = Counter(block.page for block in OTHERS)
-    pages = {"docs/autoscaling.md": 2, "docs/deployment.md": 1, "docs/engines.md": 1, "docs/kubernetes.md": 5}
+    pages = {
+        "kvproxy/features/autoscaling/README.md": 2,
+        "docs/deployment.md": 1,
+        "docs/engines.md": 1,
+        "kvproxy/features/kubernetes/README.md": 5,
+    }
     assert foreign == pages
 
 

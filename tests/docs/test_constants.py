@@ -1,4 +1,4 @@
-"""docs/routing-constants.md says what the code has."""
+"""benchmarks/reports/routing-constants.md says what the code has."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _ROW = re.compile(r"^\| `([\w.]+)` \| ([^|]+) \|")
 
 def rows() -> dict[str, str]:
     """Value by name, as the page has them."""
-    lines = (ROOT / "docs" / "routing-constants.md").read_text().splitlines()
+    lines = (ROOT / "benchmarks" / "reports" / "routing-constants.md").read_text().splitlines()
     return {found[1]: found[2].strip() for line in lines if (found := _ROW.match(line))}
 
 

@@ -205,10 +205,10 @@ async def _planned() -> str:
 
 #: Page, a text of the block, and what prints it.
 PRINTED: dict[tuple[str, str], Callable[[], Any]] = {
-    ("docs/filters/access_log.md", "POST /v1"): _access_log,
+    ("docs/filters.md", "POST /v1"): _access_log,
     ("docs/quickstart.md", "config.yaml:3:1"): _check,
     ("docs/doctor.md", "fix: set"): _doctor,
-    ("docs/prefix-hygiene.md", "volatile_header"): _traffic,
+    ("kvproxy/features/hygiene/README.md", "volatile_header"): _traffic,
     ("docs/advise.md", "Nothing was changed"): _advised,
     ("docs/engines.md", "never hit"): _steps,
     ("docs/adapters.md", "slots loaded"): _adapters,
@@ -240,8 +240,12 @@ def test_every_language_is_looked_at() -> None:
     """sh, yaml and python have tests of their own; toml is installed by tests/filters/test_documented_filter,
     and tests/features/shield sends the request of the page in `console`."""
     assert {found.language for found in blocks()} == {"sh", "yaml", "python", "json", "toml", "", "text", "console"}
-    assert [found.page for found in blocks("json")] == ["docs/doctor.md", "docs/ledger.md", "docs/shield.md"]
-    assert [found.page for found in blocks("toml")] == ["docs/filters/README.md"]
+    assert [found.page for found in blocks("json")] == [
+        "docs/doctor.md",
+        "kvproxy/features/ledger/README.md",
+        "kvproxy/features/shield/README.md",
+    ]
+    assert [found.page for found in blocks("toml")] == ["docs/extending.md"]
 
 
 def test_the_doctors_json_has_these_keys() -> None:
@@ -262,8 +266,8 @@ async def test_a_line_of_the_ledger_is_as_shown(tmp_path: Path) -> None:
     async def behave(engine: FakeEngine, call: Call, send: Send) -> None:
         await reply(send, 200, answer)
 
-    shown, path = json.loads(block("docs/ledger.md", "request_id")), tmp_path / "ledger.jsonl"
-    ledger = {**yaml.safe_load(block("docs/ledger.md", "prices:"))["ledger"], "path": str(path)}
+    shown, path = json.loads(block("kvproxy/features/ledger/README.md", "request_id")), tmp_path / "ledger.jsonl"
+    ledger = {**yaml.safe_load(block("kvproxy/features/ledger/README.md", "prices:"))["ledger"], "path": str(path)}
     async with serve(FakeEngine("a", behave)) as url, running_proxy({"a": url}, ledger=ledger) as proxy:
         assert (await proxy.client.post("/v1/chat/completions", json={**chat(), "model": "m"})).status_code == 200
     written = json.loads(path.read_bytes())

@@ -23,13 +23,13 @@ from tests.support.loopback import serve
 #: Page, and a text of its program; the filter's is installed and run by tests/filters/test_documented_filter.
 PROGRAMS = {
     "docs/quickstart.md": "from openai import OpenAI",
-    "docs/media.md": "from openai import OpenAI",
+    "docs/kvcache.md": "from openai import OpenAI",
     "docs/middleware.md": "app.add_middleware",
-    "docs/filters/README.md": "# model_policy.py",
+    "docs/extending.md": "# model_policy.py",
 }
 
 
-STEP = ("docs/filters/README.md", "class Maintenance(Step)")
+STEP = ("docs/extending.md", "class Maintenance(Step)")
 
 
 def test_there_are_no_others() -> None:
@@ -66,7 +66,7 @@ async def test_a_picture_is_sent_twice_and_reused_once(tmp_path: Path, capsys: p
     """The page's program prints what the engine counted and reused."""
     (tmp_path / "screenshot.png").write_bytes(png(1280, 960, size_bytes=100_000))
     async with world(tmp_path) as place:
-        program = place.told(block("docs/media.md", PROGRAMS["docs/media.md"]))
+        program = place.told(block("docs/kvcache.md", PROGRAMS["docs/kvcache.md"]))
         program = program.replace("screenshot.png", str(tmp_path / "screenshot.png"))
         await anyio.to_thread.run_sync(lambda: exec(compile(program, "media", "exec"), {}))
     (prompt, new), (again, cached) = (map(int, line.split()) for line in capsys.readouterr().out.splitlines())

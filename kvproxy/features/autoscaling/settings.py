@@ -8,8 +8,8 @@ from kvproxy.base.settings.model import Duration, Model
 
 
 class AutoscalingSettings(Model):
-    """What `kvproxy_saturation` and `kvproxy_wanted_endpoints` measure by, for policies that learn speeds (see
-    docs/autoscaling.md). kvproxy scales nothing itself."""
+    """Target of `kvproxy_saturation` and `kvproxy_wanted_endpoints`, for policies that learn speeds. kvproxy scales
+    nothing itself."""
 
     wanted_wait: Duration = Field(default=0.5, gt=0)
     """Prefill that a request may find waiting at its endpoint, in seconds: then saturation is 1."""

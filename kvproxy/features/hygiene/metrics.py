@@ -12,7 +12,8 @@ class PrefixBreakMetrics(MetricGroup):
     """What breaks prefixes."""
 
     labels = {
-        "cause": "why the prompt of a returning session could not be reused ([the list](prefix-hygiene.md#causes))",
+        "cause": "why the prompt of a returning session could not be reused "
+        "([the list](../kvproxy/features/hygiene/README.md))",
     }
 
     def __init__(self, r: CollectorRegistry) -> None:

@@ -21,8 +21,8 @@ class KubernetesApiSettings(Model):
 
 
 class KubernetesDiscoverySettings(Model):
-    """One endpoint for each ready pod of a service, or with some labels (see docs/kubernetes.md). Its id at the LMCache
-    controller is `ADDRESS:PORT`, or what its annotation `kvproxy.io/instance-id` says."""
+    """One endpoint for each ready pod of a service, or with some labels. Its id at the LMCache controller is
+    `ADDRESS:PORT`, or the value of its annotation `kvproxy.io/instance-id`."""
 
     service: str = Field(default="", max_length=63)
     """Name of a service: its EndpointSlices say which pods there are and which are ready."""

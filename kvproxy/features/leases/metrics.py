@@ -10,7 +10,7 @@ from kvproxy.base.metrics.groups import MetricGroup
 
 
 class LeaseMetrics(MetricGroup):
-    """Prompts kept for conversations that are expected back (docs/leases.md)."""
+    """Prompts kept for conversations that are expected back."""
 
     across = {
         "kvproxy_lease_kept_ratio": Across.MEAN,

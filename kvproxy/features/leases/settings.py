@@ -25,8 +25,8 @@ class LeaseBudget(Model):
 
 
 class LeaseSettings(Model):
-    """Keeping prompts for conversations that are expected back (docs/leases.md): after an answer that calls a tool, and
-    where clients ask for it. LMCache pins them. Needs `lmcache_endpoint`."""
+    """Keeping prompts for conversations that are expected back: after an answer that calls a tool, and where clients
+    ask for it. LMCache pins them. Needs `lmcache_endpoint`."""
 
     enabled: bool = False
     """Do it. Token ids of prompts under a lease are then kept in memory, never text."""

@@ -19,5 +19,5 @@ class ShieldPlace(Model):
     """The top level."""
 
     shield: ShieldMode = ShieldMode.WARN
-    """Requests that would harm an engine by a known fault of its version (see docs/shield.md): `refuse` sends them to
+    """Requests that would harm an engine by a known fault of its version: `refuse` sends them to
     an engine without the fault, or answers 400 where there is none; `warn` counts and logs them; `off` does nothing."""

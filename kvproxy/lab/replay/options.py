@@ -164,7 +164,7 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         default="",
         metavar="NAME=X,...",
         help="tiers below engine memory: device=0.25,host=4,gbps=20 leaves a quarter of it, with "
-        "host memory of four times that, read at 20 GB/s (a token's KV is 128 KiB); docs/tiers.md tells "
+        "host memory of four times that, read at 20 GB/s (a token's KV is 128 KiB); docs/replay.md tells "
         f"of {more}",
     )
     group.add_argument(

@@ -51,7 +51,7 @@ for editors.
   `clusters.default`.
 - **Filters**: without `filters` the chain is {", ".join(f"`{name}`" for name in DEFAULT_FILTERS)}.
   A mapping, `filters: {{auth: {{keys: [...]}}}}`, adds filters to it at their places and sets those it has. A list of
-  names and of `name: {{settings}}` is the whole chain ([order](filters/README.md#order)).
+  names and of `name: {{settings}}` is the whole chain ([order](filters.md)).
 
 A Dubbo-go-Pixiu file is recognised by its shape and loads as it is, where all it uses exists here
 ([migrating](migrating.md)); what is done otherwise is logged once at start.

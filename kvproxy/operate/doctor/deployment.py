@@ -24,7 +24,10 @@ from kvproxy.proxy.filter_settings import DEFAULT_FILTERS
 
 T = TypeVar("T")
 _FORBIDDEN = 403
-_RIGHTS = "give the service account a Role with these verbs on these resources (docs/kubernetes.md: Rights)"
+_RIGHTS = (
+    "give the service account a Role with these verbs on these resources "
+    "(kvproxy/features/kubernetes/README.md: Rights)"
+)
 #: So long a source that says by itself what changed is followed, to see that it can be.
 _WATCHED_S = 1.0
 #: A lookup needs two whole chunks of LMCache's default size to be distinguished from chance.

@@ -20,8 +20,8 @@ _HEAD = """# Metrics
 Generated from the catalogue by `python -m kvproxy.operate.metrics.reference`; do not edit by hand.
 
 The admin listener serves them under `/metrics` in the Prometheus text format. A dashboard is in
-`deploy/grafana/kvproxy.json`, alert rules are in `deploy/prometheus/alerts.yaml`; [deployment](deployment.md) says
-how to install both and what to do about each alert.
+`deploy/grafana/kvproxy.json`, alert rules are in `deploy/prometheus/alerts.yaml`; [deployment](deployment.md)
+has their setup and the response to each alert.
 
 The page is written in slices of half a millisecond, so that a scrape delays no request, however many endpoints there
 are; [what it costs](../benchmarks/reports/scrape.md).
@@ -29,10 +29,10 @@ are; [what it costs](../benchmarks/reports/scrape.md).
 `kvproxy serve` adds the usual figures of the process (`process_resident_memory_bytes`, `process_cpu_seconds_total`,
 `process_open_fds` and so on).
 
-With several [workers](scale-out.md#workers) there is one page of all, and no label says which one a figure comes from.
-Counters and histograms are summed, and never fall when a worker ends. What a gauge is of several workers its type says:
-`sum`, where each has its own part; `max` or `min`, where all look at the same thing and the worse counts; `mean` of
-shares and of what each learned; `rest`, the share that is no worker's own.
+With several [workers](../kvproxy/features/workers/README.md) there is one page for all, without a label for the worker.
+Counters and histograms are summed, and never fall when a worker ends. The type of a gauge names its rule: `sum`,
+if each worker has its own part; `max` or `min`, if all measure the same and the worse counts; `mean` of shares and of
+learned values; `rest`, the share that is no worker's own.
 
 Labels come from closed sets or from the configuration, never from a client, so the number of series is bounded:
 endpoints times a small constant. An endpoint that leaves takes its series along.

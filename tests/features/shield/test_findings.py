@@ -19,6 +19,7 @@ from tests.support.clock import FakeClock
 from tests.support.proxy import running_proxy
 
 CHAIN: dict[str, Any] = {"policy": "round_robin", "filters": ["inference_request", "router"]}
+PAGE = "kvproxy/features/shield/README.md"
 THREE = {name: f"http://127.0.0.1:{port}" for port, name in enumerate("abc", start=9)}
 
 
@@ -77,7 +78,10 @@ async def test_doctor_names_what_is_open() -> None:
 
 async def test_the_example_of_the_page() -> None:
     """Body and answer as they stand there, at a simulated engine of the version that they name."""
-    shell, answer = block("docs/shield.md", "curl -s"), block("docs/shield.md", '"code":"shield"')
+    shell, answer = (
+        block(PAGE, "curl -s"),
+        block(PAGE, '"code":"shield"'),
+    )
     version, body = re.findall(r"--engine-version (\S+)|-d '([^']*)'", shell)
     async with (
         cluster({"a": replace(ENGINE, version=version[0])}, controller=None) as site,
@@ -90,7 +94,7 @@ async def test_the_example_of_the_page() -> None:
 
 def test_the_page_has_each_rule() -> None:
     """With the release that the table of the code names."""
-    page = (ROOT / "docs/shield.md").read_text()
+    page = (ROOT / PAGE).read_text()
     for rule, row in ADVISORIES.items():
         fixed = "none yet" if row.fixed is None else ".".join(map(str, row.fixed[:3]))
         assert re.search(rf"^\| `{rule.value}` \|[^|]*\|[^|]*\| {re.escape(fixed)}", page, re.MULTILINE), rule
