@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvproxy.app import Proxy
     from kvproxy.base.errors import ConfigError
+    from kvproxy.embed.router import NoEndpoint, PlacedRequest, Router
     from kvproxy.embed.transport import AsyncTransport, Transport
     from kvproxy.proxy.filters.middleware import KVCacheMiddleware, choose, preferred, served
 
@@ -15,7 +16,10 @@ __all__ = [
     "AsyncTransport",
     "ConfigError",
     "KVCacheMiddleware",
+    "NoEndpoint",
+    "PlacedRequest",
     "Proxy",
+    "Router",
     "Transport",
     "__version__",
     "choose",
@@ -30,7 +34,10 @@ _MODULES = {
     "AsyncTransport": "kvproxy.embed.transport",
     "ConfigError": "kvproxy.base.errors",
     "KVCacheMiddleware": "kvproxy.proxy.filters.middleware",
+    "NoEndpoint": "kvproxy.embed.router",
+    "PlacedRequest": "kvproxy.embed.router",
     "Proxy": "kvproxy.app",
+    "Router": "kvproxy.embed.router",
     "Transport": "kvproxy.embed.transport",
     "choose": "kvproxy.proxy.filters.middleware",
     "preferred": "kvproxy.proxy.filters.middleware",

@@ -10,10 +10,10 @@ from kvproxy.base.background_task import TaskSet
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.features.picker import messages
 from kvproxy.features.picker.answer import CarriedAnswer
-from kvproxy.features.picker.carried import CarriedRequest, Placer
 from kvproxy.features.picker.grpc import Replies, Status
 from kvproxy.features.picker.messages import Beginning, BodyMode, DecodeError, Message, ProcessingRequest
 from kvproxy.features.picker.metrics import PickerMetrics
+from kvproxy.proxy.carried import CarriedRequest, Placer
 from kvproxy.proxy.external import address_of, rank_headers
 from kvproxy.proxy.request.body import BodiesFull, BodyTooLarge, HeldBodies, SharedTimer
 from kvproxy.proxy.request.error_reply import LocalReply

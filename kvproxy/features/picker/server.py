@@ -10,7 +10,6 @@ from google.protobuf.message import DecodeError
 
 from kvproxy.base.metrics.bounds import BoundMetrics
 from kvproxy.base.tls.watch import CertificateWatch
-from kvproxy.features.picker.carried import Placer
 from kvproxy.features.picker.conversation import Conversations
 from kvproxy.features.picker.grpc import GrpcServer, Method, Replies, Status
 from kvproxy.features.picker.metrics import PickerMetrics
@@ -25,6 +24,7 @@ from kvproxy.features.picker.protocol import (
     HealthCheckRequest,
     HealthCheckResponse,
 )
+from kvproxy.proxy.carried import Placer
 from kvproxy.proxy.external import PickerTarget
 from kvproxy.proxy.listener_settings import PickerSettings
 from kvproxy.proxy.request.body import HeldBodies

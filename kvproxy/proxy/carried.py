@@ -8,7 +8,7 @@ import math
 
 import msgspec
 
-from kvproxy.base.errors import QueueFull
+from kvproxy.base.errors import QueueFull, UpstreamError
 from kvproxy.base.types import EndpointId, Headers
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
@@ -27,6 +27,7 @@ from kvproxy.proxy.external import (
 from kvproxy.proxy.filter_settings import InferenceRequestSettings, RouterSettings
 from kvproxy.proxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.proxy.filters.kvcache import needs_facts, prefers, use_facts
+from kvproxy.proxy.forward.answer import verdict_on
 from kvproxy.proxy.forward.body_guard import with_model
 from kvproxy.proxy.forward.metrics import RouteMetrics
 from kvproxy.proxy.metrics import RequestMetrics
@@ -38,18 +39,18 @@ from kvproxy.proxy.request.parse import decode_body, scan_body
 from kvproxy.proxy.request.session import SessionHeaders
 from kvproxy.proxy.reservations import Ended, PickReservation, Reservations
 
-log = logging.getLogger("kvproxy.picker")
+log = logging.getLogger("kvproxy")
 
 
 class Placer:
     """What all requests that are carried elsewhere share."""
 
-    def __init__(self, target: PickerTarget, *, lease_s: float, fallbacks: int) -> None:
+    def __init__(self, target: PickerTarget, *, lease_s: float, fallbacks: int, queue: str = "picker") -> None:
         self.target = target
         self.lease_s = lease_s
         self.fallbacks = fallbacks
         self.clock = target.clock
-        self.held = Reservations(metrics=target.metrics, clock=target.clock, queue="picker")
+        self.held = Reservations(metrics=target.metrics, clock=target.clock, queue=queue)
         self.pace = asyncio.Lock()
         self._routes: Routes | None = None
         self.sessions = SessionHeaders()
@@ -202,6 +203,19 @@ class CarriedRequest:
         asked = placement.make_question()
         self.listed = list_endpoints(cluster, asked, pick.endpoint, placer.clock(), most=placer.fallbacks)
 
+    async def place_again(self) -> None:
+        """Reserve another endpoint than those tried; the one before was settled. Raises LocalReply if none is left."""
+        placement = self._placement
+        assert placement is not None
+        tried = self.exchange.outcome.endpoint
+        if tried is not None:
+            placement.excluded |= {tried}
+        pick = await placement.place(self.placer.clock())
+        if pick is None:
+            raise refusal_reply(placement.refusal, NO_ENDPOINTS)
+        self._hold(placement.cluster, pick)
+        self.listed = [pick.endpoint]
+
     def move_to(self, endpoint: Endpoint, now: float) -> None:
         """Reserve the endpoint that served instead, if a request may be placed there."""
         placement = self._placement
@@ -218,6 +232,50 @@ class CarriedRequest:
     def _hold(self, cluster: Cluster, pick: Pick) -> None:
         placer = self.placer
         self.held = placer.held.hold_pick(cluster, pick, service=None, facts=None, lease_s=placer.lease_s)
+
+    def first_byte(self, now: float) -> None:
+        """The engine sent the first byte of its answer."""
+        exchange = self.exchange
+        if self.held is not None:
+            self.placer.held.first_token(self.held.id)
+        exchange.outcome.ttft_s = now - exchange.received_at
+        if "first_byte" in exchange.hooks:
+            notify(RequestObserver.first_byte, exchange, now)
+
+    def answered(self, error: UpstreamError | None) -> None:
+        """The answer is over, and the outcome has its status and counts; `error` is what the engine reported in it."""
+        outcome = self.exchange.outcome
+        held = self.held
+        now = self.placer.clock()
+        if held is not None:
+            if outcome.ttft_s is None and outcome.status < 400:
+                self.first_byte(now)
+            verdict = self._verdict(held, error, now)
+            held.pick.endpoint.metrics.count_request(outcome.status)
+            self.settle(verdict, prompt_tokens=outcome.prompt_tokens, cached_tokens=outcome.cached_tokens)
+            if verdict is AttemptOutcome.SUCCESS and outcome.completion_tokens is not None:
+                policies = held.cluster.policies
+                endpoint = held.pick.endpoint.id
+                policies.observe_answer(endpoint, held.pick.reservation, outcome.completion_tokens, now)
+        self.finish(now)
+
+    def _verdict(self, held: PickReservation, error: UpstreamError | None, now: float) -> AttemptOutcome:
+        status = self.exchange.outcome.status
+        endpoint = held.pick.endpoint
+        if error is None and status < 400:
+            return AttemptOutcome.SUCCESS
+        if status == 503:
+            return AttemptOutcome.BUSY
+        verdict = verdict_on(status, error)
+        if verdict is AttemptOutcome.FAILURE:
+            reason = f"status_{status}" if error is None else error.reason
+            endpoint.metrics.attempt_failure(reason)
+            client = self.exchange.tenant
+            if held.cluster.verdicts.is_spared(
+                endpoint, held.pick.decision.request.model, reason=reason, client=client, now=now
+            ):
+                return AttemptOutcome.UNPROVEN
+        return verdict
 
     def give_back(self) -> None:
         """The place is not wanted any more."""

@@ -1,0 +1,211 @@
+"""For apps that carry requests themselves: where each should go, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from kvproxy.app import ConfigLike, Proxy
+from kvproxy.base.types import EndpointId
+from kvproxy.cluster.pick import AttemptOutcome
+from kvproxy.embed.lives import Lives
+from kvproxy.proxy.carried import CarriedRequest, Placer
+from kvproxy.proxy.external import rank_headers
+from kvproxy.proxy.request.error_reply import LocalReply
+
+_CHAT = "/v1/chat/completions"
+#: Of a request whose end is never reported.
+_LEASE_S = 3600.0
+_SESSION = b"x-session-id"
+#: Counts failures that the app reported.
+_REPORTED = "reported"
+
+
+class NoEndpoint(Exception):
+    """No endpoint may take a request now.
+
+    `status` is what the proxy would answer: 404 for a model that none serves, 429 where the engines have as much to do
+    as they take, else 503. `reason` is from the closed set of error codes; `retry_after_s` is None where trying again
+    is of no use.
+    """
+
+    def __init__(self, reply: LocalReply) -> None:
+        super().__init__(str(reply))
+        self.status = reply.status
+        self.reason = reply.reason
+        seconds = dict(reply.headers).get(b"retry-after")
+        self.retry_after_s = None if seconds is None else float(seconds)
+
+
+class Router:
+    """Places requests as the proxy would: by what endpoints hold of the prompt and by their load, in the router queue,
+    with everything it learns.
+
+        async with Router(endpoints={"a": "http://a:8000", "b": "http://b:8000"}) as router:
+            async with router.place(body) as placed:
+                answer = await post(placed.url, placed.body)
+                placed.finish(answer["usage"])
+
+    `config` and `endpoints` are as for AsyncTransport. It runs between `async with`, or from its first request on.
+    """
+
+    def __init__(self, config: ConfigLike | Proxy | None = None, *, endpoints: Mapping[str, str] | None = None) -> None:
+        self._lives = Lives(config, endpoints)
+        self._placers: WeakKeyDictionary[Proxy, Placer] = WeakKeyDictionary()
+
+    @property
+    def proxy(self) -> Proxy:
+        """The proxy behind it, in the running event loop: metrics, clusters."""
+        return self._lives.of_running_loop().proxy
+
+    async def __aenter__(self) -> Self:
+        life = self._lives.of_running_loop()
+        if not life.started:
+            await life.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._lives.end()
+
+    def place(
+        self,
+        body: bytes | Mapping[str, Any],
+        *,
+        path: str = _CHAT,
+        session: str = "",
+        tenant: str = "",
+        headers: Mapping[str, str] | None = None,
+    ) -> PlacedRequest:
+        """Return a context manager that places the request and holds its place until it is over.
+
+        `body` is what the engine will be sent at `path`, as bytes or as data. `session` names the conversation;
+        `tenant` is who asked, for fair turns in the queue; `headers` are the client's, of which those that name
+        sessions and a priority are read. Entering it raises NoEndpoint.
+        """
+        content = bytes(body) if isinstance(body, bytes | bytearray) else msgspec.json.encode(body)
+        fields = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
+        if session:
+            fields.append((_SESSION, session.encode("latin-1", "replace")))
+        return PlacedRequest(self, content, path, fields, tenant)
+
+    async def _placer(self) -> Placer:
+        life = self._lives.of_running_loop()
+        if not life.started:
+            await life.start()
+        placer = self._placers.get(life.proxy)
+        if placer is None:
+            placer = Placer(life.proxy, lease_s=_LEASE_S, fallbacks=0, queue="router")
+            self._placers[life.proxy] = placer
+        return placer
+
+
+class PlacedRequest:
+    """One request, at the endpoint it should go to. It counts there until it is over.
+
+    Leaving without `finish` or `failed` reports nothing about the engine.
+    """
+
+    def __init__(
+        self, router: Router, body: bytes, path: str, headers: Sequence[tuple[bytes, bytes]], tenant: str
+    ) -> None:
+        self._router = router
+        self._path = path
+        self._headers = list(headers)
+        self._tenant = tenant
+        self._carried: CarriedRequest
+        #: What to send: the body as it was given, with the engine's name for the model if a route has another.
+        self.body = body
+        self._over = False
+
+    async def __aenter__(self) -> Self:
+        placer = await self._router._placer()
+        self._carried = carried = placer.begin("POST", self._path, self._headers)
+        carried.exchange.tenant = self._tenant
+        try:
+            replaced = await carried.place(self.body, sees_answer=True)
+        except LocalReply as why:
+            carried.refused(why)
+            raise NoEndpoint(why) from None
+        except BaseException:
+            carried.left()
+            raise
+        self.body = self.body if replaced is None else replaced
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        if not self._over:
+            self._over = True
+            self._carried.left()
+
+    @property
+    def endpoint(self) -> EndpointId:
+        """Where to send it, by id."""
+        return self._carried.listed[0].id
+
+    @property
+    def url(self) -> str:
+        """Where to send it: the endpoint's URL with the request's path."""
+        return f"{self._carried.listed[0].origin}{self._path}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What the request has to carry to be served there: the data-parallel rank, where one was chosen."""
+        return rank_headers(self._carried.listed[0])
+
+    @property
+    def predicted_cached_tokens(self) -> int:
+        """Tokens of its prompt that are believed to be cached there."""
+        facts = self._carried.exchange.facts
+        return 0 if facts is None else facts.matched_tokens(self.endpoint)
+
+    def first_token(self) -> None:
+        """The first piece of the answer came; called once, for a streamed answer."""
+        if self._carried.exchange.outcome.ttft_s is None:
+            self._carried.first_byte(self._carried.placer.clock())
+
+    def finish(self, usage: Any = None, *, status: int = 200) -> None:
+        """The answer is complete. `usage` is its `usage` object, as data or as of the openai package; without it the
+        reuse of the cache is not learned. `status` is the engine's: 4xx is the client's mistake, 5xx the engine's."""
+        if self._over:
+            return
+        self._over = True
+        outcome = self._carried.exchange.outcome
+        outcome.status = status
+        outcome.end = "completed"
+        outcome.prompt_tokens = _count(usage, "prompt_tokens")
+        outcome.completion_tokens = _count(usage, "completion_tokens")
+        outcome.cached_tokens = _count(_field(usage, "prompt_tokens_details"), "cached_tokens")
+        self._carried.answered(None)
+
+    def failed(self, error: BaseException | None = None) -> None:
+        """The engine could not be reached, or broke off. Leave, or ask for another endpoint by `again`."""
+        carried = self._carried
+        if self._over or carried.held is None:
+            return
+        carried.exchange.outcome.end = "upstream_died"
+        carried.held.pick.endpoint.metrics.attempt_failure(_REPORTED)
+        carried.settle(AttemptOutcome.FAILURE)
+
+    async def again(self) -> EndpointId:
+        """Return another endpoint, after a failure. Raises NoEndpoint if every one was tried."""
+        self.failed()
+        try:
+            await self._carried.place_again()
+        except LocalReply as why:
+            raise NoEndpoint(why) from None
+        return self.endpoint
+
+
+def _field(data: Any, name: str) -> Any:
+    return data.get(name) if isinstance(data, Mapping) else getattr(data, name, None)
+
+
+def _count(data: Any, name: str) -> int | None:
+    value = _field(data, name)
+    return value if isinstance(value, int) else None

@@ -1,0 +1,104 @@
+"""Placement for apps that carry requests themselves."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+from openai.types import CompletionUsage
+from openai.types.completion_usage import PromptTokensDetails
+
+from kvproxy import NoEndpoint, PlacedRequest, Router
+from kvproxy.testing import simulated_engines
+
+BODY = {"model": "sim", "messages": [{"role": "user", "content": "a long beginning " * 100}], "max_tokens": 4}
+NOWHERE = {"a": "http://127.0.0.1:9", "b": "http://127.0.0.1:10"}
+
+
+async def carry(http: httpx.AsyncClient, placed: PlacedRequest) -> dict[str, object]:
+    answer = await http.post(placed.url, content=placed.body, headers={"content-type": "application/json"})
+    found: dict[str, object] = answer.json()
+    placed.first_token()
+    placed.finish(found["usage"])
+    return found
+
+
+def in_flight(router: Router) -> dict[str, int]:
+    return {each.id: each.load.in_flight for each in router.proxy.clusters["default"].endpoints}
+
+
+async def test_a_prompt_goes_where_it_was_and_what_is_cached_is_predicted() -> None:
+    async with simulated_engines(3) as endpoints, Router(endpoints=endpoints) as router, httpx.AsyncClient() as http:
+        async with router.place(BODY) as first:
+            assert in_flight(router)[first.endpoint] == 1
+            assert first.predicted_cached_tokens == 0
+            await carry(http, first)
+        async with router.place(BODY) as second:
+            answer = await carry(http, second)
+        assert second.endpoint == first.endpoint
+        assert second.predicted_cached_tokens > 0
+        usage = answer["usage"]
+        assert isinstance(usage, dict)
+        assert usage["prompt_tokens_details"]["cached_tokens"] * 0.8 < second.predicted_cached_tokens
+        assert not any(in_flight(router).values())
+
+
+async def test_requests_at_once_spread_out() -> None:
+    """Each counts where it was placed as long as it is held: nobody has to mind the herd."""
+    async with Router(endpoints=NOWHERE) as router:
+        async with router.place(BODY) as one, router.place({**BODY, "messages": []}) as two:
+            assert {one.endpoint, two.endpoint} == {"a", "b"}
+        assert in_flight(router) == {"a": 0, "b": 0}
+
+
+async def test_a_failure_moves_the_request_to_another_endpoint() -> None:
+    async with Router(endpoints=NOWHERE) as router, router.place(BODY) as placed:
+        first = placed.endpoint
+        placed.failed(ConnectionError("refused"))
+        assert in_flight(router)[first] == 0
+        assert {first, await placed.again()} == {"a", "b"}
+        with pytest.raises(NoEndpoint) as raised:
+            await placed.again()
+    assert (raised.value.status, raised.value.retry_after_s) == (503, 1.0)
+
+
+async def test_an_endpoint_that_keeps_failing_is_ejected() -> None:
+    config = {"endpoints": NOWHERE, "policy": "round_robin", "health": {"active": False}}
+    async with Router(config) as router:
+        for _ in range(6):
+            async with router.place(BODY) as placed:
+                if placed.endpoint == "a":
+                    placed.failed()
+                else:
+                    placed.finish()
+        for _ in range(2):
+            async with router.place(BODY) as placed:
+                assert placed.endpoint == "b"
+
+
+async def test_leaving_without_a_word_gives_the_place_back() -> None:
+    async with Router(endpoints=NOWHERE) as router:
+        with pytest.raises(LookupError):
+            async with router.place(BODY):
+                raise LookupError("the app's own")
+        assert in_flight(router) == {"a": 0, "b": 0}
+
+
+async def test_usage_of_the_openai_package_is_read() -> None:
+    details = PromptTokensDetails(cached_tokens=7)
+    usage = CompletionUsage(prompt_tokens=9, completion_tokens=2, total_tokens=11, prompt_tokens_details=details)
+    async with Router(endpoints=NOWHERE) as router, router.place(json.dumps(BODY).encode(), session="s") as placed:
+        placed.finish(usage)
+        placed.finish(usage)  # once is enough
+        outcome = placed._carried.exchange.outcome
+        assert (outcome.prompt_tokens, outcome.completion_tokens, outcome.cached_tokens) == (9, 2, 7)
+
+
+async def test_a_model_that_nobody_serves() -> None:
+    config = {"endpoints": [{"id": "a", "url": "http://127.0.0.1:9", "models": ["other"]}]}
+    async with Router(config) as router:
+        with pytest.raises(NoEndpoint) as raised:
+            async with router.place(BODY):
+                pass
+    assert (raised.value.status, raised.value.retry_after_s) == (404, None)
