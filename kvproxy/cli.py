@@ -6,8 +6,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +14,16 @@ from typing import NoReturn
 
 from kvproxy import __version__
 from kvproxy.base.errors import ConfigError, describe_os_error
+from kvproxy.features import SHIPPED
 from kvproxy.operate.commands.help_text import EXAMPLES, USUAL, GroupedHelp, HelpAll, add_examples, hide_options
+from kvproxy.operate.commands.options import (
+    Command,
+    add_admin_options,
+    add_config_option,
+    add_engine_arguments,
+    add_lenient_option,
+    parse_count,
+)
 
 _BROKEN_PIPE = 141  # as a shell reports a program that SIGPIPE ended
 
@@ -82,46 +90,38 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_status(commands)
     _add_explain(commands)
-    if find_spec("kvproxy.features.ledger") is not None:
-        _add_ledger(commands)
     _add_drain(commands)
     _add_reload(commands)
     _add_worker(commands)
     _add_replay(commands)
     _add_plan(commands)
-    _add_warm(commands)
+    for one in list_feature_commands():
+        _add_feature_command(commands, one)
     _add_demo(commands)
     _add_simulate(commands)
     _add_completion(commands, parser)
     for name, command in commands.choices.items():
         command.formatter_class = GroupedHelp
         if name in EXAMPLES:
-            add_examples(name, command)
+            add_examples(name, command, EXAMPLES[name])
         if name in USUAL:
             command.add_argument("--help-all", action=HelpAll, nargs=0, help="show every option and exit")
     parser.epilog = "`kvproxy COMMAND --help` shows a command's options with examples."
     return parser
 
 
-def _config_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-c",
-        "--config",
-        metavar="FILE",
-        help="configuration, native or Pixiu's (else $KVPROXY_CONFIG or ./config.yaml)",
-    )
-    _lenient_option(parser)
+def list_feature_commands() -> Iterator[Command]:
+    """Yield the commands of features that ship: those of a module `options` beside the feature, which is not loaded."""
+    for name in SHIPPED:
+        if find_spec(module := f"kvproxy.features.{name}.options") is not None:
+            yield from import_module(module).COMMANDS
 
 
-def _lenient_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--lenient", action="store_true", help="warn about unknown keys of a Pixiu file instead of failing"
-    )
-
-
-def _admin_options(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8889", help="its admin listener (default %(default)s)")
-    parser.add_argument("--token-file", metavar="FILE", help="file with the admin token (else $KVPROXY_ADMIN_TOKEN)")
+def _add_feature_command(commands: _Commands[argparse.ArgumentParser], added: Command) -> None:
+    command = commands.add_parser(added.name, help=added.help, description=added.description)
+    added.add_options(command)
+    command.set_defaults(run=added.run, group=added.group)
+    add_examples(added.name, command, added.examples)
 
 
 def _add_init(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -141,19 +141,14 @@ def _add_init(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 def _add_serve(commands: _Commands[argparse.ArgumentParser]) -> None:
     serve = commands.add_parser("serve", help="run the proxy", description="Run the proxy until SIGTERM.")
-    _config_option(serve)
+    add_config_option(serve)
     serve.add_argument("--host", help="address of the public listener (without a file: 127.0.0.1)")
     serve.add_argument("--port", type=int, help="its port (without a file: 8888); 0 takes a free one")
-    _engine_arguments(serve)
+    add_engine_arguments(serve)
     serve.add_argument("--policy", help="balancing policy (without a file)")
     serve.add_argument("--workers", type=_workers, metavar="N", help="processes behind the one socket, or `auto`")
     serve.add_argument("--no-admin", action="store_true", help="no admin listener")
     serve.set_defaults(run="operate.commands.serve:main")
-
-
-def _engine_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("engines", nargs="*", metavar="URL", help="engines, instead of a file; also ID=URL")
-    command.add_argument("--endpoint", action="append", default=[], metavar="ID=URL", help="the same, once per engine")
 
 
 def _add_picker(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -163,10 +158,10 @@ def _add_picker(commands: _Commands[argparse.ArgumentParser]) -> None:
         description="Answers Envoy's external processing (Gateway API endpoint picker protocol) until SIGTERM. "
         "Needs kvproxy[picker].",
     )
-    _config_option(picker)
+    add_config_option(picker)
     picker.add_argument("--host", help="address of its listener (else `picker.host`: 127.0.0.1)")
     picker.add_argument("--port", type=int, help="its port (else `picker.port`: 9002); 0 takes a free one")
-    _engine_arguments(picker)
+    add_engine_arguments(picker)
     picker.add_argument("--policy", help="balancing policy (without a file)")
     picker.set_defaults(run="features.picker.command:main")
 
@@ -179,14 +174,6 @@ def _workers(text: str) -> int | str:
     return int(text)
 
 
-def _day(text: str) -> datetime:
-    try:
-        at = datetime.fromisoformat(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a day such as 2026-11-01, or a time of one, not {text!r}") from None
-    return at if at.tzinfo else at.replace(tzinfo=UTC)
-
-
 def _add_check(commands: _Commands[argparse.ArgumentParser]) -> None:
     check = commands.add_parser(
         "check",
@@ -196,7 +183,7 @@ def _add_check(commands: _Commands[argparse.ArgumentParser]) -> None:
     )
     check.add_argument("file", nargs="?", metavar="FILE", help="else $KVPROXY_CONFIG or ./config.yaml")
     check.add_argument("--schema", action="store_true", help="print the JSON Schema of the native dialect instead")
-    _lenient_option(check)
+    add_lenient_option(check)
     check.set_defaults(run="operate.commands.configuration:main_check")
 
 
@@ -207,8 +194,8 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
         description="Visits the configured engines and LMCache; sends each engine two or three requests of one token. "
         "Exit status: 0 fine, 1 problems, 2 warnings only (with --strict).",
     )
-    _config_option(doctor)
-    _engine_arguments(doctor)
+    add_config_option(doctor)
+    add_engine_arguments(doctor)
     doctor.add_argument("--timeout", default="5s", metavar="DURATION", help="for one exchange (default 5s)")
     doctor.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     doctor.add_argument("--strict", action="store_true", help="exit with 2 when there are only warnings")
@@ -225,7 +212,7 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
         const="features.hygiene.command:main",
         help="by cause, client and tenant, with what it cost",
     )
-    _admin_options(traffic)
+    add_admin_options(traffic)
     advise = doctor.add_argument_group(
         "advice",
         "instead of the visit: which settings would help the traffic that receipts recorded; nothing is changed",
@@ -249,7 +236,7 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 def _add_status(commands: _Commands[argparse.ArgumentParser]) -> None:
     status = commands.add_parser("status", help="endpoints, routing and cache of a running proxy, in the terminal")
-    _admin_options(status)
+    add_admin_options(status)
     status.add_argument("--watch", action="store_true", help="every second, until Ctrl-C")
     status.add_argument("--json", action="store_true", help="what /live answers, one JSON object a line")
     status.set_defaults(run="operate.commands.status:main")
@@ -264,20 +251,9 @@ def _add_explain(commands: _Commands[argparse.ArgumentParser]) -> None:
     )
     explain.add_argument("request_id", metavar="REQUEST_ID", help="x-request-id of the answer, or how it begins")
     explain.add_argument("--file", type=Path, help="receipts, rotated ones included (else ./receipts.jsonl)")
-    _admin_options(explain)
+    add_admin_options(explain)
     explain.add_argument("--json", action="store_true", help="the receipt itself")
     explain.set_defaults(run="operate.commands.explain:main")
-
-
-def _add_ledger(commands: _Commands[argparse.ArgumentParser]) -> None:
-    ledger = commands.add_parser("ledger", help="tokens and prices by tenant and model, from the ledger's files")
-    ledger.add_argument("file", type=Path, metavar="FILE", help="`ledger.path`; rotated files and other workers' too")
-    ledger.add_argument("--since", type=_day, metavar="DAY", help="what ended from then on, e.g. 2026-11-01 (UTC)")
-    ledger.add_argument("--until", type=_day, metavar="DAY", help="and before then")
-    form = ledger.add_mutually_exclusive_group()
-    form.add_argument("--json", dest="form", action="store_const", const="json", help="one JSON object")
-    form.add_argument("--csv", dest="form", action="store_const", const="csv", help="comma-separated, with a header")
-    ledger.set_defaults(run="features.ledger.command:main")
 
 
 def _add_drain(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -291,14 +267,14 @@ def _add_drain(commands: _Commands[argparse.ArgumentParser]) -> None:
         drain.add_argument("--cluster", help="its cluster, where several have an endpoint with this id")
         if name == "drain":
             drain.add_argument("--wait", action="store_true", help="until the requests it has are finished")
-        _admin_options(drain)
+        add_admin_options(drain)
         drain.set_defaults(run="operate.commands.operate:main_drain", draining=name == "drain")
 
 
 def _add_reload(commands: _Commands[argparse.ArgumentParser]) -> None:
     text = "have a running proxy read its configuration file again"
     reload = commands.add_parser("reload", help=text, description=f"{text[0].upper()}{text[1:]}.")
-    _admin_options(reload)
+    add_admin_options(reload)
     reload.set_defaults(run="operate.commands.operate:main_reload")
 
 
@@ -325,35 +301,18 @@ def _add_plan(commands: _Commands[argparse.ArgumentParser]) -> None:
     plan.set_defaults(run="lab.planner.command:main")
 
 
-def _add_warm(commands: _Commands[argparse.ArgumentParser]) -> None:
-    warm = commands.add_parser(
-        "warm",
-        help="send prompt templates to the endpoints that should hold them, while these are idle",
-        description="Each line of PROMPTS is a chat or completion request, as clients send it. It is computed at the "
-        "endpoints that hold most of it or are least busy, and sent again to see that it is reused. Exit status: 0 all "
-        "of it is, 1 not.",
-    )
-    warm.add_argument("prompts", type=Path, metavar="PROMPTS", help="JSON lines")
-    _config_option(warm)
-    warm.add_argument("--replicas", type=_count, default=1, metavar="N", help="endpoints for each (default 1)")
-    warm.add_argument(
-        "--wait", type=float, default=60.0, metavar="S", help="for an endpoint that is busy (default %(default)s)"
-    )
-    warm.add_argument("--url", help="a running proxy's admin listener instead of -c: its routing learns of it, too")
-    warm.add_argument("--token-file", metavar="FILE", help="file with the admin token (else $KVPROXY_ADMIN_TOKEN)")
-    warm.set_defaults(run="features.warming.command:main")
-
-
 def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
     demo = commands.add_parser("demo", help="simulated engines, a controller and the proxy, with real traffic")
     demo.add_argument(
         "--engine", dest="kind", choices=("vllm", "sglang"), default="vllm", help="their kind (default vllm)"
     )
     demo.add_argument("--tiers", action="store_true", help="engines with host memory: what it is worth to know of it")
-    demo.add_argument("--engines", type=_count, default=3, help="simulated engines (default 3)")
-    demo.add_argument("--ranks", type=_count, default=1, help="data-parallel ranks of each, of SGLang's (default 1)")
-    demo.add_argument("--sessions", type=_count, help="conversations (default 15; with --tiers 12)")
-    demo.add_argument("--turns", type=_count, default=5, help="turns of each (default 5)")
+    demo.add_argument("--engines", type=parse_count, default=3, help="simulated engines (default 3)")
+    demo.add_argument(
+        "--ranks", type=parse_count, default=1, help="data-parallel ranks of each, of SGLang's (default 1)"
+    )
+    demo.add_argument("--sessions", type=parse_count, help="conversations (default 15; with --tiers 12)")
+    demo.add_argument("--turns", type=parse_count, default=5, help="turns of each (default 5)")
     demo.add_argument("--stay", action="store_true", help="leave everything running until Ctrl-C")
     demo.set_defaults(run="lab.demo.demo:main")
 
@@ -365,7 +324,7 @@ def _add_simulate(commands: _Commands[argparse.ArgumentParser]) -> None:
         description="Serves simulated engines, and LMCache and KV events if asked for, until Ctrl-C. Answers are made "
         "up; timing, caching and errors are those of real engines. With -c they stand in for the engines of a file.",
     )
-    _config_option(simulate)
+    add_config_option(simulate)
     simulate.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="with -c: write a copy of it with the stand-ins' addresses"
     )
@@ -373,7 +332,7 @@ def _add_simulate(commands: _Commands[argparse.ArgumentParser]) -> None:
         "--engine", dest="kind", choices=("vllm", "sglang"), default="vllm", help="their kind (default vllm)"
     )
     simulate.add_argument("--engine-version", metavar="V", default="", help="that they report, as in 0.18.0")
-    simulate.add_argument("--engines", type=_count, default=2, metavar="N", help="how many (default 2)")
+    simulate.add_argument("--engines", type=parse_count, default=2, metavar="N", help="how many (default 2)")
     simulate.add_argument("--port", type=int, default=8000, help="of the first (default 8000); 0: free ones")
     simulate.add_argument("--model", default="sim", help="its name (default sim)")
     simulate.add_argument("--kv-events", action="store_true", help="publish KV events")
@@ -401,12 +360,6 @@ def _add_simulate(commands: _Commands[argparse.ArgumentParser]) -> None:
 def _tokens(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 16 <= int(text[:10]) <= 1_000_000_000:
         raise argparse.ArgumentTypeError(f"must be a whole number from 16 to 1,000,000,000, not {text!r}")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:6]) <= 1000 or len(text) > 4:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 1000, not {text!r}")
     return int(text)
 
 

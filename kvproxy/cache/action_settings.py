@@ -1,4 +1,4 @@
-"""Settings of what the `kvcache` filter does about caches: pin, compress, evict, warm, transfer."""
+"""Settings of what the `kvcache` filter does about caches: pin, compress, evict, transfer."""
 
 from __future__ import annotations
 
@@ -96,31 +96,6 @@ class CacheStrategySettings(Model):
     """Where the provider cannot evict one prefix (LMCache's controller), clear the whole location instead."""
     disable_after: int = Field(default=5, ge=1)
     """An action without effect this many times in a row on one instance switches itself off there."""
-
-
-class PrefixExport(StrEnum):
-    """What the admin listener tells of hot prefixes."""
-
-    OFF = "off"
-    HASHES = "hashes"
-    TOKENS = "tokens"  # from which the text can be made again
-
-
-class WarmingSettings(Model):
-    """Computing hot prefixes at endpoints that lack them, while these have nothing else to do: after a restart, at a
-    new endpoint, and where fewer hold one than its traffic is worth. Needs `kv_events`."""
-
-    enabled: bool = False
-    """Do it without being asked. Token ids of hot prefixes are then kept in memory (64 MiB at most), never text."""
-    max_requests: int = Field(default=8, ge=0, le=10_000)
-    """An engine that runs and holds more requests than this is left alone; also for `kvproxy warm`."""
-    tokens_per_minute: int = Field(default=200_000, ge=1)
-    """Budget of all endpoints together."""
-    export: PrefixExport = PrefixExport.OFF
-    """What `GET /warm` tells of the hot prefixes: token ids, by which `kvproxy warm` computes them again after the
-    engines' restart (and from which their text can be read), or hashes alone."""
-    uses_per_replica: int = Field(default=50, ge=1)
-    """One more endpoint should hold a prefix for each so many uses within `hot_window`."""
 
 
 class TransferSettings(Model):

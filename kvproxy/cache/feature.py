@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 from kvproxy.base.feature import BaseFeature
 
@@ -82,6 +82,9 @@ class CacheObserver:
         """The service ends; its queue of actions still takes some."""
 
 
+Observer = TypeVar("Observer", bound=CacheObserver)
+
+
 class CacheFeature(BaseFeature):
     """What a feature adds to the cache service."""
 
@@ -108,6 +111,10 @@ class CacheObservers:
         self.watches: Sequence[Callable[[RequestFacts], RequestWatch | None]] = self._resolve("watch")
         self.ticks: Sequence[Callable[[], None]] = self._resolve("tick")
         self.on_tokens: Sequence[OnTokens] = self._resolve("tokens_known")
+
+    def find(self, kind: type[Observer]) -> Observer | None:
+        """Return the observer of this class; None: its feature is off."""
+        return next((one for one in self.by_feature.values() if isinstance(one, kind)), None)
 
     def bind_gauges(self, metrics: Metrics) -> None:
         """The gauges read these from now on."""

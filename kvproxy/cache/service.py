@@ -33,8 +33,6 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.features.snapshot.restart import warm_restart
 from kvproxy.features.transfers.on_demand import OnDemand
 from kvproxy.features.transfers.transfers import Transfers
-from kvproxy.features.warming.warmer import Warmer
-from kvproxy.features.warming.warming import Warming
 
 log = logging.getLogger("kvproxy.kvcache")
 
@@ -73,13 +71,13 @@ class KvCache:
         self._acts = _acts(settings) or needs.uses
         self.state = CacheState.empty(metrics=metrics, clock=clock) if state is None else state
         self._pool = UpstreamPool(max_connections=settings.max_connections, clock=clock)
-        self._engines = Engines(self._pool, timeout_s=settings.request_timeout, tokenizer_url=settings.vllm_endpoint)
+        self.engines = Engines(self._pool, timeout_s=settings.request_timeout, tokenizer_url=settings.vllm_endpoint)
         self.breakers = OperationBreakers(settings.circuit_breaker, clock=clock, metrics=metrics)
         self.overlap = OverlapSources(
             settings,
             state=self.state,
             clusters=clusters,
-            engines=self._engines,
+            engines=self.engines,
             breakers=self.breakers,
             streams=streams,
             keyed=needs.uses,
@@ -95,7 +93,7 @@ class KvCache:
             clusters=clusters,
             state=self.state,
             indexes=self.overlap.indexes,
-            engines=self._engines,
+            engines=self.engines,
             lookups=self.overlap.lookups,
             sample_host=sample_host,
             on_round=self._tick,
@@ -115,7 +113,7 @@ class KvCache:
             rng=rng,
         )
         self.on_demand: OnDemand | None = None
-        self.warmer, self.warming = self._make_preparations(clock, rng)
+        self._make_transfers(clock, rng)
         self.snapshot = warm_restart(
             settings.snapshot, self.state, clusters=clusters, metrics=metrics, clock=clock, wall_clock=wall_clock
         )
@@ -127,7 +125,7 @@ class KvCache:
                 state=self.state,
                 overlap=self.overlap,
                 actions=self.actions,
-                engines=self._engines,
+                engines=self.engines,
                 signals=self.scraper.signals,
                 metrics=metrics,
                 clock=clock,
@@ -137,8 +135,8 @@ class KvCache:
         self.actions.on_tokens = self.observers.on_tokens
         self._running = AsyncExitStack()
 
-    def _make_preparations(self, clock: Clock, rng: random.Random) -> tuple[Warmer, Warming | None]:
-        """Return what copies and what computes KV before a request needs it."""
+    def _make_transfers(self, clock: Clock, rng: random.Random) -> None:
+        """Make what copies KV before a request needs it."""
         settings = self.settings
         metrics = self._metrics
         if settings.transfers.on_demand:
@@ -151,20 +149,6 @@ class KvCache:
                 rng=rng,
             )
             self.on_demand = OnDemand(self.actions.transfers, self.overlap)
-        warmer = Warmer(settings, engines=self._engines, metrics=metrics, clock=clock)
-        if not settings.warming.enabled:
-            return warmer, None
-        return warmer, Warming(
-            settings,
-            clusters=self.clusters,
-            hotness=self.actions.hotness,
-            losses=self.state.losses,
-            executor=self.actions.executor,
-            jobs=self.actions.jobs,
-            warmer=warmer,
-            metrics=metrics,
-            clock=clock,
-        )
 
     async def __aenter__(self) -> Self:
         self.state.keep_only(self.clusters)
@@ -174,7 +158,7 @@ class KvCache:
             if self.snapshot is not None:
                 await starting.enter_async_context(self.snapshot)
             self.state.fresh = False
-            for part in (self._pool, self._engines, self.overlap, self.actions, self.scraper):
+            for part in (self._pool, self.engines, self.overlap, self.actions, self.scraper):
                 await starting.enter_async_context(part)
             self._running = starting.pop_all()
         return self
@@ -253,8 +237,6 @@ class KvCache:
         self.feedback.keep_only(present)
         self.state.breaks.keep_only(present)
         self.actions.tick(self.overlap.instance_ids())
-        if self.warming is not None:
-            self.warming.tick()
         for tick in self.observers.ticks:
             tick()
         await self.overlap.tier_counts.refresh()

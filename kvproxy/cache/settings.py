@@ -12,7 +12,6 @@ from kvproxy.base.settings.model import Duration, Model, Size
 from kvproxy.cache.action_settings import (
     CacheStrategySettings,
     TransferSettings,
-    WarmingSettings,
 )
 from kvproxy.cluster.settings import EventSources
 
@@ -150,8 +149,6 @@ class KvCacheSettings(Model):
     """Asking the engine for token ids."""
     cache_strategy: CacheStrategySettings = CacheStrategySettings()
     """Pin, compress, evict."""
-    warming: WarmingSettings = WarmingSettings()
-    """Hot prefixes at endpoints that lack them."""
     transfers: TransferSettings = TransferSettings()
     """KV copied to where it will be needed."""
     background: BackgroundSettings = BackgroundSettings()

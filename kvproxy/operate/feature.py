@@ -10,10 +10,13 @@ from kvproxy.cluster.feature import ClusterFeature
 from kvproxy.proxy.feature import ProxyFeature
 
 if TYPE_CHECKING:
+    from starlette.routing import Route
+
     from kvproxy.base.errors import Problem
     from kvproxy.base.settings.model import Model
     from kvproxy.base.settings.paths import Finding
     from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
+    from kvproxy.operate.admin.replies import Audit
     from kvproxy.operate.config.schema import Config
     from kvproxy.operate.doctor.deployment import Deployment
     from kvproxy.operate.doctor.report import Check
@@ -61,6 +64,10 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
 
     def find_troubles(self, operated: AdminTarget) -> Iterable[OperatorFinding]:
         """Findings for the live page, as they are now."""
+        return ()
+
+    def list_admin_routes(self, operated: AdminTarget, audit: Audit) -> Sequence[Route]:
+        """Paths of the admin listener that are its own."""
         return ()
 
     def list_cluster_checks(self, deployment: Deployment, cluster: str) -> Sequence[Check]:

@@ -15,6 +15,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from kvproxy.base.metrics.groups import Metrics
+from kvproxy.base.settings.compose import composed
 from kvproxy.base.types import Clock, EndpointId, InferenceRequest, RequestKind
 from kvproxy.cache.actions.signals import HostUse
 from kvproxy.cache.feature import CacheFeature
@@ -117,8 +118,8 @@ def copying(url: str, **transfers: Any) -> dict[str, Any]:
 
 
 def settings(**changes: Any) -> KvCacheSettings:
-    """Settings with the round of readings off."""
-    return KvCacheSettings.model_validate(
+    """Settings with the round of readings off, and with the sections of features."""
+    return composed(KvCacheSettings).model_validate(
         {"engine_metrics_interval": 0, "lookup_routing_timeout": 60.0, "request_timeout": 60.0, **changes}
     )
 

@@ -22,7 +22,16 @@ ROOT = Path(__file__).parents[2]
 
 #: Features that other code still imports, or that are not on the list yet. Nothing is added here.
 NOT_YET = frozenset(
-    {"exchange", "hygiene", "picker", "snapshot", "transfers", "warming"} | {"priority", "shadow", "workers"}
+    {
+        "exchange",
+        "hygiene",
+        "picker",
+        "priority",
+        "shadow",
+        "snapshot",
+        "transfers",
+        "workers",
+    }
 )
 
 #: Folders of tests that name no feature.

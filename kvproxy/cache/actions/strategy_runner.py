@@ -79,7 +79,7 @@ class StrategyRunner:
         self.executor = ActionExecutor(
             settings, jobs=self.jobs, lookups=lookups, breakers=breakers, metrics=metrics, clock=clock, rng=rng
         )
-        self._counts_uses = counts_uses or settings.warming.enabled
+        self._counts_uses = counts_uses
         self.transfers: Transfers | None = None
         self.on_tokens: Sequence[OnTokens] = ()  # of features, once a prompt's tokens are known
         self._tokens = tokens

@@ -12,14 +12,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvproxy.base.errors import Problem
+from kvproxy.base.settings.compose import part_of
 from kvproxy.base.types import InferenceRequest
-from kvproxy.cache.action_settings import PrefixExport
 from kvproxy.cache.actions.hotness import KnownPrefix
 from kvproxy.cache.overlap.facts import RequestFacts, Result
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.routes import RouteTarget
-from kvproxy.features.warming.warmer import Warmed
+from kvproxy.features.warming.settings import PrefixExport, WarmingPlace
+from kvproxy.features.warming.warmer import Warmed, Warmer
+from kvproxy.features.warming.warming import Warming
 from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.pick_request import parse_question
 from kvproxy.operate.admin.replies import Audit, RequestRefused, read_limit, reply_json
@@ -46,8 +48,8 @@ class WarmRoutes:
 
     async def _export(self, request: Request) -> Response:
         service = self._operated.kvcache
-        warming = None if service is None else service.warming
-        how = PrefixExport.OFF if service is None else service.settings.warming.export
+        warming = None if service is None else service.observers.find(Warming)
+        how = PrefixExport.OFF if service is None else part_of(service.settings, WarmingPlace).warming.export
         if warming is None or how is PrefixExport.OFF:
             hint = "kvcache: {warming: {enabled: true, export: tokens}} does"
             raise RequestRefused(409, Problem("warming.export", "hot prefixes are not exported", hint))
@@ -73,9 +75,10 @@ class WarmRoutes:
         if not chosen:
             raise RequestRefused(503, Problem("endpoint", "none serves this model now", "GET /endpoints says why"))
         prefill = await asyncio.to_thread(_as_prefill, body, facts.model)
+        warmer = Warmer(service.settings, engines=service.engines, metrics=operated.metrics, clock=operated.clock)
         async with self._turn:
             done = await asyncio.gather(
-                *(_warm_one(service, target, inference, body, prefill, one, question.path) for one in chosen)
+                *(_warm_one(warmer, service, target, inference, body, prefill, one, question.path) for one in chosen)
             )
         for endpoint, warmed in zip(chosen, done, strict=True):
             said = {"endpoint": endpoint.id, "result": warmed.result, "tokens": warmed.prompt_tokens}
@@ -91,6 +94,7 @@ def choose_endpoints(facts: RequestFacts, replicas: int, now: float) -> Sequence
 
 
 async def _warm_one(
+    warmer: Warmer,
     service: KvCache,
     target: RouteTarget,
     inference: InferenceRequest,
@@ -100,7 +104,7 @@ async def _warm_one(
     path: str,
 ) -> Warmed:
     """What was sent there is known to be there, as of any request."""
-    warmed = await service.warmer.warm_body(endpoint, path, prefill)
+    warmed = await warmer.warm_body(endpoint, path, prefill)
     if warmed.result in ("done", "unverified"):
         facts = service.gather(inference, body, cluster=target.cluster, model=target.upstream_model)
         service.placed(facts, endpoint.id)

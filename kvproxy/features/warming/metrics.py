@@ -11,6 +11,8 @@ from kvproxy.base.metrics.groups import MetricGroup
 class WarmingMetrics(MetricGroup):
     """Prompts sent to warm caches."""
 
+    labels = {"action": "`warm`"}
+
     def __init__(self, r: CollectorRegistry) -> None:
         self.warmed_tokens = Counter(
             "kvproxy_kvcache_warmed_tokens", "Tokens of prompts sent to warm caches", ["state"], registry=r

@@ -9,6 +9,7 @@ import msgspec
 
 from kvproxy.base.errors import ClientError
 from kvproxy.base.metrics.groups import Metrics
+from kvproxy.base.settings.compose import part_of
 from kvproxy.base.types import Clock
 from kvproxy.cache.actions.hotness import KnownPrefix
 from kvproxy.cache.clients.vllm import Prefill
@@ -16,6 +17,7 @@ from kvproxy.cache.engines import Engines
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.features.warming.metrics import WarmingMetrics
+from kvproxy.features.warming.settings import WarmingPlace
 
 #: Tokens sent at once of a prefix whose tokens are known: what a request that comes meanwhile has to wait for.
 PIECE_TOKENS = 2048
@@ -37,7 +39,8 @@ class Warmer:
     """Sends to one endpoint at a time what its caller chose, within idle capacity."""
 
     def __init__(self, settings: KvCacheSettings, *, engines: Engines, metrics: Metrics, clock: Clock) -> None:
-        self._settings = settings
+        self._dry_run = settings.cache_strategy.dry_run
+        self._max_requests = part_of(settings, WarmingPlace).warming.max_requests
         self._clock = clock
         self._engines = engines
         self._tokens = metrics.group(WarmingMetrics).warmed_tokens
@@ -48,13 +51,13 @@ class Warmer:
 
     async def warm_prefix(self, endpoint: Endpoint, prefix: KnownPrefix) -> Warmed:
         """By its tokens, in pieces that are each sent only while the engine is idle."""
-        if self._settings.cache_strategy.dry_run:
+        if self._dry_run:
             return Warmed("dry_run")
         return await self._warm(endpoint, "/v1/completions", _pieces(prefix))
 
     async def is_idle(self, endpoint: Endpoint) -> bool:
         """By its own word, and by what this proxy has under way there. ClientError where it cannot be asked."""
-        limit = self._settings.warming.max_requests
+        limit = self._max_requests
         if endpoint.condition(self._clock()) is not Condition.UP or endpoint.load.in_flight > limit:
             return False
         engine = await self._engines.client(endpoint.engine).fetch_metrics()

@@ -5,20 +5,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvproxy.base.log_lines import log_fields
-from kvproxy.base.metrics.groups import Metrics
-from kvproxy.base.types import Clock, EndpointId
-from kvproxy.cache.actions.executor import ActionExecutor
-from kvproxy.cache.actions.hotness import Hotness, KnownPrefix, common_tokens
-from kvproxy.cache.actions.job_queue import Job, JobQueue
-from kvproxy.cache.feedback.trust import CacheLosses, LossReason
+from kvproxy.base.settings.compose import part_of
+from kvproxy.base.types import EndpointId
+from kvproxy.cache.actions.hotness import KnownPrefix, common_tokens
+from kvproxy.cache.actions.job_queue import Job
+from kvproxy.cache.feature import CacheObserver, CacheParts
+from kvproxy.cache.feedback.trust import LossReason
 from kvproxy.cache.metrics import HoldingMetrics
-from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Condition, Endpoint
+from kvproxy.features.warming.settings import WarmingPlace
 from kvproxy.features.warming.warmer import Warmer
 
 audit = logging.getLogger("kvproxy.audit")
@@ -44,35 +43,24 @@ def _begun_by(prefix: KnownPrefix, known: Iterable[KnownPrefix]) -> Iterator[Kno
     return (one for one in known if one.tokens and common_tokens(one.tokens, prefix.tokens) == len(one.tokens))
 
 
-class Warming:
+class Warming(CacheObserver):
     """Its turn comes between requests (`tick`). What it sends is within a budget, one prefix at a time an endpoint."""
 
-    def __init__(
-        self,
-        settings: KvCacheSettings,
-        *,
-        clusters: Mapping[str, Cluster],
-        hotness: Hotness,
-        losses: CacheLosses,
-        executor: ActionExecutor,
-        jobs: JobQueue,
-        warmer: Warmer,
-        metrics: Metrics,
-        clock: Clock,
-    ) -> None:
-        self._settings = settings.warming
+    def __init__(self, parts: CacheParts) -> None:
+        settings = parts.settings
+        self._settings = part_of(settings, WarmingPlace).warming
         self._claim_s = settings.background.job_timeout
         self._hot_uses = settings.cache_strategy.hot_content_threshold
-        self._clusters = clusters
-        self._hotness = hotness
-        self._losses = losses
-        self._executor = executor
-        self._jobs = jobs
-        self._warmer = warmer
-        self._results = metrics.group(HoldingMetrics).actions
-        self._clock = clock
+        self._clusters = parts.clusters
+        self._hotness = parts.actions.hotness
+        self._losses = parts.state.losses
+        self._executor = parts.actions.executor
+        self._jobs = parts.actions.jobs
+        self.warmer = Warmer(settings, engines=parts.engines, metrics=parts.metrics, clock=parts.clock)
+        self._results = parts.metrics.group(HoldingMetrics).actions
+        self._clock = parts.clock
         self._budget = float(self._settings.tokens_per_minute)
-        self._refilled_at = clock()
+        self._refilled_at = parts.clock()
         self._known: dict[tuple[str, EndpointId], tuple[LossReason, float] | None] = {}  # the last loss of each
         self._empty: dict[str, str] = {}  # instances that lack whatever is hot, and why
         self._tried: dict[str, float] = {}  # when an instance was tried last; but for one that was warmed or busy
@@ -180,7 +168,7 @@ class Warming:
         if claims is not None and not await claims.claim(f"warm {instance} {prefix.name}", self._claim_s):
             self._results.labels("warm", "elsewhere").inc()
             return False
-        warmed = await self._warmer.warm_prefix(planned.endpoint, prefix)
+        warmed = await self.warmer.warm_prefix(planned.endpoint, prefix)
         good = warmed.result in ("done", "unverified", "dry_run")
         if good:
             self._note_held(prefix, instance)

@@ -20,8 +20,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvproxy.base.errors import Problem
+from kvproxy.base.installed import installed
 from kvproxy.base.settings.addresses import is_loopback
-from kvproxy.features.warming.admin import WarmRoutes
 from kvproxy.operate.admin.clusters import EndpointRoutes, RoutingRoutes
 from kvproxy.operate.admin.history import History
 from kvproxy.operate.admin.live import FILES, LiveView, PageFiles
@@ -30,6 +30,7 @@ from kvproxy.operate.admin.pick import PickRoutes
 from kvproxy.operate.admin.process import AdviceRoutes, HealthRoutes, SettingsRoutes
 from kvproxy.operate.admin.replies import Audit, RequestRefused, on_http_error, on_refused, reply_error
 from kvproxy.operate.admin.views import CacheRoutes, DecisionRoutes
+from kvproxy.operate.feature import Feature
 
 #: Health is asked for by load balancers, which carry no token; the page itself holds nothing but its own text.
 _HEALTH_PATHS = frozenset({"/healthz", "/readyz"})
@@ -147,11 +148,12 @@ def build_admin_app(
         RoutingRoutes(operated, audit),
         DecisionRoutes(operated),
         PickRoutes(operated),
-        WarmRoutes(operated, audit),
         AdviceRoutes(operated, audit),
         SettingsRoutes(operated, audit, set_level=set_level),
     )
     routes = [route for part in parts for route in part.list_routes()]
+    for feature in installed(Feature):
+        routes += feature.list_admin_routes(operated, audit)
     return guard_routes(routes, token=lambda: operated.config.admin.token)
 
 

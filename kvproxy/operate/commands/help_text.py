@@ -8,12 +8,12 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-#: Every command, in the order of a first day with it.
+#: Every command of the core, in the order of a first day with it; features add theirs to a group.
 GROUPS: Mapping[str, Sequence[str]] = {
     "Start": ("init", "serve", "demo", "simulate"),
     "Look": ("status", "explain", "doctor", "check"),
-    "Operate": ("drain", "undrain", "reload", "warm"),
-    "Study": ("replay", "plan", "ledger"),
+    "Operate": ("drain", "undrain", "reload"),
+    "Study": ("replay", "plan"),
     "Gateways and shells": ("picker", "completion"),
 }
 EXAMPLES: Mapping[str, Sequence[str]] = {
@@ -43,7 +43,6 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "drain": ("kvproxy drain engine-1 --wait",),
     "undrain": ("kvproxy undrain engine-1",),
     "reload": ("kvproxy reload",),
-    "warm": ("kvproxy warm prompts.jsonl -c config.yaml", "kvproxy warm prompts.jsonl --url http://127.0.0.1:8889"),
     "replay": (
         "kvproxy replay trace.jsonl --instances 4",
         "kvproxy replay trace.jsonl --policy round_robin,kv_aware,kv_aware+queue --load 0.9 --plot out.html",
@@ -54,7 +53,6 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "kvproxy plan --model meta-llama/Llama-3.1-8B --gpu 80GiB --host 256GiB --trace trace.jsonl",
         "kvproxy plan --model ./config.json --tp 4 --trace trace.jsonl --want-hit 0.6",
     ),
-    "ledger": ("kvproxy ledger ledger.jsonl --since 2026-11-01 --csv",),
     "picker": ("kvproxy picker -c config.yaml",),
     "completion": ('eval "$(kvproxy completion bash)"',),
 }
@@ -89,9 +87,14 @@ class GroupedHelp(argparse.HelpFormatter):
         if not isinstance(action, argparse._SubParsersAction):
             return super()._format_action(action)
         choices = {one.dest: one for one in action._choices_actions}
+        added = {name: parser.get_default("group") for name, parser in action.choices.items()}
+        groups = {
+            title: [*names, *(name for name, group in added.items() if group == title)]
+            for title, names in GROUPS.items()
+        }
         return "\n".join(
             self._format_group(title, [choices[name] for name in names if name in choices])
-            for title, names in GROUPS.items()
+            for title, names in groups.items()
         )
 
     def _format_group(self, title: str, choices: Sequence[argparse.Action]) -> str:
@@ -106,9 +109,9 @@ class GroupedHelp(argparse.HelpFormatter):
         return "\n".join(one if one.startswith("  ") else textwrap.fill(one, width) for one in paragraphs)
 
 
-def add_examples(name: str, parser: argparse.ArgumentParser) -> None:
+def add_examples(name: str, parser: argparse.ArgumentParser, lines: Sequence[str]) -> None:
     """Examples of a command: before its options if these are many, else after them."""
-    shown = "\n".join(["examples:", *(f"  {line}" for line in EXAMPLES.get(name, ()))])
+    shown = "\n".join(["examples:", *(f"  {line}" for line in lines)])
     if name in USUAL:
         parser.description = f"{shown}\n\n{parser.description or ''}".rstrip()
     else:

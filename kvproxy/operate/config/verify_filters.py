@@ -162,9 +162,6 @@ def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Fi
         yield error_at((*at, "transfers", "on_demand"), why, hint)
     if settings.transfers.max_wait and not settings.transfers.on_demand:
         yield warning_at((*at, "transfers", "max_wait"), "does nothing without on_demand")
-    if settings.warming.enabled and not settings.kv_events:
-        hint = "or warm by hand: kvproxy warm"
-        yield error_at((*at, "warming", "enabled"), "needs kv_events: by them routing learns what was warmed", hint)
     if settings.hot_max_records < strategy.hot_content_threshold:
         yield error_at(
             (*at, "hot_max_records"), "below cache_strategy.hot_content_threshold: nothing would ever be hot"

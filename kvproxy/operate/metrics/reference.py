@@ -9,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from kvproxy.base.metrics.across_workers import rule_of
@@ -40,8 +41,7 @@ endpoints times a small constant. An endpoint that leaves takes its series along
 
 #: Contents of each label that several groups have; the others stand with their group.
 LABELS: Mapping[str, str] = {
-    "action": "`pin`, `compress`, `evict`, `warm` or `touch`; of requests: `passed`, `rerouted`, `refused` or "
-    "`rewritten`",
+    "action": "`pin`, `compress` or `evict`; of requests: `passed`, `rerouted`, `refused` or `rewritten`",
     "breaker": "what the breaker guards",
     "by": "what is counted (`tokens` or `requests`), whose costs (`live` or `shadow`), or by whose word (`engine`, "
     "`responses`, `prediction`)",
@@ -126,7 +126,10 @@ def _describe(metric: Any) -> Described:
 
 def label_texts() -> Mapping[str, str]:
     """Contents of every label in the catalogue."""
-    return {**LABELS, **{label: text for group in list_groups() for label, text in group.labels.items()}}
+    texts = dict(LABELS)
+    for label, text in chain.from_iterable(group.labels.items() for group in list_groups()):
+        texts[label] = f"{texts[label]}; {text}" if label in texts else text
+    return texts
 
 
 def _tables() -> Iterator[str]:

@@ -13,7 +13,7 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cache.actions.strategies import Action
 from kvproxy.cache.feedback.trust import LossReason
 from kvproxy.features.warming.warmer import PIECE_TOKENS
-from kvproxy.features.warming.warming import RETRY_S
+from kvproxy.features.warming.warming import RETRY_S, Warming
 from kvproxy.operate.config.load import check_config
 from tests.kvcache.support import A, B, Fake, Service, chat, engine, long_text, world
 from tests.support.clock import FakeClock
@@ -70,10 +70,16 @@ async def warming(a: Engine, b: Engine, clock: FakeClock, **changes: Any) -> Asy
         yield service
 
 
+def warming_of(service: Service) -> Warming:
+    """The observer of a service that warms by itself."""
+    found = service.kv.observers.find(Warming)
+    assert found is not None
+    return found
+
+
 async def rounds(service: Service) -> None:
     """One round of the scraper, and all that came of it."""
-    assert service.kv.warming is not None
-    service.kv.warming.tick()
+    warming_of(service).tick()
     await service.settled()
 
 
@@ -146,8 +152,7 @@ async def test_a_new_endpoint_gets_what_is_hot() -> None:
     """One that was there from the start is not new."""
     a, b = Engine(), Engine()
     async with warming(a, b, FakeClock(), warming={"uses_per_replica": 100}) as service:
-        assert service.kv.warming is not None
-        del service.kv.warming._known["default", B]
+        del warming_of(service)._known["default", B]
         await rounds(service)
     assert (len(a.prompts), len(b.prompts)) == (0, 2)
 
@@ -214,14 +219,14 @@ async def test_requests_of_this_proxy_keep_an_endpoint_from_being_warmed() -> No
     a, b = Engine(), Engine()
     async with warming(a, b, FakeClock()) as service:
         endpoint = next(one for one in service.cluster.endpoints if one.id == EndpointId("b"))
-        assert await service.kv.warmer.is_idle(endpoint)
+        assert await warming_of(service).warmer.is_idle(endpoint)
         b.load = (7, 1)
-        assert await service.kv.warmer.is_idle(endpoint)
+        assert await warming_of(service).warmer.is_idle(endpoint)
         b.load = (7, 2)
-        assert not await service.kv.warmer.is_idle(endpoint)
+        assert not await warming_of(service).warmer.is_idle(endpoint)
         b.load = IDLE
         endpoint.load.in_flight = 9
-        assert not await service.kv.warmer.is_idle(endpoint)
+        assert not await warming_of(service).warmer.is_idle(endpoint)
 
 
 async def test_a_long_prefix_goes_in_pieces() -> None:
@@ -278,7 +283,7 @@ async def test_a_dry_run_sends_nothing() -> None:
 async def test_it_is_off_unless_asked_for() -> None:
     """And then keeps nothing of prompts."""
     async with world({"a": Engine().app}, kv_events=True) as service:
-        assert service.kv.warming is None
+        assert service.kv.observers.find(Warming) is None
         await service.serve(chat(SYSTEM), A)
         assert len(service.kv.actions.hotness) == 0
 
