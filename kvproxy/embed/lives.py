@@ -103,7 +103,7 @@ class Lives:
             await life.end()
 
     def forget(self) -> None:
-        """In a forked child: begin anew."""
+        """In a forked child: start over."""
         _inherited.append(self._by_loop)
         self._by_loop = {}
 
@@ -145,7 +145,7 @@ def background() -> Background:
 
 
 def _end_background(which: Background) -> None:
-    """End what runs there, within a bound: engines are told that nobody reads their answers."""
+    """End what runs there, within a bound: requests to engines are cancelled."""
     if which is not _background:
         return
     ends = [which.submit(lives.end()) for lives in list(_all_lives)]

@@ -45,7 +45,7 @@ async def test_a_prompt_goes_where_it_was_and_what_is_cached_is_predicted() -> N
 
 
 async def test_requests_at_once_spread_out() -> None:
-    """Each counts where it was placed as long as it is held: nobody has to mind the herd."""
+    """Each counts where it was placed as long as it is held, so later placements avoid it."""
     async with Router(endpoints=NOWHERE) as router:
         async with router.place(BODY) as one, router.place({**BODY, "messages": []}) as two:
             assert {one.endpoint, two.endpoint} == {"a", "b"}
