@@ -34,6 +34,12 @@ MAX_VALUES = 16_384
 _TIMEOUTS = (TimeoutError, httpx.TimeoutException, ConnectTimeout, FirstByteTimeout, IdleTimeout)
 
 
+def failure(error: Exception) -> str:
+    """Name a failed connection; with OpenSSL's reason if TLS was refused."""
+    _, mark, reason = str(error).partition("[SSL")
+    return f"{type(error).__name__}: {mark}{reason}" if mark else type(error).__name__
+
+
 class Api:
     """An HTTP API below `base_url`, spoken over an injected client.
 
@@ -82,7 +88,7 @@ class Api:
         except _TIMEOUTS as error:
             raise ClientTimeout(f"{self._service} {path}: no answer within {timeout_s:g} s") from error
         except (httpx.TransportError, UpstreamError) as error:
-            raise ClientUnavailable(f"{self._service} {path}: {type(error).__name__}") from error
+            raise ClientUnavailable(f"{self._service} {path}: {failure(error)}") from error
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
             raise BadResponse(f"{self._service} {path}: {type(error).__name__}") from error
 

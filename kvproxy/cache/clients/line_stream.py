@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 import httpx
 
 from kvproxy.base.errors import BadResponse, ClientTimeout, ClientUnavailable
-from kvproxy.cache.clients.api import MAX_ERROR_BYTES, Api
+from kvproxy.cache.clients.api import MAX_ERROR_BYTES, Api, failure
 
 
 class StreamApi(Api):
@@ -43,7 +43,7 @@ class StreamApi(Api):
         except (TimeoutError, httpx.TimeoutException) as error:
             raise ClientTimeout(f"{where}: no answer within {timeout_s:g} s") from error
         except httpx.TransportError as error:
-            raise ClientUnavailable(f"{where}: {type(error).__name__}") from error
+            raise ClientUnavailable(f"{where}: {failure(error)}") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise BadResponse(f"{where}: {type(error).__name__}") from error
         if response.is_success:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -504,9 +505,24 @@ async def test_an_api_over_tls(tmp_path: Path) -> None:
         assert access.url == url
         where = {"url": url, "token_file": access.token_file, "ca_file": access.ca_file}
         assert [one.id for one in await discovery(where).endpoints()] == ["a"]
-        with pytest.raises(ClientError, match="ConnectError"):
+        with pytest.raises(ClientError, match=r"ConnectError: \[SSL: CERTIFICATE_VERIFY_FAILED\].*self-signed"):
             await discovery({"url": url, "token_file": access.token_file}).endpoints()
     assert set(fake.tokens) == {"t"}
+
+
+async def test_an_api_whose_tls_is_refused_is_followed_once_it_is_right(follow: Follow, tmp_path: Path) -> None:
+    """The complaint has OpenSSL's reason; the authority's file is read again at each attempt."""
+    fake = FakeKubernetes()
+    fake.put(SLICES, slice_of("s1", member("a", "10.0.0.1")))
+    (tmp_path / "other").mkdir()
+    made = make_certificate(tmp_path, "127.0.0.1")
+    authority = make_certificate(tmp_path / "other", "127.0.0.1").certificate
+    tls = ListenerTls(certificate=str(made.certificate), private_key=str(made.private_key))
+    async with serve(fake, tls=tls) as url, follow(**service({"url": url, "ca_file": str(authority)})) as one:
+        await until(lambda: one.cluster.discovery_complaints)
+        assert "ConnectError: [SSL: CERTIFICATE_VERIFY_FAILED]" in one.cluster.discovery_complaints["kubernetes"]
+        shutil.copy(made.certificate, authority)
+        await until(lambda: one.conditions == {"a": "up"})
 
 
 async def test_a_server_that_never_answers(follow: Follow, api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
