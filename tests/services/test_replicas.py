@@ -27,7 +27,7 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve
 from tests.support.until import until, until_says
 
-SERVERS = {"redis": "redis-server", "nats": "nats-server"}
+SERVERS = {"redis": "redis-server", "valkey": "valkey-server", "nats": "nats-server"}
 PASSWORD = "s3cret-of-the-store"
 LONG = long_text("long", 1200)
 
@@ -38,18 +38,23 @@ pytestmark = pytest.mark.services
 class Store:
     """A server in a process of its own, always at the same port, and the way there that a test may cut."""
 
-    kind: str
+    server: str
     folder: Path
     port: int = 0
     process: asyncio.subprocess.Process | None = None
     connections: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
+    def kind(self) -> str:
+        """Setting it goes by: Valkey speaks Redis's protocol."""
+        return "nats" if self.server == SERVERS["nats"] else "redis"
+
+    @property
     def program(self) -> list[str]:
         at = ["127.0.0.1", str(self.port)]
         if self.kind == "redis":
-            return ["redis-server", "--bind", at[0], "--port", at[1], "--save", "", "--requirepass", PASSWORD]
-        return ["nats-server", "-a", at[0], "-p", at[1], "--user", "kvproxy", "--pass", PASSWORD]
+            return [self.server, "--bind", at[0], "--port", at[1], "--save", "", "--requirepass", PASSWORD]
+        return [self.server, "-a", at[0], "-p", at[1], "--user", "kvproxy", "--pass", PASSWORD]
 
     def url(self, port: int | None = None) -> str:
         user = "" if self.kind == "redis" else "kvproxy"
@@ -95,7 +100,7 @@ class Store:
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
     if shutil.which(SERVERS[request.param]) is None:
         pytest.skip(f"needs {SERVERS[request.param]} (make test-services)")
-    found = Store(request.param, tmp_path)
+    found = Store(SERVERS[request.param], tmp_path)
     await found.start()
     yield found
     found.go_on()
