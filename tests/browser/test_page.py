@@ -23,11 +23,11 @@ from kvproxy.operate.commands.live_advice import AdviceRunner
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.listener.server import Server
 from tests.browser.conftest import Browser
-from tests.prefix.test_prefix_changes import agent, dated, edited
+from tests.features.hygiene.test_prefix_changes import agent, dated, edited
+from tests.features.hygiene.test_proxy import reuses_nothing
 from tests.support.fake_engine import Call, FakeEngine, answer_ok, reply
 from tests.support.loopback import serve
 from tests.support.proxy import chat, running_proxy
-from tests.test_prefix_hygiene import reuses_nothing
 
 pytestmark = pytest.mark.browser
 

@@ -18,7 +18,7 @@ from tests.docs.world import world
 #: Beginnings of commands that are not run here, and what runs them.
 NOT_HERE = {
     "make test": "is this test suite; make test-real runs against real engines",
-    "make demo": "tests/commands/test_demo.py; `kvproxy demo` is run below",
+    "make demo": "tests/lab/demo/test_demo.py; `kvproxy demo` is run below",
     "make dist": "make test-packaging",
     "make binary": "make test-packaging",
     "./dist/kvproxy serve": "make test-packaging",
@@ -29,7 +29,7 @@ NOT_HERE = {
     "kubectl": "tests/deploy and make test-packaging check the manifests",
     "install -": "tests/deploy: the files exist, the unit is sound",
     "systemctl": "tests/deploy: the unit is sound",
-    "kvproxy simulate": "tests/commands/test_simulate.py: the ports of the pages are taken here",
+    "kvproxy simulate": "tests/lab/test_simulate.py: the ports of the pages are taken here",
     "vllm serve": "make test-real",
     "python -m sglang": "has no build that runs here; the flags are from its sources",
 }

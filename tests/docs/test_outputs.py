@@ -48,10 +48,10 @@ from kvproxy.proxy.filters.access_log import as_text, fields
 from kvproxy.proxy.request.exchange import Exchange
 from kvproxy.proxy.settings import LogSettings
 from tests.docs.blocks import ROOT, block, blocks
+from tests.samples.test_samples import load
 from tests.support.fake_engine import Call, FakeEngine, reply
 from tests.support.loopback import serve
 from tests.support.proxy import chat, running_proxy
-from tests.test_samples import load
 
 A, B = EndpointId("a"), EndpointId("b")
 
@@ -237,7 +237,7 @@ def test_there_are_no_others() -> None:
 
 
 def test_every_language_is_looked_at() -> None:
-    """sh, yaml and python have tests of their own; toml is installed by tests/filters/test_documented_filter,
+    """sh, yaml and python have tests of their own; toml is installed by tests/proxy/filters/test_documented_filter,
     and tests/features/shield sends the request of the page in `console`."""
     assert {found.language for found in blocks()} == {"sh", "yaml", "python", "json", "toml", "", "text", "console"}
     assert [found.page for found in blocks("json")] == [

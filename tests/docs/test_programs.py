@@ -12,15 +12,15 @@ from starlette.requests import Request
 
 import kvproxy
 from kvproxy.base.metrics.groups import Metrics
+from tests.cache.media.samples import png
+from tests.cache.support import long_text
 from tests.docs.blocks import block, blocks
 from tests.docs.world import MODEL, world
-from tests.kvcache.support import long_text
-from tests.prefix.media.samples import png
 from tests.support.asgi import Inner, call, http_scope
 from tests.support.clock import FakeClock
 from tests.support.loopback import serve
 
-#: Page, and a text of its program; the filter's is installed and run by tests/filters/test_documented_filter.
+#: Page, and a text of its program; the filter's is installed and run by tests/proxy/filters/test_documented_filter.
 PROGRAMS = {
     "docs/quickstart.md": "from openai import OpenAI",
     "docs/kvcache.md": "from openai import OpenAI",

@@ -18,8 +18,8 @@ from kvproxy.app import Proxy
 from kvproxy.operate.commands.configuration import ConfigSource
 from kvproxy.operate.commands.reload import FileReloader
 from kvproxy.proxy.listener.server import Server
+from tests.cache.fleet import simulated
 from tests.docs.blocks import ROOT, block
-from tests.kvcache.fleet import simulated
 
 MODEL = "tiny"
 

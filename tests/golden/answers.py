@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.types import Send
 
-from tests.admin.support import admin_of
+from tests.operate.admin.support import admin_of
 from tests.support.fake_engine import Call, FakeEngine, event, start_stream
 from tests.support.loopback import serve
 from tests.support.proxy import RunningProxy, chat, running_proxy

@@ -35,7 +35,14 @@ NOT_YET = frozenset(
 )
 
 #: Folders of tests that name no feature.
-CORE_TESTS = ("tests/upstream", "tests/listener", "tests/request", "tests/resilience", "tests/routing", "tests/filters")
+CORE_TESTS = (
+    "tests/base/upstream",
+    "tests/proxy/listener",
+    "tests/proxy/request",
+    "tests/base/resilience",
+    "tests/cluster/routing",
+    "tests/proxy/filters",
+)
 
 _IMPORTS = """
 import importlib, pkgutil, kvproxy

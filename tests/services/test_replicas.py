@@ -20,9 +20,9 @@ from kvproxy.features.exchange import snapshot
 from kvproxy.features.exchange.peers import SyncStatus
 from kvproxy.features.exchange.stores import RedisLink
 from kvproxy.features.exchange.wire import Origin, decode_deltas
+from tests.cache.support import controller, long_text
 from tests.features.exchange.support import Deciding, deciding, until_synced
 from tests.features.leases.test_proxy import Engine
-from tests.kvcache.support import controller, long_text
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve
 from tests.support.until import until, until_says

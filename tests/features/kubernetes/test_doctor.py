@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvproxy.operate.doctor.report import Severity
-from tests.doctor.setup import only, visit
+from tests.operate.doctor.setup import only, visit
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.loopback import serve
 

@@ -12,8 +12,8 @@ import pytest
 
 from kvproxy.lab.simulator.fleet import Fleet, FleetSettings
 from kvproxy.lab.simulator.lmcache_controller import ControllerSettings
-from tests.doctor.setup import BUDGET, ENGINE
-from tests.kvcache.support import long_text
+from tests.cache.support import long_text
+from tests.operate.doctor.setup import BUDGET, ENGINE
 from tests.support.fake_kubernetes import PODS, FakeKubernetes, pod
 from tests.support.loopback import serve
 from tests.support.proxy import RunningProxy, running_proxy

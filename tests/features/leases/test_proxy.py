@@ -23,9 +23,9 @@ from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
 from kvproxy.operate.config.load import check_config, load_config
 from kvproxy.operate.receipts.receipt import Receipt, decode_receipt
 from kvproxy.proxy.listener.server import serve
-from tests.admin.support import NOON, admin_of, audited
-from tests.kvcache.fleet import Place, simulated
-from tests.kvcache.support import Fake, controller, engine, long_text, words
+from tests.cache.fleet import Place, simulated
+from tests.cache.support import Fake, controller, engine, long_text, words
+from tests.operate.admin.support import NOON, admin_of, audited
 from tests.support.clock import FakeClock
 from tests.support.until import until
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvproxy.operate.config.load import check_config
-from tests.config.test_robustness import CHANGES, check_changed
 from tests.features.pixiu.pixiu_files import DOCUMENTATION, PLACEHOLDERS, sample
+from tests.operate.config.test_robustness import CHANGES, check_changed
 from tests.support.examples import examples
 
 PIXIU = sample()

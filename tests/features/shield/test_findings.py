@@ -12,9 +12,9 @@ from kvproxy.features.shield.findings import find_open_faults
 from kvproxy.features.shield.rules import ADVISORIES, Rule
 from kvproxy.features.shield.settings import ShieldMode
 from kvproxy.operate.doctor.report import Severity
-from tests.admin.support import admin_of, proxy_of
 from tests.docs.blocks import ROOT, block
-from tests.doctor.setup import ENGINE, cluster, visit
+from tests.operate.admin.support import admin_of, proxy_of
+from tests.operate.doctor.setup import ENGINE, cluster, visit
 from tests.support.clock import FakeClock
 from tests.support.proxy import running_proxy
 

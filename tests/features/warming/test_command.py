@@ -16,9 +16,9 @@ import pytest
 from kvproxy.app import Proxy
 from kvproxy.features.warming.command import WarmError, WarmOptions, own_proxy, read_prompts, run
 from kvproxy.operate.config.load import load_config
-from tests.admin.support import admin_of, audited, problems_of, proxy_of
-from tests.kvcache.fleet import Place, simulated
-from tests.kvcache.support import long_text
+from tests.cache.fleet import Place, simulated
+from tests.cache.support import long_text
+from tests.operate.admin.support import admin_of, audited, problems_of, proxy_of
 from tests.support.clock import FakeClock
 
 PROMPT = {"model": "tiny", "messages": [{"role": "system", "content": long_text("s", 200)}], "n": 2, "stream": True}

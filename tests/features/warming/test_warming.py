@@ -15,7 +15,7 @@ from kvproxy.cache.feedback.trust import LossReason
 from kvproxy.features.warming.warmer import PIECE_TOKENS
 from kvproxy.features.warming.warming import RETRY_S, Warming
 from kvproxy.operate.config.load import check_config
-from tests.kvcache.support import A, B, Fake, Service, chat, engine, long_text, world
+from tests.cache.support import A, B, Fake, Service, chat, engine, long_text, world
 from tests.support.clock import FakeClock
 
 SYSTEM = long_text("s", 400)

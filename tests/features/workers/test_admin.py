@@ -13,10 +13,10 @@ import pytest
 from kvproxy.base.errors import ConfigError
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.listener.server import serve
+from tests.cache.actions.support import serve as routed
+from tests.cache.fleet import simulated
+from tests.cache.support import long_text
 from tests.features.workers.together import Together, begin_worker, together
-from tests.kvcache.actions.support import serve as routed
-from tests.kvcache.fleet import simulated
-from tests.kvcache.support import long_text
 from tests.support.fake_engine import FakeEngine
 from tests.support.proxy import chat
 

@@ -13,8 +13,8 @@ from kvproxy.features.exchange.deltas import Drained, Probed
 from kvproxy.features.exchange.peers import SyncStatus
 from kvproxy.features.exchange.wire import Batch, Hello, Origin
 from kvproxy.proxy.listener.server import serve
+from tests.cache.support import Fake
 from tests.features.workers.together import begin_worker, together
-from tests.kvcache.support import Fake
 from tests.support.fake_engine import Call, FakeEngine, start_stream
 from tests.support.proxy import chat
 from tests.support.until import until

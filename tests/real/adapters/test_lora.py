@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.admin.support import admin_of
-from tests.doctor.setup import visit
+from tests.operate.admin.support import admin_of
+from tests.operate.doctor.setup import visit
 from tests.real.conftest import Saw, needs_memory
 from tests.real.engines import vllm
 from tests.real.engines.place import HERE, TINY, VLLM

@@ -10,7 +10,6 @@ import openai
 import pytest
 
 from kvproxy.base.types import EndpointId
-from tests.agents import HEADER, MARK
 from tests.real.agents.conftest import TEMPLATE
 from tests.real.conftest import Saw, needs_memory
 from tests.real.engines import vllm
@@ -19,6 +18,7 @@ from tests.real.engines.vllm import BLOCK_TOKENS, Vllm
 from tests.real.kvcache import predicted_at, with_kvcache
 from tests.real.pair import warm_up
 from tests.real.prompts import text
+from tests.support.agents import HEADER, MARK
 from tests.support.proxy import RunningProxy, running_proxy
 from tests.support.until import until
 

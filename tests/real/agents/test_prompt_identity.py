@@ -17,10 +17,10 @@ from kvproxy.cache.clients.messages_chat import chat_of_messages
 from kvproxy.cache.clients.responses_chat import chat_of_responses
 from kvproxy.cache.prefix.prompt_identity import prompt_identity
 from kvproxy.proxy.request.parse import parse_body
-from tests.agents import HEADER, MARK, chat_bodies, messages_bodies, responses_bodies
 from tests.real.agents.conftest import Renderer
 from tests.real.conftest import Saw
 from tests.real.engines.place import TINY
+from tests.support.agents import HEADER, MARK, chat_bodies, messages_bodies, responses_bodies
 
 pytestmark = pytest.mark.real
 

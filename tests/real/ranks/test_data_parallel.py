@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from kvproxy.base.types import EndpointId
-from tests.doctor.setup import visit
+from tests.operate.doctor.setup import visit
 from tests.real.conftest import Saw, needs_memory
 from tests.real.engines import vllm
 from tests.real.engines.place import TINY

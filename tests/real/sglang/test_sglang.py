@@ -11,8 +11,7 @@ import pytest
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.clients.engine_metrics import EngineKind
 from kvproxy.cache.feedback.trust import LossReason
-from tests.agents import HEADER, MARK
-from tests.doctor.setup import visit
+from tests.operate.doctor.setup import visit
 from tests.real.conftest import Saw, needs_memory
 from tests.real.engines import sglang
 from tests.real.engines.place import TINY
@@ -20,6 +19,7 @@ from tests.real.engines.sglang import PAGE_TOKENS, Sglang
 from tests.real.kvcache import ask, following, predicted_at
 from tests.real.pair import warm_up
 from tests.real.prompts import chat, text
+from tests.support.agents import HEADER, MARK
 from tests.support.proxy import running_proxy
 from tests.support.until import until
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.prefix.media.samples import picture_part, png
+from tests.cache.media.samples import picture_part, png
 from tests.real.conftest import Saw, needs_memory
 from tests.real.engines import vllm
 from tests.real.engines.place import HERE, TINY, VLLM, Model

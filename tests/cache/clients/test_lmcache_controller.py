@@ -1,0 +1,329 @@
+"""The controller client: every shape its versions answer, every way it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from collections.abc import Awaitable, Callable
+
+import httpx
+import pytest
+
+from kvproxy.base.errors import (
+    BadResponse,
+    ClientTimeout,
+    InstanceBusy,
+    NotSupported,
+    Refused,
+    UnknownInstance,
+)
+from kvproxy.cache.clients.lmcache_controller import LMCacheControllerClient
+from kvproxy.cache.clients.lmcache_controller_wire import ActionResult, Holder, InstanceHealth, InstanceKeys
+from tests.cache.clients.support import Handler, Upstream
+from tests.support.loopback import serve
+
+TOKENS = array("I", range(1024))
+BUSY = "Operation cannot be accomplished in current state"
+UNKNOWN = "The number of tokens pinned should be the same across all workers."
+
+Action = Callable[[LMCacheControllerClient], Awaitable[object]]
+
+
+def controller(handler: Handler | httpx.Response) -> tuple[LMCacheControllerClient, Upstream]:
+    upstream = Upstream(handler)
+    return LMCacheControllerClient(upstream.http, "http://127.0.0.1:9000"), upstream
+
+
+def answering(body: object, *, status: int = 200) -> tuple[LMCacheControllerClient, Upstream]:
+    return controller(httpx.Response(status, json=body))
+
+
+@pytest.mark.parametrize("place", [["LocalCPUBackend", 1024], {"0": "LocalCPUBackend", "1": 1024}])
+async def test_lookup_reads_the_array_and_pixius_object(place: object) -> None:
+    """The real controller sends an array, Pixiu's stand-in an object: both are one holder."""
+    client, upstream = answering({"event_id": "Lookup1", "layout_info": {"vllm-a": place}})
+    assert await client.lookup(TOKENS) == (Holder("vllm-a", "LocalCPUBackend", 1024),)
+    assert upstream.body == {"tokens": list(TOKENS)}
+
+
+@pytest.mark.parametrize("body", [{"event_id": "x", "layout_info": {}}, {"layout_info": {}}])
+async def test_a_miss_is_nobody(body: object) -> None:
+    """Also from controllers before 0.3.5, which send no event id."""
+    assert await answering(body)[0].lookup(TOKENS) == ()
+
+
+async def test_holders_keep_the_order_of_chunks() -> None:
+    """The first one holds the first chunk: often the shortest match."""
+    client, _ = answering({"layout_info": {"b": ["LocalDiskBackend", 256], "a": ["LocalCPUBackend", 1024]}})
+    assert [holder.instance_id for holder in await client.lookup(TOKENS)] == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [None, [], {"a": ["x"]}, {"a": ["x", -1]}, {"a": ["x", "1"]}, {"a": {"0": "x"}}, {"a": ["x", 1, 2]}, {"a": 5}],
+)
+async def test_a_layout_of_another_shape_is_a_bad_response(layout: object) -> None:
+    """Nothing is guessed into a match."""
+    with pytest.raises(BadResponse):
+        await answering({"layout_info": layout})[0].lookup(TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("body", "result", "effect"),
+    [
+        ({"event_id": "Pin1", "num_tokens": 1024}, ActionResult(1024, None, "Pin1"), True),
+        ({"event_id": "Pin1", "num_tokens": 0}, ActionResult(0, None, "Pin1"), False),
+        ({"success": True}, ActionResult(None, True), True),
+        ({"success": False}, ActionResult(None, False), False),
+        ({"event_id": "Pin1"}, ActionResult(None, None, "Pin1"), None),
+    ],
+)
+async def test_success_is_an_effect_not_a_status(body: object, result: ActionResult, effect: bool | None) -> None:
+    """A wrong location answers 200 with 0 tokens; controllers before 0.3.5 may not say at all."""
+    answer = await answering(body)[0].pin("vllm-a", TOKENS, location="LocalCPUBackend")
+    assert answer == result
+    assert answer.had_effect is effect
+
+
+async def test_what_actions_send() -> None:
+    """Fields of every version at once: unknown ones are ignored by all of them."""
+    client, upstream = answering({"event_id": "x", "num_tokens": 1})
+    at = {"location": "LocalCPUBackend", "locations": ["LocalCPUBackend"]}
+    tokens = list(TOKENS)
+    await client.pin("a", TOKENS, location="LocalCPUBackend")
+    assert upstream.body == {"tokens": tokens, "instance_id": "a", **at}
+    await client.compress("a", TOKENS, location="LocalCPUBackend")
+    assert upstream.body == {"tokens": tokens, "instance_id": "a", "method": "cachegen", **at}
+    await client.decompress("a", TOKENS, location="LocalCPUBackend")
+    assert upstream.body == {"tokens": tokens, "instance_id": "a", "method": "cachegen", **at}
+    await client.clear("a", location="LocalCPUBackend")
+    assert upstream.body == {"instance_id": "a", **at}
+    await client.evict("a", TOKENS)
+    assert upstream.body == {"tokens": tokens, "instance_id": "a"}
+    await client.move(("a", "x"), ("b", "y"), TOKENS)
+    assert upstream.body == {
+        "tokens": tokens,
+        "old_position": ["a", "x"],
+        "new_position": ["b", "y"],
+        "should_copy": True,
+        "copy": True,
+    }
+    assert [request.url.path for request in upstream.requests] == [
+        "/pin", "/compress", "/decompress", "/clear", "/evict", "/move",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("detail", "kind"),
+    [
+        (BUSY, InstanceBusy),
+        (UNKNOWN, UnknownInstance),
+        ("Operation 'pin' is not supported.", NotSupported),
+        ("Src worker 0 not registered for instance a or P2P is not enabled.", NotSupported),
+        ("", Refused),
+        ("1 validation error for QueryInstResponse", Refused),
+    ],
+)
+async def test_what_a_500_means_is_in_its_text(detail: str, kind: type[Refused]) -> None:
+    """A busy socket may be tried again, an unknown instance may not."""
+    with pytest.raises(Refused) as refused:
+        await answering({"detail": detail}, status=500)[0].pin("a", TOKENS, location="x")
+    assert type(refused.value) is kind
+    assert refused.value.status == 500
+
+
+async def test_a_422_does_not_show_the_tokens() -> None:
+    """The controller echoes the whole request."""
+    detail = [{"type": "x", "loc": ["body", "tokens", 0], "msg": "bad", "input": list(TOKENS)}]
+    with pytest.raises(Refused) as refused:
+        await answering({"detail": detail}, status=422)[0].lookup(TOKENS)
+    assert str(refused.value) == "lmcache controller /lookup: 422 body.tokens.0: bad"
+
+
+async def test_no_evict_is_found_out_once() -> None:
+    """No real controller has /evict: after one 404 it is never called again."""
+    client, upstream = answering({"detail": "Not Found"}, status=404)
+    assert client.evicts is None
+    for _ in range(3):
+        with pytest.raises(NotSupported):
+            await client.evict("a", TOKENS)
+    assert client.evicts is False
+    assert len(upstream.requests) == 1
+
+
+async def test_evict_where_there_is_one() -> None:
+    """Pixiu's stand-in has it."""
+    client, _ = answering({"event_id": "Evict1", "num_tokens": 512})
+    assert (await client.evict("a", TOKENS)).had_effect
+    assert client.evicts is True
+
+
+async def test_a_worker_that_cannot_evict_says_nothing_about_the_controller() -> None:
+    """Only a missing route switches the capability off."""
+    client, _ = answering({"detail": "Operation 'evict' is not supported."}, status=500)
+    with pytest.raises(NotSupported):
+        await client.evict("a", TOKENS)
+    assert client.evicts is None
+
+
+@pytest.mark.parametrize(
+    ("body", "health", "known", "healthy"),
+    [
+        ({"event_id": "h", "error_codes": {"0": 0, "1": 0}}, InstanceHealth({0: 0, 1: 0}), True, True),
+        ({"event_id": "h", "error_codes": {"0": 0, "1": -1001}}, InstanceHealth({0: 0, 1: -1001}), True, False),
+        ({"event_id": "h", "error_codes": {}}, InstanceHealth({}), False, False),
+        ({"event_id": "h", "error_code": 0}, InstanceHealth({0: 0}), True, True),
+        ({"alive": True}, InstanceHealth({0: 0}), True, True),
+        ({"alive": False}, InstanceHealth({0: -1}), True, False),
+        ({}, InstanceHealth({}), False, False),
+    ],
+)
+async def test_health_of_every_version(body: object, health: InstanceHealth, known: bool, healthy: bool) -> None:
+    """An unknown instance answers 200 with no worker: that is not health."""
+    answer = await answering(body)[0].check_health("a")
+    assert answer == health
+    assert (answer.known, answer.healthy) == (known, healthy)
+
+
+async def test_query_instance() -> None:
+    """By address; an unknown address is a 500 of the real controller and simply no instance here."""
+    client, upstream = answering({"event_id": "q", "res": "vllm-a"})
+    assert await client.query_instance("10.0.0.1") == "vllm-a"
+    assert upstream.body["ip"] == "10.0.0.1"
+    assert await answering({"detail": "validation error"}, status=500)[0].query_instance("10.0.0.2") is None
+    with pytest.raises(NotSupported):
+        await answering({"detail": "Not Found"}, status=404)[0].query_instance("10.0.0.2")
+
+
+WORKER = {
+    "instance_id": "vllm-a",
+    "worker_id": 0,
+    "ip": "127.0.0.1",
+    "port": 8501,
+    "peer_init_url": None,
+    "registration_time": 1.5,
+    "last_heartbeat_time": 2.5,
+}
+
+
+async def test_query_worker_info() -> None:
+    """All of them, or none for an unknown instance."""
+    client, upstream = answering({"event_id": "q", "worker_infos": [WORKER]})
+    (worker,) = await client.query_worker_info()
+    assert (worker.instance_id, worker.port, worker.last_heartbeat_time) == ("vllm-a", 8501, 2.5)
+    assert upstream.body == {"instance_id": "all", "worker_ids": None}
+    assert await answering({"event_id": "q", "worker_infos": []})[0].query_worker_info("x") == ()
+
+
+async def test_workers_are_listed() -> None:
+    """With key counts; one worker asked for by id comes bare; none at all is a 404."""
+    row = {**WORKER, "key_count": 4}
+    client, upstream = answering({"workers": [row], "total_count": 1})
+    assert [worker.key_count for worker in await client.list_workers()] == [4]
+    assert upstream.requests[-1].url.query == b""
+    client, upstream = answering(row)
+    assert [worker.key_count for worker in await client.list_workers(instance_id="vllm-a", worker_id=0)] == [4]
+    assert upstream.requests[-1].url.query == b"instance_id=vllm-a&worker_id=0"
+    gone = {"detail": "Worker (x, 0) not found"}
+    assert await answering(gone, status=404)[0].list_workers(instance_id="x") == ()
+    with pytest.raises(NotSupported):
+        await answering({"detail": "Not Found"}, status=404)[0].list_workers()
+    with pytest.raises(Refused):
+        await answering({"detail": "x"}, status=500)[0].list_workers(instance_id="x")
+
+
+async def test_key_stats() -> None:
+    """Live numbers of the index."""
+    rows = [{"instance_id": "vllm-a", "key_count": 4, "worker_count": 1}]
+    body = {"total_key_count": 4, "total_instance_count": 1, "total_worker_count": 1, "instances": rows}
+    stats = await answering(body)[0].key_stats()
+    assert (stats.total_key_count, stats.instances) == (4, (InstanceKeys("vllm-a", 4, 1),))
+
+
+async def test_check_finish() -> None:
+    """Never implemented since 0.3.5; earlier ones said `finished`."""
+    assert await answering({"status": "done"})[0].check_finish("e") == "done"
+    assert await answering({"finished": True})[0].check_finish("e") == "finished"
+    assert await answering({"finished": False})[0].check_finish("e") == "pending"
+    with pytest.raises(NotSupported):
+        await answering({"detail": ""}, status=500)[0].check_finish("e")
+    with pytest.raises(Refused, match="422"):
+        await answering({"detail": []}, status=422)[0].check_finish("e")
+
+
+class Worker:
+    """A controller whose instance `dead` never answers and which breaks when one instance is called twice at once."""
+
+    def __init__(self) -> None:
+        self.busy: set[str] = set()
+        self.served: list[str] = []
+
+    async def __call__(self, scope: object, receive: Callable[[], Awaitable[dict[str, object]]], send: object) -> None:
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")  # type: ignore[operator]
+            if not message.get("more_body"):
+                break
+        instance = json.loads(body)["instance_id"]
+        if instance in self.busy:
+            await self._reply(send, 500, {"detail": BUSY})
+            return
+        self.busy.add(instance)
+        if instance == "dead":
+            await asyncio.Event().wait()
+        await asyncio.sleep(0.01)
+        self.busy.remove(instance)
+        self.served.append(instance)
+        await self._reply(send, 200, {"event_id": "x", "num_tokens": 256})
+
+    async def _reply(self, send: object, status: int, body: object) -> None:
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})  # type: ignore[operator]
+        await send({"type": "http.response.body", "body": json.dumps(body).encode()})  # type: ignore[operator]
+
+
+async def test_one_action_at_a_time_per_instance() -> None:
+    """Ten actions at once on two instances: the controller, which breaks on parallel ones, sees none."""
+    worker = Worker()
+    async with serve(worker) as url, httpx.AsyncClient(trust_env=False) as http:
+        client = LMCacheControllerClient(http, url)
+        names = ["a", "b"] * 5
+        async with asyncio.TaskGroup() as group:
+            results = [group.create_task(client.pin(name, TOKENS, location="x")) for name in names]
+    assert all(result.result().had_effect for result in results)
+    assert sorted(worker.served) == sorted(names)
+
+
+@pytest.mark.parametrize("action", ["pin", "health", "clear", "move"])
+async def test_a_dead_worker_costs_one_timeout(action: str) -> None:
+    """The controller hangs for ever on it; the call ends at its own timeout and other instances go on."""
+    actions: dict[str, Action] = {
+        "pin": lambda client: client.pin("dead", TOKENS, location="x"),
+        "health": lambda client: client.check_health("dead"),
+        "clear": lambda client: client.clear("dead", location="x"),
+        "move": lambda client: client.move(("dead", "x"), ("a", "x"), TOKENS),
+    }
+
+    async def never(request: httpx.Request) -> httpx.Response:
+        if b"dead" in request.content:
+            await asyncio.Event().wait()
+        return httpx.Response(200, json={"event_id": "x", "num_tokens": 1})
+
+    http = httpx.AsyncClient(transport=httpx.MockTransport(never))
+    client = LMCacheControllerClient(http, "http://127.0.0.1:9000", action_timeout_s=0.02)
+    with pytest.raises(ClientTimeout):
+        await actions[action](client)
+    assert (await client.pin("a", TOKENS, location="x")).had_effect
+
+
+@pytest.mark.parametrize(("holders", "readable"), [(1024, True), (1025, False)])
+async def test_an_answer_names_a_bounded_number_of_instances(holders: int, readable: bool) -> None:
+    """No fleet has more, and each costs something."""
+    client, _ = answering({"event_id": "x", "layout_info": {f"i{n}": ["LocalCPUBackend", 256] for n in range(holders)}})
+    if readable:
+        assert len(await client.lookup(TOKENS)) == holders
+    else:
+        with pytest.raises(BadResponse):
+            await client.lookup(TOKENS)

@@ -1,0 +1,179 @@
+"""Requests counted by block on the runs of the approximate index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvproxy.cache.indexes.approximate import ApproximateIndex
+from kvproxy.cache.indexes.heat import Heat
+from tests.cache.indexes.support import A, B, chained
+
+SYSTEM = tuple(range(100, 110))
+
+
+def index_of(endpoints: int, *, capacity_blocks: int = 10_000) -> ApproximateIndex:
+    return ApproximateIndex(capacity_blocks=capacity_blocks, heat=Heat(endpoints=endpoints))
+
+
+def ask(index: ApproximateIndex, path: Sequence[int], endpoint: str = A) -> None:
+    """One request that is served."""
+    index.confirm(index.route(A if endpoint == A else B, index.locate(chained(path))))
+
+
+def hot(index: ApproximateIndex, path: Sequence[int]) -> int:
+    """Hot blocks by what was asked for so far."""
+    cursor = index.locate(chained(path))
+    cursor.counted = True
+    return index.hot_blocks(cursor)
+
+
+def test_a_shared_system_prompt_becomes_hot() -> None:
+    """Two requests an endpoint within the window; what follows it in each session stays cold."""
+    index = index_of(2)
+    for session in range(5):
+        assert hot(index, SYSTEM) == 0
+        ask(index, (*SYSTEM, session, session))
+    assert hot(index, (*SYSTEM, 0, 0)) == 10
+    assert hot(index, (*SYSTEM[:4], 7)) == 4
+
+
+def test_heat_decays_with_requests() -> None:
+    """What nothing asked for in a while is no longer worth replicas."""
+    index = index_of(1)
+    for _ in range(3):
+        ask(index, SYSTEM)
+    assert hot(index, SYSTEM) == 10
+    for other in range(64):
+        ask(index, (other,))
+    assert hot(index, SYSTEM) == 0
+
+
+def test_more_endpoints_need_more_requests() -> None:
+    """The threshold follows the fleet."""
+    index = index_of(1)
+    for _ in range(4):
+        ask(index, SYSTEM)
+    assert hot(index, SYSTEM) == 10
+    index.heat.endpoints = 4
+    assert hot(index, SYSTEM) == 0
+
+
+@pytest.mark.parametrize(("endpoints", "requests"), [(1, 2), (4, 8), (6, 8), (8, 8), (16, 16)])
+def test_eight_requests_are_enough_until_endpoints_are_more(endpoints: int, requests: int) -> None:
+    """Fewer than eight tell a shared prefix from a busy session too badly."""
+    assert Heat(endpoints=endpoints).threshold == requests
+
+
+def test_a_request_counts_itself_before_it_is_routed() -> None:
+    """The one that makes its prompt hot is placed as one for a hot prompt."""
+    index = index_of(1)
+    for _ in range(2):
+        ask(index, SYSTEM)
+    cursor = index.locate(chained(SYSTEM))
+    assert (index.hot_blocks(cursor), hot(index, SYSTEM)) == (10, 0)
+    index.confirm(index.route(A, cursor))
+    assert (index.hot_blocks(cursor), hot(index, SYSTEM)) == (10, 10)
+
+
+def test_a_retried_request_counts_once() -> None:
+    """However many endpoints it was routed to, its cursor is one request."""
+    index = index_of(1)
+    index.insert(B, index.locate(chained(SYSTEM)))
+    for _ in range(2):
+        cursor = index.locate(chained(SYSTEM))
+        for endpoint in (A, B, A):
+            index.rollback(index.route(endpoint, cursor))
+        index.confirm(index.route(A, cursor))
+    assert hot(index, SYSTEM) == 0
+    ask(index, SYSTEM)
+    assert hot(index, SYSTEM) == 10
+
+
+def test_a_request_that_was_never_routed_does_not_count() -> None:
+    """To look a prompt up changes nothing."""
+    index = index_of(1)
+    for _ in range(9):
+        hot(index, SYSTEM)
+    ask(index, SYSTEM)
+    assert index.requests(index.all_runs()[0]) == 1.0
+
+
+def test_what_no_endpoint_holds_is_cold() -> None:
+    """Heat lives on the blocks: evicted by all, failed everywhere, or gone with the last endpoint, they are cold."""
+    index = index_of(1, capacity_blocks=10)
+    for _ in range(4):
+        ask(index, SYSTEM)
+    run = index.all_runs()[0]
+    ask(index, range(10))
+    assert (hot(index, SYSTEM), index.requests(run)) == (0, 0.0)
+    for _ in range(4):
+        ask(index, SYSTEM, B)
+    assert hot(index, SYSTEM) == 10
+    index.remove(B)
+    assert hot(index, SYSTEM) == 0
+
+
+def test_a_contradicted_prompt_begins_again() -> None:
+    """What the only holder had lost counts from the request that computed it once more."""
+    index = index_of(1)
+    for _ in range(4):
+        ask(index, SYSTEM)
+    entry = index.route(A, index.locate(chained(SYSTEM)))
+    index.contradict(A, entry.cursor, 4)
+    index.confirm(entry)
+    assert hot(index, SYSTEM) == 4
+    assert min(index.requests(run) for run in index.all_runs()) == 1.0
+
+
+def test_turns_of_a_chat_that_is_one_run_are_told_apart() -> None:
+    """Its first turn was asked for with every later one; also once another chat branches off in the middle of it."""
+    index = index_of(1)
+    for turn in range(1, 11):
+        ask(index, range(5 * turn))
+    assert index.runs == 1
+    assert hot(index, range(50)) == 40
+    ask(index, (*range(17), 99))
+    assert index.runs == 3
+    assert hot(index, (*range(17), 99)) == 17
+    assert hot(index, range(50)) == 40
+    index.set_capacity(A, 38)
+    assert hot(index, range(50)) == index.held_blocks(A) - 1 == 37
+
+
+def test_a_chat_of_many_turns_does_not_pile_up_steps() -> None:
+    """Turns so long ago that they weigh nothing are given up."""
+    index = index_of(1)
+    for turn in range(1, 2000):
+        ask(index, range(turn))
+        for other in range(20):
+            ask(index, (5000 + other,))
+    steps = max((run.steps or [] for run in index.all_runs()), key=len)
+    assert 10 < len(steps) < 64
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=5), st.sampled_from([A, B])), max_size=60),
+    st.integers(1, 3),
+)
+def test_hot_prefixes_are_those_of_a_count_by_block(requests: list[tuple[list[int], str]], endpoints: int) -> None:
+    """Runs are an economy, not an approximation, however they are split and put together."""
+    index = index_of(endpoints)
+    asked = [path for path, _ in requests]
+    for path, endpoint in requests:
+        ask(index, path, endpoint)
+    for request in asked:
+        depth, heat = 0, 0.0
+        while depth < len(request):
+            prefix = request[: depth + 1]
+            ages = [len(asked) - i - 1 for i, other in enumerate(asked) if other[: depth + 1] == prefix]
+            heat = sum(exp(-age / (64 * endpoints)) for age in ages)
+            if heat < 2 * endpoints - 1e-9:
+                break
+            depth += 1
+        if depth == len(request) or abs(heat - 2 * endpoints) > 1e-6:
+            assert hot(index, request) == depth

@@ -1,0 +1,100 @@
+"""What is on and why, in the check of a file, in the terminal and on the admin listener."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvproxy.operate.admin.app import build_admin_app
+from kvproxy.operate.admin.history import History
+from kvproxy.operate.capabilities import SeenEngines, format_capabilities, list_capabilities
+from kvproxy.operate.commands.configuration import check_file
+from kvproxy.operate.commands.status import render_page
+from kvproxy.operate.config.load import load_config
+from tests.operate.admin.support import admin_of, proxy_of
+
+URLS = ["http://127.0.0.1:9", "http://127.0.0.1:10"]
+SEEN = SeenEngines(4, publishing=3, ranks=2, priority_sent=1)
+PUBLISHING_NONE = SeenEngines(4, publishing=0, ranks=0, priority_sent=0)
+
+
+def kvcache(**settings: Any) -> dict[str, Any]:
+    return {"filters": ["inference_request", {"kvcache": settings}, "router"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "seen", "name", "state", "reason"),
+    [
+        ({}, None, "router queue", "on", "auto: with kv_aware"),
+        ({"policy": "random"}, None, "router queue", "off", "auto: only with kv_aware, not random"),
+        ({"queue": {}}, None, "router queue", "on", "`queue`"),
+        ({"queue": {"enabled": False}}, None, "router queue", "off", "`queue.enabled: false`"),
+        ({}, None, "engine priority", "off", "`engine_priority: off`, the default"),
+        ({"engine_priority": "auto"}, None, "engine priority", "on", "`engine_priority: auto`"),
+        (
+            {"engine_priority": "on"},
+            SEEN,
+            "engine priority",
+            "on",
+            "`engine_priority: on`, sent to 1 of 4 endpoints now",
+        ),
+        ({}, None, "data-parallel ranks", "on", "where an engine has several"),
+        ({}, SEEN, "data-parallel ranks", "on", "2 of 4 endpoints are ranks"),
+        ({}, PUBLISHING_NONE, "data-parallel ranks", "off", "no engine shows several"),
+        ({"data_parallel": {"steer": False}}, SEEN, "data-parallel ranks", "off", "`data_parallel.steer: false`"),
+        ({}, None, "KV events", "on", "auto: of engines that publish"),
+        ({}, SEEN, "KV events", "on", "auto: 3 of 4 endpoints publish"),
+        ({}, PUBLISHING_NONE, "KV events", "off", "auto: 0 of 4 endpoints publish"),
+        ({"policy": "random"}, SEEN, "KV events", "off", "auto: no policy weighs cached prefixes"),
+        (kvcache(kv_events=False), SEEN, "KV events", "off", "`kv_events: false`"),
+        (kvcache(kv_events=True), None, "KV events", "on", "required of every engine"),
+        (kvcache(kv_events=False), None, "tokenizer", "off", "neither KV events nor LMCache"),
+        (kvcache(enabled=False), None, "KV events", "off", "the kvcache filter is not in use"),
+        (kvcache(enabled=False), None, "snapshot", "off", "the kvcache filter is not in use"),
+        (kvcache(lmcache_endpoint="http://127.0.0.1:11"), None, "LMCache", "on", "`lmcache_endpoint`"),
+        (kvcache(snapshot={"path": "/tmp/s"}), None, "snapshot", "on", "`snapshot.path`"),
+    ],
+)
+def test_each_is_on_or_off_for_a_reason(
+    config: dict[str, Any], seen: SeenEngines | None, name: str, state: str, reason: str
+) -> None:
+    """By the file alone, and by what a running proxy has found out."""
+    rows = {one.name: one for one in list_capabilities(load_config({"endpoints": URLS, **config}), seen)}
+    assert (rows[name].state, rows[name].reason) == (state, reason)
+
+
+def test_several_clusters_have_a_queue_each() -> None:
+    clusters = {
+        name: {"endpoints": URLS[:1], "policy": policy} for name, policy in (("a", "kv_aware"), ("b", "random"))
+    }
+    routes = [{"model": name, "cluster": name} for name in clusters]
+    rows = list_capabilities(load_config({"clusters": clusters, "routes": routes}))
+    assert [(one.name, one.state) for one in rows[:2]] == [("a: router queue", "on"), ("b: router queue", "off")]
+
+
+def test_lines_are_a_table() -> None:
+    rows = [{"name": "queue", "state": "on", "reason": "why"}, {"name": "a", "state": "off", "reason": "not"}]
+    assert format_capabilities(rows) == ["queue  on   why", "a      off  not"]
+
+
+async def test_terminal_and_listener_show_the_same() -> None:
+    """Counted of the running proxy: no engine was found to publish."""
+    proxy = proxy_of(policy="kv_aware")
+    proxy.admin = build_admin_app(proxy, History(proxy))
+    async with admin_of(proxy) as client:
+        live = (await client.get("/live")).json()
+    (events,) = [one for one in live["capabilities"] if one["name"] == "KV events"]
+    assert (events["state"], "auto: 0 of" in events["reason"]) == ("off", True)
+    assert set(format_capabilities(live["capabilities"])) <= set(render_page(live).splitlines())
+
+
+def test_a_good_file_is_followed_by_what_is_on(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("endpoints: [http://127.0.0.1:9]\n")
+    out = io.StringIO()
+    assert check_file(str(file), lenient=False, out=out) == 0
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines()]
+    assert "router queue on auto: with kv_aware" in lines

@@ -1,0 +1,388 @@
+"""The kvcache filter in a whole proxy, over simulated engines and a simulated LMCache."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from kvproxy.base.types import EndpointId, InferenceRequest, Prompt, RequestKind
+from kvproxy.cache.overlap.facts import RequestFacts
+from kvproxy.cache.service import KvCache
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cluster.routes import Routes
+from kvproxy.cluster.routing.policy import Overlap, OverlapFacts
+from kvproxy.cluster.settings import ClusterSettings, PolicyName
+from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
+from kvproxy.proxy.filters.chain import FilterContext
+from kvproxy.proxy.filters.kvcache import STATE_KEY, KvCacheFilter, build, needs_facts, prefers
+from kvproxy.proxy.request.exchange import Exchange
+from tests.cache.fleet import Place, simulated
+from tests.cache.support import NOWHERE, cluster_of, long_text, settings
+from tests.lab.simulator.support import slow
+from tests.support.asgi import Inner, call, http_scope
+from tests.support.fake_engine import Call, FakeEngine, answer_ok
+from tests.support.filter_context import filter_context
+from tests.support.loopback import serve
+from tests.support.proxy import RunningProxy, running_proxy
+from tests.support.until import until
+
+TURN = long_text("w", 400)
+PIN = {"enable_pinning": True, "hot_content_threshold": 2}
+
+
+@contextlib.asynccontextmanager
+async def proxied(place: Place, **kvcache: Any) -> AsyncIterator[RunningProxy]:
+    """A round-robin proxy whose kvcache filter has these settings."""
+    chosen = {
+        "lmcache_endpoint": place.lmcache,
+        "lookup_routing_timeout": "60s",
+        "engine_metrics_interval": 0,
+        **kvcache,
+    }
+    filters = ["inference_request", {"kvcache": chosen}, "router"]
+    async with running_proxy(place.engines, filters=filters) as proxy:
+        yield proxy
+
+
+def service(proxy: RunningProxy) -> KvCache:
+    """The proxy's kvcache service."""
+    kvcache = proxy.proxy.kvcache
+    assert kvcache is not None
+    return kvcache
+
+
+def body(*contents: str, **fields: Any) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[index % 2], "content": content} for index, content in enumerate(contents)]
+    return {"model": "tiny", "messages": messages, "max_tokens": 1, **fields}
+
+
+async def ask(proxy: RunningProxy, *contents: str) -> str:
+    """The endpoint that answered."""
+    answer = await proxy.client.post("/v1/chat/completions", json=body(*contents))
+    assert answer.status_code == 200, answer.text
+    return answer.headers["x-kvproxy-endpoint"]
+
+
+@pytest.mark.parametrize(
+    "fleet", [{}, {"controller": None, "coordinator": CoordinatorSettings()}], ids=["controller", "coordinator"]
+)
+async def test_a_chat_stays_where_its_prefix_is(fleet: dict[str, Any]) -> None:
+    """Round robin would alternate; the lookup tells the two instances apart, with either LMCache service."""
+    async with simulated(**fleet) as place, proxied(place, directory_model="models/tiny-qwen") as proxy:
+        history = [TURN]
+        first = await ask(proxy, *history)
+        for turn in range(4):
+            history += ["an answer", f"question {turn}"]
+            assert await ask(proxy, *history) == first
+        other = await ask(proxy, long_text("z", 400))
+        assert other != first
+        assert proxy.metric("kvproxy_preferences_total", result="followed") == 4
+        assert proxy.metric("kvproxy_kvcache_lookups_total", outcome="hit") == 4
+
+
+async def test_the_engine_confirms_what_was_predicted() -> None:
+    """`cached_tokens` of the answer against the prediction, by source."""
+    async with simulated() as place, proxied(place) as proxy:
+        await ask(proxy, TURN)
+        await ask(proxy, TURN, "an answer", "more")
+        results = [
+            proxy.metric(
+                "kvproxy_kvcache_predictions_total", cluster="default", endpoint=name, source=source, result="hit"
+            )
+            for source in ("approximate", "lmcache_controller")
+            for name in place.engines
+        ]
+        assert sum(results) == 1
+
+
+async def test_a_hot_prompt_is_pinned_where_it_was_served(caplog: pytest.LogCaptureFixture) -> None:
+    """After the answer, with an effect one can see at the controller, and a line in the audit log."""
+    async with simulated() as place, proxied(place, cache_strategy=PIN) as proxy:
+        with caplog.at_level(logging.INFO, "kvproxy.audit"):
+            served = [await ask(proxy, TURN) for _ in range(2)]
+            await until(lambda: service(proxy).actions.jobs.idle)
+        assert place.fleet.controller is not None
+        pinned = {n: w.stores["LocalCPUBackend"].pins for n, w in place.fleet.controller.controller.workers.items()}
+        assert pinned[served[1]] > 0
+        assert sum(pinned.values()) == pinned[served[1]]
+        assert "action=pin" in caplog.text
+        assert "result=done" in caplog.text
+        assert re.search(r"reason=hot score=0\.\d+ ", caplog.text)
+        assert "w1 w2" not in caplog.text
+
+
+async def test_the_client_leaving_does_not_end_the_work_after_it() -> None:
+    """The KV exists since the first byte: the prompt is tokenized and pinned although no client listens any more."""
+    strategy = {**PIN, "hot_content_threshold": 1}
+    async with simulated(engine={"engine": slow()}) as place, proxied(place, cache_strategy=strategy) as proxy:
+        streaming = body(TURN, stream=True, max_tokens=1000)
+        async with proxy.client.stream("POST", "/v1/chat/completions", json=streaming) as answer:
+            async for _ in answer.aiter_bytes():
+                break
+        await until(lambda: place.calls["POST /pin"] == 1)
+        assert proxy.metric("kvproxy_request_ends_total", end="client_disconnected") == 1
+
+
+async def test_leaving_drains_what_was_queued() -> None:
+    async with simulated() as place:
+        async with proxied(place, cache_strategy={**PIN, "hot_content_threshold": 1}) as proxy:
+            await ask(proxy, TURN)
+        assert place.calls["POST /pin"] == 1
+
+
+async def test_a_worker_that_never_answers_holds_up_nobody() -> None:
+    """The controller hangs for ever on a dead worker; requests go on, the action ends by its own timeout."""
+    async with simulated() as place:
+        limits = {"request_timeout": 0.05, "retry": {"max_attempts": 1}}
+        strategy = {**PIN, "hot_content_threshold": 1}
+        async with proxied(place, cache_strategy=strategy, **limits) as proxy:
+            assert place.fleet.controller is not None
+            for worker in place.fleet.controller.controller.workers.values():
+                worker.kill()
+            await ask(proxy, TURN)
+            await until(lambda: proxy.metric("kvproxy_kvcache_actions_total", action="pin", result="timeout") == 1)
+            assert await ask(proxy, TURN, "an answer", "more")
+
+
+async def test_memory_pressure_without_evict_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The real controller answers 404; nothing is cleared unless asked for."""
+    strategy = {"enable_eviction": True, "memory_source": "host", "memory_threshold": 0.0}
+    async with simulated() as place, proxied(place, cache_strategy=strategy) as proxy:
+        await service(proxy).scraper.scrape_all()
+        for tag in "pqrstu":
+            await ask(proxy, long_text(tag, 400))
+            await until(lambda: service(proxy).actions.jobs.idle)
+        assert place.calls["POST /evict"] == 1
+        assert place.calls["POST /clear"] == 0
+        assert caplog.text.count("cannot evict a single prefix") == 1
+        assert proxy.metric("kvproxy_kvcache_actions_total", action="evict", result="not_supported") == 1
+
+
+async def test_a_compressed_prefix_is_decompressed_before_it_is_used() -> None:
+    """Cold under load: compressed. Wanted again: not preferred there until it is decompressed."""
+    strategy = {"enable_compression": True, "load_source": "host", "load_threshold": 0.0,
+                "compress_min_tokens": 0}  # fmt: skip
+    async with simulated(names=("a",)) as place, proxied(place, cache_strategy=strategy) as proxy:
+        under_test = service(proxy)
+        await under_test.scraper.scrape_all()
+        await ask(proxy, TURN)
+        await ask(proxy, long_text("z", 400))
+        await until(lambda: place.calls["POST /compress"] == 1)
+        await until(lambda: under_test.actions.jobs.idle)
+        await ask(proxy, TURN, "an answer", "again")
+        await until(lambda: place.calls["POST /decompress"] == 1)
+
+
+def test_which_policies_a_preference_overrules() -> None:
+    """With a lookup service those that do not weigh matches themselves; else what the settings say."""
+    remote, local = settings(lmcache_endpoint="http://127.0.0.1:1"), settings()
+    assert prefers(remote, PolicyName.ROUND_ROBIN)
+    assert not prefers(remote, PolicyName.KV_AWARE)
+    assert not prefers(local, PolicyName.ROUND_ROBIN)
+    assert prefers(settings(prefer=True), PolicyName.KV_AWARE)
+    assert not prefers(settings(prefer=False, lmcache_endpoint="http://127.0.0.1:1"), PolicyName.ROUND_ROBIN)
+
+
+async def test_round_robin_stays_round_robin_without_a_lookup_service() -> None:
+    """The filter is in the default chain: it informs, and changes nothing that was not asked for."""
+    async with simulated() as place, running_proxy(place.engines, shadow_policy="kv_aware") as proxy:
+        assert [await ask(proxy, TURN) for _ in range(4)] == ["a", "b", "a", "b"]
+        answer = await proxy.client.post("/v1/chat/completions", json=body(TURN), headers={"x-kvproxy-debug": "1"})
+        assert "/approximate" in answer.headers["x-kvproxy-decision"]
+
+
+async def test_facts_that_nothing_would_use_are_not_gathered() -> None:
+    """Under a policy that weighs no overlap the default chain neither hashes nor learns."""
+    async with simulated() as place, running_proxy(place.engines) as proxy:
+        assert [await ask(proxy, TURN) for _ in range(2)] == ["a", "b"]
+        assert service(proxy).overlap.indexes["default"].approximate.entries == 0
+        assert proxy.metric("kvproxy_kvcache_facts_seconds_count") == 0
+
+
+@pytest.mark.parametrize(
+    ("kvcache", "cluster", "needed"),
+    [
+        ({}, {}, False),
+        ({"prefer": False}, {}, False),
+        ({}, {"policy": "power_of_two", "shadow_policy": "random"}, False),
+        ({}, {"policy": "kv_aware"}, True),
+        ({}, {"policy": "prefix_affinity"}, True),
+        ({}, {"shadow_policy": "kv_aware"}, True),
+        ({}, {"client_policies": ["least_request", "lmetric"]}, True),
+        ({"prefer": True}, {}, True),
+        ({"preference_header": "x-preferred"}, {}, True),
+        ({"lmcache_endpoint": NOWHERE}, {}, True),
+        ({"kv_events": True}, {}, True),
+        ({"snapshot": {"path": "/kept"}}, {}, True),
+    ],
+)
+def test_what_needs_facts(kvcache: dict[str, Any], cluster: dict[str, Any], needed: bool) -> None:
+    """Any policy that may decide, look on or be asked for, and everything that is made of facts besides."""
+    chosen = ClusterSettings.model_validate({"policy": "round_robin", **cluster})
+    assert needs_facts(KvCacheSettings.model_validate(kvcache), chosen) is needed
+
+
+async def test_kv_aware_weighs_the_facts_itself() -> None:
+    async with simulated() as place, running_proxy(place.engines, policy="kv_aware") as proxy:
+        first = await ask(proxy, TURN)
+        assert [await ask(proxy, TURN, "x", f"{number}") for number in range(3)] == [first] * 3
+        assert proxy.metric("kvproxy_picks_total", cluster="default", policy="kv_aware", reason="overlap") == 3
+
+
+async def test_a_retry_is_told_of_as_a_pick_of_its_own() -> None:
+    """What the failed endpoint was believed to hold is taken back."""
+
+    async def broken(engine: FakeEngine, call: Call, send: Any) -> None:
+        raise RuntimeError("down")
+
+    bad, good = FakeEngine("bad", broken), FakeEngine("good", answer_ok)
+    async with serve(bad) as a, serve(good) as b, running_proxy({"a": a, "b": b}, shadow_policy="kv_aware") as proxy:
+        assert await ask(proxy, TURN) == "b"
+        local = service(proxy).overlap.indexes["default"].approximate
+        assert local.held_blocks(EndpointId("a")) == 0
+        assert local.held_blocks(EndpointId("b")) > 0
+
+
+# The filter alone
+
+
+def request(content: str = TURN) -> InferenceRequest:
+    return InferenceRequest(RequestKind.CHAT, "m", Prompt(b"", (content.encode(),)))
+
+
+class Broken:
+    """Routes that raise: whatever happens in the filter, the request goes on."""
+
+    def resolve(self, path: str, model: str) -> None:
+        raise RuntimeError("a mistake")
+
+
+class Nowhere:
+    """Routes that lead nowhere."""
+
+    def resolve(self, path: str, model: str) -> None:
+        return None
+
+
+def alone(inner: Inner, routes: Any, context: FilterContext) -> KvCacheFilter:
+    kv = KvCache(settings(), clusters={}, metrics=context.metrics)
+    return KvCacheFilter(inner, kv, routes=routes, prefer={}, metrics=context.metrics, clock=context.clock)
+
+
+@pytest.mark.parametrize(("routes", "lines"), [(Broken(), 1), (Nowhere(), 0)])
+async def test_the_filter_never_fails_a_request(routes: Any, lines: int, caplog: pytest.LogCaptureFixture) -> None:
+    inner = Inner()
+    scope = http_scope("/v1/chat/completions", method="POST")
+    exchange = Exchange.of(scope, now=0.0)
+    exchange.inference, exchange.body = request(), b"{}"
+    reply = await call(alone(inner, routes, filter_context()), scope)
+    assert reply.status == 200
+    assert inner.exchange.facts is None
+    assert len(caplog.records) == lines
+
+
+async def test_what_is_not_an_inference_request_passes() -> None:
+    inner = Inner()
+    under_test = alone(inner, Broken(), filter_context())
+    assert (await call(under_test, http_scope("/v1/models"))).status == 200
+    await call(under_test, {"type": "lifespan"})
+    assert [scope["type"] for scope in inner.scopes] == ["http", "lifespan"]
+
+
+def test_switched_off_it_is_not_there() -> None:
+    context, inner = filter_context(), Inner()
+    assert build(inner, settings(enabled=False), context) is inner
+    assert context.lifetimes == []
+
+
+async def test_the_preferred_endpoint_travels_in_state_and_header_and_no_client_can_set_it() -> None:
+    """`llm_preferred_endpoint_id`, for the apps behind it."""
+    engine = FakeEngine("only")
+    async with serve(engine) as url:
+        chosen = {"preference_header": "X-Preferred", "engine_metrics_interval": 0}
+        filters = ["inference_request", {"kvcache": chosen}, "router"]
+        async with running_proxy({"a": url}, filters=filters) as proxy:
+            for content in (TURN, TURN):
+                await proxy.client.post(
+                    "/v1/chat/completions", json=body(content), headers={"x-preferred": "somebody else"}
+                )
+    assert [each.header("x-preferred") for each in engine.calls] == [None, "a"]
+
+
+async def test_the_state_key_is_pixius() -> None:
+    assert STATE_KEY == "llm_preferred_endpoint_id"
+
+
+async def test_a_pick_that_cannot_be_counted_harms_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def stumbling(facts: Any, endpoint: EndpointId) -> None:
+        raise RuntimeError("a mistake")
+
+    engine = FakeEngine("only")
+    async with serve(engine) as url, running_proxy({"a": url}, policy="kv_aware") as proxy:
+        service(proxy).placed = stumbling
+        assert await ask(proxy, TURN) == "a"
+    assert "KvCacheLearning at `placed`" in caplog.text
+
+
+async def test_it_starts_and_ends_with_the_proxy() -> None:
+    """Its tasks are gone when the proxy is."""
+    before = len(asyncio.all_tasks())
+    async with simulated(names=("a",)) as place, proxied(place, engine_metrics_interval=60) as proxy:
+        await ask(proxy, TURN)
+        names = {task.get_name() for task in asyncio.all_tasks()}
+        assert "kvcache watch" in names
+    assert len(asyncio.all_tasks()) == before
+
+
+async def test_facts_come_before_the_client_is_answered_by_plain_httpx() -> None:
+    """Bodies of unknown shape are balanced without facts."""
+    async with simulated(names=("a",)) as place, proxied(place) as proxy:
+        answer = await proxy.client.post("/v1/chat/completions", content=b"not json")
+        assert answer.status_code == 400
+        async with httpx.AsyncClient() as plain:
+            assert (await plain.get(f"{proxy.url}/v1/models")).status_code == 200
+
+
+class Forgetful(KvCache):
+    """A service that knows one thing once, and then breaks."""
+
+    def refresh(self, facts: RequestFacts) -> None:
+        facts.min_tokens = 1
+        facts.overlaps = OverlapFacts(7, {EndpointId("b"): Overlap(7)})
+        self.refresh = self._broken  # type: ignore[method-assign]
+
+    def _broken(self, facts: RequestFacts) -> None:
+        raise ZeroDivisionError("no facts today")
+
+
+@pytest.mark.parametrize("prefers_match", [True, False])
+async def test_facts_and_preference_are_refreshed_when_the_router_asks(
+    prefers_match: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What cannot be refreshed stays as it was, and the request goes on; a preference only where there is to be one."""
+    cluster = cluster_of({"a": NOWHERE, "b": NOWHERE})
+    inner, context = Inner(), filter_context()
+    kv = Forgetful(settings(), clusters={"default": cluster}, metrics=context.metrics)
+    routes: Any = Routes.from_settings((), {"default": cluster})
+    app = KvCacheFilter(
+        inner, kv, routes=routes, prefer={"default": prefers_match}, metrics=context.metrics, clock=context.clock
+    )
+    scope = http_scope("/v1/chat/completions", method="POST")
+    exchange = Exchange.of(scope, now=0.0)
+    exchange.inference, exchange.body = request(), b"{}"
+    await call(app, scope)
+    assert exchange.facts_source is not None
+    exchange.facts_source(exchange)
+    assert exchange.facts is not None
+    for _ in range(2):
+        assert (exchange.facts.prompt_tokens, exchange.preferred) == (7, "b" if prefers_match else None)
+        exchange.facts_source(exchange)
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]

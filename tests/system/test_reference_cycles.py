@@ -1,0 +1,85 @@
+"""What a request leaves behind: nothing that only the garbage collector can free, since that holds bodies for long.
+
+Each case runs in a process of its own (`python -m tests.system.test_reference_cycles CASE`): the collector finds
+the whole process's garbage, and here that is one proxy's alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from starlette.types import Send
+
+from kvproxy.proxy.listener.server import serve
+from tests.support.fake_engine import Call, FakeEngine, answer_ok, event, reply, start_stream
+from tests.support.proxy import chat, running_proxy
+
+TIMES = 3
+
+
+async def busy_first(engine: FakeEngine, call: Call, send: Send) -> None:
+    """Every other answer is a refusal."""
+    if len(engine.calls) % 2:
+        await reply(send, 503, b'{"error": {"message": "busy"}}')
+    else:
+        await answer_ok(engine, call, send)
+
+
+async def stream(engine: FakeEngine, call: Call, send: Send) -> None:
+    """Two events."""
+    await start_stream(send)
+    await event(send, b'data: {"choices": [{"delta": {"content": "a"}}]}')
+    await event(send, b"data: [DONE]")
+    await send({"type": "http.response.body", "body": b""})
+
+
+#: Nothing but requests: no readings of the engines' metrics.
+FILTERS = [
+    "request_id",
+    "inference_request",
+    {"kvcache": {"engine_metrics_interval": 0, "kv_events": False}},
+    "access_log",
+    "router",
+]
+
+CASES = {"whole": answer_ok, "streamed": stream, "refused": busy_first}
+
+
+async def leftovers(case: str) -> list[str]:
+    """Types of kvproxy's objects that some requests left to the collector."""
+    engine = FakeEngine("a", CASES[case])
+    config: dict[str, Any] = {"policy": "kv_aware", "queue": {}, "filters": FILTERS, "shield": "off"}
+    async with serve(engine) as url, running_proxy({"a": url, "b": url}, **config) as proxy:
+        body = chat("word " * 200, stream=case == "streamed")
+        for _ in range(TIMES):
+            await proxy.client.post("/v1/chat/completions", json=body)
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        for _ in range(TIMES):
+            answer = await proxy.client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200
+        gc.collect()
+        left = [type(one).__qualname__ for one in gc.garbage if type(one).__module__.startswith("kvproxy.")]
+        gc.set_debug(0)
+        gc.garbage.clear()
+    return left
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_request_leaves_no_cycles(case: str) -> None:
+    """With kv_aware, facts, callbacks and the queue's refresh in place; a cycle would keep a body of megabytes."""
+    command = [sys.executable, "-m", "tests.system.test_reference_cycles", case]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == []
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(asyncio.run(leftovers(sys.argv[1]))))
