@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvproxy.app import Proxy
     from kvproxy.base.errors import ConfigError
+    from kvproxy.embed.middleware import KVCacheMiddleware, choose, failed, matches, preferred, served
     from kvproxy.embed.router import NoEndpoint, PlacedRequest, Router
     from kvproxy.embed.transport import AsyncTransport, Transport
-    from kvproxy.proxy.filters.middleware import KVCacheMiddleware, choose, preferred, served
 
 __all__ = [
     "AsyncTransport",
@@ -23,6 +23,8 @@ __all__ = [
     "Transport",
     "__version__",
     "choose",
+    "failed",
+    "matches",
     "preferred",
     "served",
 ]
@@ -33,15 +35,17 @@ __version__ = "0.1.0"
 _MODULES = {
     "AsyncTransport": "kvproxy.embed.transport",
     "ConfigError": "kvproxy.base.errors",
-    "KVCacheMiddleware": "kvproxy.proxy.filters.middleware",
+    "KVCacheMiddleware": "kvproxy.embed.middleware",
     "NoEndpoint": "kvproxy.embed.router",
     "PlacedRequest": "kvproxy.embed.router",
     "Proxy": "kvproxy.app",
     "Router": "kvproxy.embed.router",
     "Transport": "kvproxy.embed.transport",
-    "choose": "kvproxy.proxy.filters.middleware",
-    "preferred": "kvproxy.proxy.filters.middleware",
-    "served": "kvproxy.proxy.filters.middleware",
+    "choose": "kvproxy.embed.middleware",
+    "failed": "kvproxy.embed.middleware",
+    "matches": "kvproxy.embed.middleware",
+    "preferred": "kvproxy.embed.middleware",
+    "served": "kvproxy.embed.middleware",
 }
 
 

@@ -175,7 +175,11 @@ class KvCacheLearning(RequestObserver, msgspec.Struct, eq=False):
 
     def placed(self, exchange: Exchange, decision: Decision[Endpoint], now: float) -> None:
         """The endpoint will hold the prompt."""
-        self._service.placed(self._facts, decision.endpoint.id)
+        self.went_to(decision.endpoint.id)
+
+    def went_to(self, endpoint: EndpointId) -> None:
+        """The same, of a request that another program placed."""
+        self._service.placed(self._facts, endpoint)
 
     def finished(self, exchange: Exchange, now: float) -> None:
         """Learn from it, and do what is to be done about it."""

@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import msgspec
-from starlette.types import ASGIApp, Message, Receive
+from starlette.types import ASGIApp, Message, Receive, Scope
 
 from kvproxy.base.types import RequestKind
-from kvproxy.proxy.filters.inference_request import KIND_OF_PATH, InferenceRequestFilter
+from kvproxy.proxy.filters.inference_request import InferenceRequestFilter
 from kvproxy.proxy.request.body import BodiesFull, BodyReader, BodyRefused, BodyTooSlow, ClientLeft, HeldBodies
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.exchange import Exchange
@@ -39,11 +39,19 @@ class ReadAhead(InferenceRequestFilter):
     """
 
     def __init__(
-        self, app: ASGIApp, *, on_late_body: OnLateBody, held: HeldBodies, limit_bytes: int, **options: Any
+        self,
+        app: ASGIApp,
+        *,
+        kind_of: Callable[[Scope], RequestKind | None],
+        on_late_body: OnLateBody,
+        held: HeldBodies,
+        limit_bytes: int,
+        **options: Any,
     ) -> None:
         reader = BodyReader(limit_bytes=limit_bytes, timeout_s=READ_AHEAD_S, held=held)
         super().__init__(app, reader=reader, **options)
         self._held = held
+        self._kind_of = kind_of
         self._on_late_body = on_late_body
 
     def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
@@ -51,7 +59,7 @@ class ReadAhead(InferenceRequestFilter):
         length, encoded, caller = self._headers(headers)
         if encoded or length > self._reader.limit_bytes:
             return None
-        kind = KIND_OF_PATH[downstream.scope["path"]]
+        kind = self._kind_of(downstream.scope)
         if any(name == b"expect" for name, _ in headers):
             self._follow(exchange, downstream, kind, caller, ())
             return None

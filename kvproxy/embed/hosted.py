@@ -1,0 +1,208 @@
+"""One inference request of a host app: what endpoints hold of it, where it goes, and what its answer says."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any
+
+import msgspec
+
+from kvproxy.base.types import Clock, EndpointId, Headers, RequestKind
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.endpoint import DOWN, Condition, Endpoint
+from kvproxy.cluster.pick import AttemptOutcome, Pick
+from kvproxy.cluster.routing.policy import PickRequest
+from kvproxy.proxy.filters.kvcache import KvCacheLearning
+from kvproxy.proxy.placement import NO_ENDPOINTS, Placement, make_pick_request
+from kvproxy.proxy.request.exchange import Exchange
+from kvproxy.proxy.request.observer import RequestObserver, notify
+from kvproxy.proxy.request.usage import read_response_id, read_usage
+
+log = logging.getLogger("kvproxy.kvcache")
+
+#: Where the app may say which endpoint it used; else the response's `x-kvproxy-endpoint` header says it.
+SERVED_KEY = "llm_served_endpoint_id"
+_SERVED_HEADER = b"x-kvproxy-endpoint"
+#: Whose first event counts the prompt, or names the response.
+_SAID_FIRST = frozenset({RequestKind.MESSAGES, RequestKind.RESPONSES})
+_TAIL_BYTES = 16 * 1024
+_KEPT_BYTES = 256 * 1024  # of a piece of the answer
+_NOT_NAMED = DOWN | {Condition.DRAINING}
+
+
+class _HostedPlacement(Placement):
+    """Placement of a request that a host app carries."""
+
+    excluded: frozenset[EndpointId] = NO_ENDPOINTS
+
+    def make_question(self) -> PickRequest:
+        """As of Placement."""
+        inference = self.exchange.inference
+        return make_pick_request(self.exchange, "" if inference is None else inference.model, excluded=self.excluded)
+
+
+class HostedRequest(RequestObserver, msgspec.Struct, eq=False):
+    """Stands in for the router: the app reports where the request went, or asks for that, and the answer is read as it
+    passes. Learned from once: at the last piece of the answer, or when the app is through."""
+
+    cluster: Cluster
+    clock: Clock
+    state: MutableMapping[str, Any]  # of the scope, which the app may write to
+    exchange: Exchange | None = None  # once its body was read: facts are in it
+    pick: Pick | None = None
+    over: bool = False
+    _outcome: AttemptOutcome = AttemptOutcome.CANCELLED  # until an answer says otherwise
+    _named: str = ""  # by the response's header
+    _first: bytes = b""
+    _previous: bytes = b""
+    _last: bytes = b""
+
+    def follow(self, exchange: Exchange) -> None:
+        """The body was read, and what is known of it is in the exchange."""
+        self.exchange = exchange
+        if exchange.facts is not None and exchange.inference is not None:
+            exchange.attach(self)
+
+    # what the app asks and reports
+
+    def matches(self) -> Mapping[str, int]:
+        """Tokens of the prompt by endpoint, of those that hold any and answer."""
+        exchange = self.exchange
+        if exchange is None or exchange.facts is None:
+            return {}
+        now = self.clock()
+        facts = exchange.facts
+        return {
+            str(one.id): facts.matched_tokens(one.id)
+            for one in self.cluster.endpoints
+            if one.id in facts.by_endpoint and one.condition(now) not in _NOT_NAMED
+        }
+
+    def usable(self, preferred: EndpointId | None) -> EndpointId | None:
+        """Return `preferred` if it answers, else the endpoint that holds most of those that do."""
+        if preferred is None or self._answers(preferred):
+            return preferred
+        matches = self.matches()
+        best = max(matches, key=lambda name: matches[name], default=None)
+        return None if best is None else EndpointId(best)
+
+    async def choose(self, exclude: Iterable[str] = ()) -> str | None:
+        """Return the endpoint that this request should go to, and count the request there until its response ends.
+
+        None: no endpoint may take it. A further call moves the request: the endpoint before has failed it.
+        """
+        self._settle(AttemptOutcome.FAILURE)
+        now = self.clock()
+        exchange = Exchange(received_at=now) if self.exchange is None else self.exchange
+        placement = _HostedPlacement(
+            exchange=exchange,
+            cluster=self.cluster,
+            clock=self.clock,
+            excluded=frozenset(EndpointId(name) for name in exclude),
+        )
+        self.pick = await placement.place(now)
+        return None if self.pick is None else str(self.pick.endpoint.id)
+
+    def went_to(self, name: str) -> None:
+        """The app sends it there: requests that begin alike may count on it from now on."""
+        endpoint = self._find(name)
+        if endpoint is None:
+            known = ", ".join(str(one.id) for one in self.cluster.endpoints)
+            log.warning("[kvcache] served(): no endpoint has the id %.100r (known: %s)", name, known)
+        elif self.exchange is not None:
+            for observer in self.exchange.observers:
+                if isinstance(observer, KvCacheLearning):
+                    observer.went_to(endpoint.id)
+
+    def failed(self, name: str | None) -> None:
+        """The endpoint could not be reached, or broke off; None: the one it was sent to."""
+        endpoint = self._find(name or self._sent_to())
+        chosen = self.pick
+        if chosen is not None and chosen.endpoint is endpoint:
+            self._settle(AttemptOutcome.FAILURE)
+        elif endpoint is not None:
+            self.cluster.verdicts.record_outcome(endpoint.engine, AttemptOutcome.FAILURE, self.clock())
+
+    # what the answer says
+
+    def response_started(self, exchange: Exchange, status: int, headers: Headers) -> None:
+        exchange.outcome.status = status
+        if status >= 500:
+            self._outcome = AttemptOutcome.FAILURE
+        else:
+            self._outcome = AttemptOutcome.CLIENT_ERROR if status >= 400 else AttemptOutcome.SUCCESS
+        named = (value.decode("latin-1") for name, value in headers if name == _SERVED_HEADER)
+        self._named = next(named, "")
+
+    def body_piece(self, exchange: Exchange, piece: bytes) -> None:
+        if exchange.outcome.ttft_s is None:
+            now = self.clock()
+            exchange.outcome.ttft_s = now - exchange.received_at
+            if self.pick is not None:
+                self.pick.first_token(now)
+            if exchange.inference is not None and exchange.inference.kind in _SAID_FIRST:
+                self._first = bytes(piece[:_KEPT_BYTES])
+        self._previous = self._last
+        self._last = bytes(piece[-_KEPT_BYTES:])
+
+    def ended(self, exchange: Exchange, status: int, crash: str) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        """The answer is complete, or will never be."""
+        exchange = self.exchange
+        if exchange is None or self.over or self not in exchange.observers:
+            return
+        self.over = True
+        outcome = exchange.outcome
+        endpoint = self._sent_to()
+        outcome.endpoint = EndpointId(endpoint) if endpoint else None
+        usage = read_usage(self._previous[-_TAIL_BYTES:] + self._last, self._first)
+        if usage is not None:
+            outcome.prompt_tokens = usage.prompt_tokens
+            outcome.cached_tokens = usage.cached_tokens
+            outcome.completion_tokens = usage.completion_tokens
+            outcome.media_tokens = usage.media_tokens
+        if exchange.inference is not None and exchange.inference.continuable:
+            outcome.response_id = read_response_id(self._first)
+        self._judge(endpoint, outcome.cached_tokens)
+        notify(RequestObserver.finished, exchange, self.clock())
+
+    def release(self) -> None:
+        """The app is through with the request; a place that is held still says nothing of its endpoint. The exchange
+        goes: a circle would keep the body until the garbage collector comes by."""
+        self._settle(AttemptOutcome.CANCELLED)
+        self.exchange = None
+
+    def _judge(self, name: str, cached_tokens: int | None) -> None:
+        pick = self.pick
+        if pick is not None:
+            self._settle(self._outcome)
+            if self._outcome is AttemptOutcome.SUCCESS and cached_tokens is not None:
+                self.cluster.observe_reuse(pick, cached_tokens, self.clock())
+            return
+        endpoint = self._find(name)
+        if endpoint is None:
+            return
+        if self._outcome is AttemptOutcome.FAILURE:
+            self.cluster.verdicts.record_outcome(endpoint.engine, AttemptOutcome.FAILURE, self.clock())
+        elif self._outcome is AttemptOutcome.SUCCESS:
+            endpoint.engine.health.record_success()
+
+    def _sent_to(self) -> str:
+        chosen = self.pick
+        return self.state.get(SERVED_KEY) or self._named or (str(chosen.endpoint.id) if chosen is not None else "")
+
+    def _find(self, name: str) -> Endpoint | None:
+        return next((one for one in self.cluster.endpoints if one.id == name), None)
+
+    def _answers(self, name: EndpointId) -> bool:
+        endpoint = self._find(name)
+        return endpoint is not None and endpoint.condition(self.clock()) not in _NOT_NAMED
+
+    def _settle(self, outcome: AttemptOutcome) -> None:
+        pick = self.pick
+        self.pick = None
+        if pick is not None:
+            pick.settle(outcome, self.clock())

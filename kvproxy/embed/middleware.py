@@ -1,0 +1,486 @@
+"""The kvcache filter for another ASGI app: `from kvproxy import KVCacheMiddleware`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import logging
+import random
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol, Self, TypeVar
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvproxy.base.errors import ConfigError, Problem
+from kvproxy.base.metrics.groups import Metrics
+from kvproxy.base.settings.addresses import url_fault
+from kvproxy.base.settings.compose import composed
+from kvproxy.base.settings.decode import decode_model
+from kvproxy.base.settings.model import Model, parse_size_bytes
+from kvproxy.base.settings.paths import dotted_path
+from kvproxy.base.types import Clock
+from kvproxy.cache.service import KvCache
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.routes import RouteTarget
+from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
+from kvproxy.embed.hosted import SERVED_KEY, HostedRequest
+from kvproxy.embed.paths import CoveredPaths
+from kvproxy.embed.read_ahead import ReadAhead
+from kvproxy.operate.config.load import load_config
+from kvproxy.operate.config.verify import find_faults
+from kvproxy.proxy.filters.kvcache import NAME, STATE_KEY, KvCacheFilter, announce
+from kvproxy.proxy.request.body import HeldBodies
+from kvproxy.proxy.request.downstream import Downstream
+from kvproxy.proxy.request.exchange import SCOPE_KEY, Exchange
+
+log = logging.getLogger("kvproxy.kvcache")
+
+M = TypeVar("M", bound=Model)
+
+#: Where a request's HostedRequest is.
+HOSTED_KEY = "kvproxy_request"
+#: Where the scope of the server is within that of our filters.
+_OUTER = "kvproxy.outer"
+_OWN_KEYS = (SERVED_KEY, STATE_KEY, HOSTED_KEY)
+#: After a start that failed, requests pass without facts for so long before the next try.
+RETRY_S = 60.0
+
+#: Those that run: two with equal endpoints learn apart.
+_running: weakref.WeakSet[KVCacheMiddleware] = weakref.WeakSet()
+
+
+class HasScope(Protocol):
+    """A request of Starlette, FastAPI or anything else that keeps its ASGI scope."""
+
+    @property
+    def scope(self) -> Any: ...
+
+
+def preferred(request: HasScope | Mapping[str, Any]) -> str | None:
+    """Return the endpoint that holds most of this request's prompt, by its id, of those that answer; None when no such
+    endpoint is known to hold any.
+
+    `request` is the one the app got, or its ASGI scope.
+    """
+    endpoint = _state(request).get(STATE_KEY)
+    return None if endpoint is None else str(endpoint)
+
+
+def matches(request: HasScope | Mapping[str, Any]) -> Mapping[str, int]:
+    """Return the tokens of this request's prompt that endpoints hold, by id, of those that hold any and answer."""
+    hosted = _state(request).get(HOSTED_KEY)
+    return hosted.matches() if isinstance(hosted, HostedRequest) else {}
+
+
+def served(request: HasScope | Mapping[str, Any], endpoint: str) -> None:
+    """Report the endpoint that this request goes to; called before the response ends, best before it begins: requests
+    with the same beginning count on it from then on."""
+    state = _state(request)
+    state[SERVED_KEY] = endpoint
+    hosted = state.get(HOSTED_KEY)
+    if isinstance(hosted, HostedRequest):
+        hosted.went_to(endpoint)
+
+
+def failed(request: HasScope | Mapping[str, Any], endpoint: str | None = None) -> None:
+    """Report that an endpoint could not be reached, or broke off: by default the one the request was sent to. One that
+    fails three times in a row is not named for a while."""
+    hosted = _state(request).get(HOSTED_KEY)
+    if isinstance(hosted, HostedRequest):
+        hosted.failed(endpoint)
+
+
+async def choose(request: HasScope | Mapping[str, Any], *, exclude: Iterable[str] = ()) -> str | None:
+    """Return the endpoint that this request should go to, by the proxy's own policy: what endpoints hold of the prompt,
+    and what they have to do. The request counts there until its response ends.
+
+    Call it once the body was read. To try another endpoint call it again, with those that failed in `exclude`; None
+    means that no endpoint may take the request. Raises LookupError for a request that is no inference request behind
+    KVCacheMiddleware.
+    """
+    hosted = _state(request).get(HOSTED_KEY)
+    if not isinstance(hosted, HostedRequest):
+        raise LookupError("choose() is for inference requests behind KVCacheMiddleware; this request is none")
+    return await hosted.choose(exclude)
+
+
+def _state(request: HasScope | Mapping[str, Any]) -> MutableMapping[str, Any]:
+    scope: Any = getattr(request, "scope", request)  # a Starlette request is a mapping as well
+    state: MutableMapping[str, Any] = scope.setdefault("state", {})
+    return state
+
+
+class KVCacheMiddleware:
+    """Finds the endpoint of an inference request for an app that forwards by itself: `choose` by cache and load,
+    `preferred` by cache alone (also in `scope["state"]`, and in a request header with `settings.preference_header`).
+    After the response it learns, pins, compresses and evicts.
+
+    `endpoints` are the engines the app chooses from: `{id: url}`, or `EndpointSettings` of
+    `kvproxy.cluster.settings`. `settings` are those of the `kvcache` filter, as `KvCacheSettings` or plain data.
+    `paths` are the inference paths; None: the usual ones below any prefix. `filters` are ASGI middlewares that see
+    what is known of a request. Where `choose` is not called the app reports the endpoint it used by `served`, or by the
+    response header `x-kvproxy-endpoint`; else nothing is learned. `name` is the label of its metrics.
+
+    It never answers, and never fails a request. Its background tasks run between ASGI's lifespan events, or inside
+    `async with middleware`; under a server that sends neither they start with the first request. asyncio only. Raises
+    ConfigError for what `kvproxy check` refuses.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        endpoints: Mapping[str, str] | Sequence[EndpointSettings],
+        settings: KvCacheSettings | Mapping[str, Any] | None = None,
+        paths: Mapping[str, str] | Iterable[str] | None = None,
+        filters: Sequence[Callable[[ASGIApp], ASGIApp]] = (),
+        metrics: Metrics | None = None,
+        name: str = "default",
+        limit_bytes: int | str = 32 * 1024 * 1024,
+        limit_all_bytes: int | str = 1024 * 1024 * 1024,
+        session_header: str = "",
+        clock: Clock = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._app = app
+        self.metrics = Metrics() if metrics is None else metrics
+        rng = random.Random() if rng is None else rng
+        settings, members = _checked(endpoints, settings)
+        self._cluster = Cluster(name, members, metrics=self.metrics, clock=clock, rng=rng)
+        self._cluster.show()
+        self._paths = CoveredPaths(paths)
+        self._held = HeldBodies(_size("limit_all_bytes", limit_all_bytes), metrics=self.metrics)
+        self._limit_bytes = _size("limit_bytes", limit_bytes)
+        self._session_header = session_header
+        self._clock = clock
+        self._enabled = settings.enabled
+        self._header = settings.preference_header.lower().encode()
+        self._make_service = functools.partial(
+            KvCache, settings, clusters={name: self._cluster}, metrics=self.metrics, clock=clock, rng=rng
+        )
+        #: That of the latest start; what was learned goes on in the next.
+        self.service = self._make_service()
+        inner: ASGIApp = self._host
+        for make in reversed(filters):
+            inner = make(inner)
+        self._behind = inner
+        self._lives: dict[asyncio.AbstractEventLoop, _Life] = {}
+        self._started = False  # the service above is used up
+        self._retry_at = float("-inf")
+        self._counts = dict.fromkeys(("requests", "unread", "unknown", "preferred"), 0)
+        self._no_asyncio = False
+
+    def status(self) -> dict[str, object]:
+        """Return what it does now: whether it runs in this event loop, the condition of its endpoints, and how many
+        requests it covered: of those `unread` had no body that it could read, `unknown` a prompt that no endpoint is
+        known to hold, and `preferred` an endpoint that holds some. `not_covered` is a path that looked like inference.
+        """
+        now = self._clock()
+        return {
+            "running": self.runs_in(asyncio.get_running_loop()),
+            "endpoints": {str(one.id): one.condition(now).value for one in self._cluster.endpoints},
+            **self._counts,
+            "not_covered": self._paths.missed,
+        }
+
+    async def __aenter__(self) -> Self:
+        life = self._life()
+        if life is None:
+            raise RuntimeError("this KVCacheMiddleware runs in another event loop; make one for each loop")
+        async with life.changing:
+            await self._start(life)
+            life.holders += 1
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        life = self._lives.get(asyncio.get_running_loop())
+        if life is not None:
+            async with life.changing:
+                life.holders -= 1
+                if life.holders <= 0:
+                    await self._end(life)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(scope, receive, send)
+            return
+        if scope["type"] == "http":
+            scope = self._without_others(scope)
+        if scope["type"] != "http" or self._paths.kind_of(scope) is None:
+            await self._app(scope, receive, send)
+            return
+        filters = await self._running() if self._enabled else None
+        state = scope.setdefault("state", {})  # here, so that copies of the scope further in share it
+        hosted = state[HOSTED_KEY] = HostedRequest(self._cluster, self._clock, state)
+        self._counts["requests"] += 1
+        try:
+            if filters is None:
+                await self._app(scope, receive, send)
+            else:
+                state[SERVED_KEY] = None
+                own = {key: value for key, value in scope.items() if key != SCOPE_KEY}
+                own[_OUTER] = scope
+                await filters(own, receive, send)
+        finally:
+            hosted.release()
+
+    def _without_others(self, scope: Scope) -> Scope:
+        """Take away what a client may have set as its preference, and ids that another request, or another middleware
+        of this kind, put into a state that both share."""
+        state = scope.get("state")
+        if state and not state.keys().isdisjoint(_OWN_KEYS):
+            scope["state"] = {key: value for key, value in state.items() if key not in _OWN_KEYS}
+        if self._header and any(name == self._header for name, _ in scope["headers"]):
+            scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != self._header]}
+        return scope
+
+    async def _behind_the_filters(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._note(scope[SCOPE_KEY], scope)
+        await self._behind(scope, receive, send)
+
+    def _note(self, exchange: Exchange, scope: Scope) -> None:
+        """The body was read, or will not be: follow the answer to a request of which there are facts."""
+        hosted: HostedRequest = scope["state"][HOSTED_KEY]
+        hosted.follow(exchange)
+        if exchange.facts is None:
+            self._counts["unread"] += 1
+            return
+        best = scope["state"].get(STATE_KEY)
+        usable = hosted.usable(best)
+        if usable != best:
+            del scope["state"][STATE_KEY]
+            announce(scope, usable, header=self._header)
+        self._counts["unknown" if usable is None else "preferred"] += 1
+        exchange.body = None  # the app has it: held once is enough
+
+    async def _host(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The app, with the scope of its server. Its own kvproxy filters, if it has any, begin with an exchange of
+        theirs."""
+        hosted: HostedRequest = scope["state"][HOSTED_KEY]
+        outer: Scope = scope[_OUTER]
+        if SCOPE_KEY in outer:
+            outer = {key: value for key, value in outer.items() if key != SCOPE_KEY}
+        if self._header:
+            outer["headers"] = scope["headers"]
+
+        async def send_and_learn(message: Message) -> None:
+            await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                hosted.finish()
+
+        await self._app(outer, receive, send_and_learn)
+
+    # its life
+
+    def _life(self) -> _Life | None:
+        """Return that of the running event loop. None if another thread runs the service in a loop of its own: nothing
+        of it may be touched from here."""
+        loop = asyncio.get_running_loop()
+        life = self._lives.get(loop)
+        if life is None:
+            self._lives = {other: one for other, one in self._lives.items() if not other.is_closed()}
+            if any(other.is_running() for other in self._lives):
+                return None
+            life = self._lives[loop] = _Life()
+        return life
+
+    async def _running(self) -> ASGIApp | None:
+        """Return the filters; None if the service cannot run here. Without lifespan events the first request
+        starts it."""
+        try:
+            life = self._lives.get(asyncio.get_running_loop()) or self._life()
+        except RuntimeError:
+            if not self._no_asyncio:
+                log.warning("[kvcache] KVCacheMiddleware needs asyncio: under trio requests pass without facts")
+            self._no_asyncio = True
+            return None
+        if life is not None and life.filters is None and not life.ended:
+            async with life.changing:
+                if life.filters is None and self._clock() >= self._retry_at:
+                    await self._try_to_start(life)
+        return None if life is None else life.filters
+
+    async def _hold(self) -> None:
+        """Start with the host, which may have started and ended before."""
+        life = self._life()
+        if life is not None and self._enabled:
+            life.ended = False
+            life.holders += 1
+            await self._running()
+
+    async def _try_to_start(self, life: _Life) -> None:
+        try:
+            await self._start(life)
+        except Exception:
+            self._retry_at = self._clock() + RETRY_S
+            log.exception("[kvcache] the service cannot start: requests pass without facts; next try in %g s", RETRY_S)
+
+    async def _start(self, life: _Life) -> None:
+        """Start a service in the running loop, with what earlier ones learned. Raises what its parts raise."""
+        if life.filters is not None:
+            return
+        life.ended = False
+        # Tasks of its own keep no context of the request that happened to start it.
+        starting = asyncio.get_running_loop().create_task(self._start_service(life), context=contextvars.Context())
+        await starting
+
+    async def _start_service(self, life: _Life) -> None:
+        service = self.service
+        if self._started:
+            service = self._make_service(state=service.state)
+        self._started = True
+        await service.__aenter__()
+        service.show()
+        self.service = life.service = service
+        life.filters = self._filters(service)
+        loop = asyncio.get_running_loop()
+        same = [other for other in _running if other is not self and other.runs_in(loop) and other.urls == self.urls]
+        if same:
+            log.warning(
+                "[kvcache] %d middlewares run with the same endpoints and learn apart: wrap the outermost app once",
+                len(same) + 1,
+            )
+        _running.add(self)
+
+    def runs_in(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Return whether it runs there."""
+        life = self._lives.get(loop)
+        return life is not None and life.filters is not None
+
+    @property
+    def urls(self) -> frozenset[str]:
+        """The engines it chooses from."""
+        return frozenset(str(one.origin) for one in self._cluster.endpoints)
+
+    async def _end(self, life: _Life) -> None:
+        service = life.service
+        life.service = None
+        life.filters = None
+        life.ended = True
+        life.holders = 0
+        _running.discard(self)
+        if service is not None:
+            await service.__aexit__()
+
+    def _filters(self, service: KvCache) -> ASGIApp:
+        """Those around the app, made again for each event loop: their locks and timers belong to it."""
+        filtered = KvCacheFilter(
+            self._behind_the_filters,
+            service,
+            routes=_OneCluster(self._cluster),
+            prefer={self._cluster.name: False},
+            metrics=self.metrics,
+            clock=self._clock,
+        )
+
+        async def on_late_body(exchange: Exchange, downstream: Downstream) -> None:
+            waits: Awaitable[None] | None = filtered.before(exchange, downstream)
+            if waits is not None:
+                await waits
+            self._note(exchange, downstream.scope)
+
+        return ReadAhead(
+            filtered,
+            kind_of=self._paths.kind_of,
+            on_late_body=on_late_body,
+            session_header=self._session_header,
+            held=self._held,
+            limit_bytes=self._limit_bytes,
+            metrics=self.metrics,
+            clock=self._clock,
+        )
+
+    async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Start when the app has started, end when it has ended. The app's messages go on, whatever becomes of it."""
+
+        async def send_after(message: Message) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                await self._hold()
+            elif message["type"] in ("lifespan.shutdown.complete", "lifespan.shutdown.failed"):
+                try:
+                    await self.__aexit__()
+                except Exception:
+                    log.exception("[kvcache] the service cannot end in order")
+            await send(message)
+
+        await self._app(scope, receive, send_after)
+
+
+class _Life:
+    """The service and its filters in one event loop; neither while it does not run there."""
+
+    __slots__ = ("changing", "ended", "filters", "holders", "service")
+
+    def __init__(self) -> None:
+        self.changing = asyncio.Lock()  # it starts, or ends
+        self.service: KvCache | None = None
+        self.filters: ASGIApp | None = None
+        self.holders = 0  # lifespans and `async with` that it ends with
+        self.ended = False  # on purpose: a late request does not start it again
+
+
+def _checked(
+    endpoints: Mapping[str, str] | Sequence[EndpointSettings], settings: KvCacheSettings | Mapping[str, Any] | None
+) -> tuple[KvCacheSettings, ClusterSettings]:
+    """Return what was given as settings; raise ConfigError for what `kvproxy check` refuses, by argument."""
+    if not isinstance(settings, KvCacheSettings):
+        settings = _decoded(composed(KvCacheSettings), dict(settings or {}), "settings")
+    if isinstance(endpoints, Mapping):
+        endpoints = [
+            _decoded(EndpointSettings, {"id": name, "url": url}, f"endpoints.{name}") for name, url in endpoints.items()
+        ]
+    if not endpoints:
+        raise ConfigError([Problem("endpoints", "there are none", "{id: url} of each engine")])
+    if faults := [Problem(f"endpoints.{one.id}.url", why) for one in endpoints if (why := url_fault(one.url))]:
+        raise ConfigError(faults)
+    members = ClusterSettings(endpoints=tuple(endpoints))
+    _verify(settings, members)
+    return settings, members
+
+
+def _verify(settings: KvCacheSettings, members: ClusterSettings) -> None:
+    usual = load_config({"endpoints": {"a": "http://127.0.0.1:1"}})
+    at = next(index for index, spec in enumerate(usual.filters) if spec.name == NAME)
+    filters = [
+        *usual.filters[:at],
+        usual.filters[at].model_copy(update={"settings": settings}),
+        *usual.filters[at + 1 :],
+    ]
+    config = usual.model_copy(update={"clusters": {"default": members}, "filters": tuple(filters)})
+    problems = []
+    for path, message, hint, severity, *_ in find_faults(config):
+        if severity == "error" and path[:2] == ("filters", at):
+            problems.append(Problem(dotted_path(("settings", *path[2:])), message, hint))
+        elif severity == "error" and path[:2] == ("clusters", "default"):
+            problems.append(Problem(dotted_path(path[2:]), message, hint))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _decoded(model: type[M], raw: Mapping[str, Any], name: str) -> M:
+    """Return these settings; raise ConfigError with the configuration file's words for everything wrong with them."""
+    decoded = decode_model(model, raw, lambda path: f"{name}.{dotted_path(path)}" if path else name)
+    if decoded.problems or decoded.value is None:
+        raise ConfigError(decoded.problems)
+    return decoded.value
+
+
+def _size(name: str, value: int | str) -> int:
+    try:
+        return parse_size_bytes(value)
+    except ValueError as error:
+        raise ConfigError([Problem(name, str(error))]) from None
+
+
+class _OneCluster:
+    """Routes that all lead to one cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._target = RouteTarget(cluster)
+
+    def resolve(self, path: str, model: str) -> RouteTarget:
+        return self._target
