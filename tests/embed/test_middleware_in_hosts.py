@@ -22,7 +22,7 @@ import kvproxy
 from kvproxy import ConfigError, KVCacheMiddleware
 from kvproxy.embed.paths import kind_of_end
 from kvproxy.proxy.request.exchange import SCOPE_KEY
-from tests.kvcache.support import NOWHERE, long_text
+from tests.cache.support import NOWHERE, long_text
 from tests.support.until import until
 
 ENGINES = {"a": NOWHERE, "b": NOWHERE}

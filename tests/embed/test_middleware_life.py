@@ -18,7 +18,7 @@ from kvproxy.base.errors import ConfigError
 from kvproxy.cache.metrics_scraper import MetricsScraper
 from kvproxy.embed.middleware import RETRY_S
 from kvproxy.proxy.listener.server import serve
-from tests.proxy.filters.test_middleware import CHAT, ENGINES, TURN, lifespan, raw, tasks
+from tests.embed.test_middleware import CHAT, ENGINES, TURN, lifespan, raw, tasks
 from tests.support.asgi import Inner, Reply, call, http_scope
 from tests.support.clock import FakeClock
 from tests.support.until import until
