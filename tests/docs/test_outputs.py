@@ -209,14 +209,14 @@ PRINTED: dict[tuple[str, str], Callable[[], Any]] = {
     ("docs/quickstart.md", "config.yaml:3:1"): _check,
     ("docs/doctor.md", "fix: set"): _doctor,
     ("kvproxy/features/hygiene/README.md", "volatile_header"): _traffic,
-    ("docs/advise.md", "Nothing was changed"): _advised,
+    ("docs/doctor.md", "Nothing was changed"): _advised,
     ("docs/engines.md", "never hit"): _steps,
-    ("docs/adapters.md", "slots loaded"): _adapters,
-    ("docs/receipts.md", "What happened"): _explained,
+    ("docs/engines.md", "slots loaded"): _adapters,
+    ("docs/operations.md", "What happened"): _explained,
     ("docs/operations.md", "x-kvproxy-decision:"): _decision_header,
     ("docs/operations.md", "is unhealthy"): _log,
     ("docs/replay.md", "hit ceiling"): _live_replay,
-    ("docs/planning.md", "bytes a token"): _planned,
+    ("docs/sizing.md", "bytes a token"): _planned,
     ("samples/pixiu-mock/README.md", "engine a tokenized"): _pixius_checks,
 }
 #: Pictures (one is looked at below).

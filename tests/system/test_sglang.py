@@ -266,9 +266,9 @@ async def test_an_engine_that_cannot_tokenize_chats_is_judged_by_what_was_routed
 
 
 async def test_the_page_s_configuration() -> None:
-    """docs/sglang.md as a reader pastes it, with these engines' addresses: exact indexes, and turns that find the
+    """docs/engines.md as a reader pastes it, with these engines' addresses: exact indexes, and turns that find the
     last one's pages."""
-    given = yaml.safe_load(block("docs/sglang.md", "kv_events"))
+    given = yaml.safe_load(block("docs/engines.md", "engine_priority_order"))
     kvcache = given["filters"]["kvcache"]
     config = {key: given[key] for key in ("engine_priority_order", "health")}
     assert given.keys() == {*config, "policy", "endpoints", "filters"}

@@ -82,8 +82,8 @@ class Adviser:
     def _read(self) -> list[Traffic]:
         if self.receipts is None:
             self.notes.append(
-                "no receipts: set `receipts.path` (docs/receipts.md), let some traffic pass, and ask again; until then "
-                "only what engines say of themselves is known"
+                "no receipts: set `receipts.path` (docs/operations.md), let some traffic pass, and ask again; until "
+                "then only what engines say of themselves is known"
             )
             return []
         reading = ReceiptReader(self.receipts)

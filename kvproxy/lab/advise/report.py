@@ -18,7 +18,7 @@ _MARGIN = "    "
 
 
 def as_dict(pools: Sequence[PoolAdvice], notes: Sequence[str], *, now: float) -> dict[str, Any]:
-    """For JSON; see docs/advise.md."""
+    """For JSON; see docs/doctor.md."""
     return {
         "at": datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds"),
         "notes": list(notes),

@@ -84,7 +84,7 @@ def redact_secrets(data: Any, *, name: str = "") -> Any:
 
 
 class AdviceRoutes:
-    """`/advise`: the latest advice of the adviser (docs/advise.md), and the start of another run: a process of its
+    """`/advise`: the latest advice of the adviser (docs/doctor.md), and the start of another run: a process of its
     own, one at a time."""
 
     def __init__(self, operated: OperatedProcess, audit: Audit) -> None:

@@ -121,7 +121,7 @@ class DecisionRoutes:
         number: str = request.path_params["number"]
         decision = self._operated.recent.numbered(int(number)) if _NUMBER.fullmatch(number) else None
         if decision is None:
-            fix = f"the last {MAX_LIMIT} are kept; receipts keep more (docs/receipts.md)"
+            fix = f"the last {MAX_LIMIT} are kept; receipts keep more (docs/operations.md)"
             raise RequestRefused(404, Problem("number", "this decision is not kept any more", fix))
         return reply_json({**_shown(self._operated, decision), "candidates": _candidates(decision)})
 
