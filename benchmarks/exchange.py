@@ -34,13 +34,13 @@ from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.overlap.local_indexes import IndexState, LocalIndexes
 from kvproxy.cluster.routing.kv_aware import KvAware
-from kvproxy.features.exchange.datagrams import Siblings
 from kvproxy.features.exchange.metrics import SyncMetrics
 from kvproxy.features.exchange.service import SyncService
 from kvproxy.features.exchange.world import World
 from kvproxy.lab.replay.replicas import RoutersCluster
 from kvproxy.lab.replay.router import SimEndpoint
 from kvproxy.operate.commands.garbage import GarbageCollections
+from kvproxy.operate.companion import Siblings
 from kvproxy.operate.config.load import load_config
 
 ENDPOINTS, BLOCKS, SESSIONS = 8, 16, 2000
@@ -118,7 +118,7 @@ async def send(kind: str, where: str, rate: int, seconds: float) -> dict[str, An
     decider, service = Decider(), None
     if kind != "nobody":
         service = service_of(kind, 0, where)
-        service.follow(World({"c": decider.cluster}), None, {})
+        service.share(World({"c": decider.cluster}), None, {})
         await service.__aenter__()
         while not service.peers.living:  # noqa: ASYNC110 - another process
             await asyncio.sleep(0.05)
@@ -147,7 +147,7 @@ async def send(kind: str, where: str, rate: int, seconds: float) -> dict[str, An
 
 async def listen(kind: str, where: str, wire: Connection) -> dict[str, Any]:
     decider, service = Decider(), service_of(kind, 1, where)
-    service.follow(World({"c": decider.cluster}), None, {})
+    service.share(World({"c": decider.cluster}), None, {})
     async with service:
         while not service.peers.living:  # noqa: ASYNC110 - another process
             await asyncio.sleep(0.05)

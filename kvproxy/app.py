@@ -26,11 +26,9 @@ from kvproxy.base.upstream.pool import UpstreamPool
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import Routes, show_learned
-from kvproxy.features.exchange.datagrams import Siblings
-from kvproxy.features.exchange.service import SyncService
-from kvproxy.features.exchange.world import World
 from kvproxy.operate.admin.history import History
 from kvproxy.operate.admin.operated import AdviceRuns, ConfigReloader, OperatorFinding, Reloaded
+from kvproxy.operate.companion import Companion, Siblings
 from kvproxy.operate.config.load import load_config
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature
@@ -124,16 +122,7 @@ class Proxy:
         self._generation = Generation(config, self._shared, self._states)
         self._reloader = Reloader(clock=clock, patience_s=config.shutdown.drain)
         show_learned(self.metrics, lambda: self.clusters.values(), clock=clock)
-        #: The exchange with other processes that decide as one with this one; None: there are none.
-        self.sync: SyncService | None = None
-        if siblings is not None or config.sync.redis is not None or config.sync.nats is not None:
-            self.sync = SyncService(
-                config,
-                siblings=siblings,
-                metrics=self.metrics,
-                clock=clock,
-                wall_clock=lambda: wall_clock().timestamp(),
-            )
+        self.companions: Sequence[Companion] = list(_accompany(self, config, siblings))
         self._history = History(self)
         self._running = AsyncExitStack()
         self._began = False
@@ -213,7 +202,7 @@ class Proxy:
         before = self._generation
         lost = after.begin_serving()
         self._generation = after
-        self._share(after)
+        self._follow(after)
         self._reloader.retire_generation(before)
         return Reloaded(after_restart=tuple(_needs_restart(before.config, after.config)), lost=lost)
 
@@ -228,22 +217,18 @@ class Proxy:
                 await starting.enter_async_context(part)
             await self._reloader.begin_generation(self._generation)
             self._generation.begin_serving()
-            if self.sync is not None:
-                self._share(self._generation)
-                await starting.enter_async_context(self.sync)
+            self._follow(self._generation)
+            for companion in self.companions:
+                await starting.enter_async_context(companion)
             if self.config.admin.enabled:
                 await starting.enter_async_context(self._history)
             self._running = starting.pop_all()
         self._began = True
         return self
 
-    def _share(self, generation: Generation) -> None:
-        if self.sync is not None:
-            clusters = generation.clusters
-            limits = generation.limits
-            budgets = generation.budgets
-            world = World.of(clusters, self.kvcache, limits=limits, budgets=budgets)
-            self.sync.follow(world, self.kvcache, clusters)
+    def _follow(self, generation: Generation) -> None:
+        for companion in self.companions:
+            companion.follow(generation)
 
     async def __aexit__(self, *_: object) -> None:
         await self._running.aclose()
@@ -325,6 +310,12 @@ async def _refuse_websocket(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "websocket.http.response.body", "body": body})
 
 
+def _accompany(proxy: Proxy, config: Config, siblings: Siblings | None) -> Iterator[Companion]:
+    for feature in installed(Feature):
+        if (companion := feature.accompany(proxy, config, siblings=siblings)) is not None:
+            yield companion
+
+
 def _observe_requests(proxy: Proxy, config: Config) -> Iterator[WritingObserver[Any]]:
     for feature in installed(Feature):
         yield from feature.observe_requests(proxy, config)
@@ -332,6 +323,6 @@ def _observe_requests(proxy: Proxy, config: Config) -> Iterator[WritingObserver[
 
 def _needs_restart(old: Config, new: Config) -> list[str]:
     """Settings whose change takes effect only at the next start of the process, by path."""
-    names = ("listen", "admin", "picker", "workers", "limits", "pool", "shutdown", "log", "receipts", "sync")
+    names = ("listen", "admin", "picker", "limits", "pool", "shutdown", "log", "receipts")
     of_features = (name for feature in installed(Feature) for name in feature.read_at_start)
     return [name for name in (*names, *of_features) if getattr(old, name) != getattr(new, name)]

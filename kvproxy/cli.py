@@ -92,7 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(commands)
     _add_drain(commands)
     _add_reload(commands)
-    _add_worker(commands)
+    if find_spec("kvproxy.features.workers") is not None:
+        _add_worker(commands)
     _add_replay(commands)
     _add_plan(commands)
     for one in list_feature_commands():
@@ -146,9 +147,11 @@ def _add_serve(commands: _Commands[argparse.ArgumentParser]) -> None:
     serve.add_argument("--port", type=int, help="its port (without a file: 8888); 0 takes a free one")
     add_engine_arguments(serve)
     serve.add_argument("--policy", help="balancing policy (without a file)")
-    serve.add_argument("--workers", type=_workers, metavar="N", help="processes behind the one socket, or `auto`")
+    serve.set_defaults(run="operate.commands.serve:main", changes=())
+    if find_spec("kvproxy.features.workers") is not None:
+        serve.add_argument("--workers", type=_workers, metavar="N", help="processes behind the one socket, or `auto`")
+        serve.set_defaults(changes=("workers",))
     serve.add_argument("--no-admin", action="store_true", help="no admin listener")
-    serve.set_defaults(run="operate.commands.serve:main")
 
 
 def _add_picker(commands: _Commands[argparse.ArgumentParser]) -> None:

@@ -17,6 +17,7 @@ SHIPPED = (
     "snapshot",
     "picker",
     "exchange",
+    "workers",
     "ledger",
     "shield",
 )

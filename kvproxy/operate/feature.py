@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kvproxy.cache.feature import CacheFeature
 from kvproxy.cluster.feature import ClusterFeature
@@ -17,12 +17,24 @@ if TYPE_CHECKING:
     from kvproxy.base.settings.paths import Finding
     from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
     from kvproxy.operate.admin.replies import Audit
+    from kvproxy.operate.companion import Companion, Siblings
     from kvproxy.operate.config.schema import Config
     from kvproxy.operate.doctor.deployment import Deployment
     from kvproxy.operate.doctor.report import Check
+    from kvproxy.operate.merge import Rule
     from kvproxy.operate.receipts.recorder import RecorderTarget
     from kvproxy.operate.receipts.writer import WritingObserver
     from kvproxy.proxy.filters.chain import FilterType
+
+    #: Serves until a signal, as `serve_until_signal` of operate/commands/serve.py does, whose arguments it takes.
+    Run = Callable[..., Coroutine[Any, Any, int]]
+
+
+class StatusPart(NamedTuple):
+    """Words for the first line of `kvproxy status`, and blocks of lines."""
+
+    headline: Sequence[str] = ()
+    blocks: Sequence[Sequence[str]] = ()
 
 
 class Feature(ClusterFeature, CacheFeature, ProxyFeature):
@@ -54,8 +66,16 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
         """Observers of all requests, made once for a process: entered before the first, left after the last."""
         return ()
 
-    def share_settings(self, config: Config, index: int, part: Callable[[int], int]) -> Mapping[str, Model]:
-        """Sections of the top level as worker `index` gets them: bounds in parts, files of its own."""
+    def find_runner(self, config: Config) -> Run | None:
+        """What serves this configuration in place of a single process; None: nothing."""
+        return None
+
+    def accompany(self, proxy: AdminTarget, config: Config, *, siblings: Siblings | None) -> Companion | None:
+        """Its part beside the proxy, made once for a process; None: it has none."""
+        return None
+
+    def share_settings(self, config: Config, index: int, part: Callable[[int], int]) -> Mapping[str, object]:
+        """Keys of the top level as process `index` of several gets them: bounds in parts, files of its own."""
         return {}
 
     def list_guards(self, config: Config) -> Sequence[tuple[str, FilterType]]:
@@ -63,12 +83,24 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
         return ()
 
     def find_troubles(self, operated: AdminTarget) -> Iterable[OperatorFinding]:
-        """Findings for the live page, as they are now."""
+        """Findings for the live page, as they are now. One that is a `Trouble` has its own rank and patience."""
         return ()
 
     def list_admin_routes(self, operated: AdminTarget, audit: Audit) -> Sequence[Route]:
-        """Paths of the admin listener that are its own."""
+        """Its paths of the admin listener."""
         return ()
+
+    def describe_live(self, operated: AdminTarget) -> Mapping[str, object]:
+        """Keys that it adds to `/live`."""
+        return {}
+
+    def merge_rules(self) -> Mapping[str, Mapping[str, Rule]]:
+        """By path of the admin listener and member of its answer, how answers of several processes become one."""
+        return {}
+
+    def show_status(self, live: Mapping[str, Any], *, colour: bool) -> StatusPart:
+        """Its part of `kvproxy status`, from an answer of `/live`."""
+        return StatusPart()
 
     def list_cluster_checks(self, deployment: Deployment, cluster: str) -> Sequence[Check]:
         """Check of `kvproxy doctor` for one cluster that has engines."""

@@ -18,8 +18,8 @@ import pytest
 from starlette.types import Send
 
 from kvproxy.app import Proxy
-from kvproxy.features.exchange.datagrams import Siblings
 from kvproxy.operate.commands.live_advice import AdviceRunner
+from kvproxy.operate.companion import Siblings
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.listener.server import Server
 from tests.browser.conftest import Browser

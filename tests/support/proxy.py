@@ -16,7 +16,7 @@ from starlette.types import Message
 
 from kvproxy.app import Proxy
 from kvproxy.base.types import Clock
-from kvproxy.features.exchange.datagrams import Siblings
+from kvproxy.operate.companion import Siblings
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.listener.server import Server
 

@@ -9,12 +9,12 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
 from kvproxy.base.bounded import BoundedQueue
 from kvproxy.features.exchange.wire import Origin
+from kvproxy.operate.companion import Siblings
 
 log = logging.getLogger("kvproxy.sync")
 
@@ -30,19 +30,6 @@ AGAIN_S = 0.001
 _READS = 4
 _BUFFER_BYTES = 4 * 1024 * 1024
 _MAX_DATAGRAM = 256 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Siblings:
-    """The workers of one machine, and which of them this is. Each has the socket `sync-NUMBER.sock` in `folder`."""
-
-    folder: Path
-    number: int
-    count: int
-
-    def path(self, number: int) -> str:
-        """Return a worker's socket."""
-        return str(self.folder / f"sync-{number}.sock")
 
 
 class Link(Protocol):
@@ -82,6 +69,9 @@ class DatagramLink:
         self._waiting: dict[int, BoundedQueue[bytes]] = {}  # by worker
         self._again: asyncio.TimerHandle | None = None
 
+    def _path(self, number: int) -> str:
+        return str(self._siblings.folder / f"sync-{number}.sock")
+
     @property
     def held_bytes(self) -> int:
         return sum(queue.held_bytes for queue in self._waiting.values())
@@ -97,7 +87,7 @@ class DatagramLink:
 
     def renew(self) -> None:
         """Bind again if the socket's file is gone, by which the others find it."""
-        if self._socket is None or os.path.exists(self._siblings.path(self._siblings.number)):
+        if self._socket is None or os.path.exists(self._path(self._siblings.number)):
             return
         log.warning("the socket of worker %d was removed: it is made again", self._siblings.number)
         asyncio.get_running_loop().remove_reader(self._socket)
@@ -105,7 +95,7 @@ class DatagramLink:
         self._bind()
 
     def _bind(self) -> None:
-        path = self._siblings.path(self._siblings.number)
+        path = self._path(self._siblings.number)
         _unlink(path)
         self._socket = bound = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         bound.setblocking(False)
@@ -121,7 +111,7 @@ class DatagramLink:
             self._again.cancel()
         self._socket.close()
         self._socket = None
-        _unlink(self._siblings.path(self._siblings.number))
+        _unlink(self._path(self._siblings.number))
 
     def send(self, payload: bytes, to: Origin | None) -> None:
         for worker in self._others if to is None else (to.worker,):
@@ -137,7 +127,7 @@ class DatagramLink:
         if self._socket is None:
             return True
         try:
-            self._socket.sendto(payload, self._siblings.path(worker))
+            self._socket.sendto(payload, self._path(worker))
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as error:

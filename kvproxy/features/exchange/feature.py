@@ -2,25 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from kvproxy.operate.feature import Feature
+from kvproxy.base.settings.compose import part_of
+from kvproxy.features.exchange.settings import SyncPlace, SyncSettings
+from kvproxy.operate.config.schema import Config
+from kvproxy.operate.feature import Feature, StatusPart
 
 if TYPE_CHECKING:
+    from starlette.routing import Route
+
     from kvproxy.base.metrics.groups import MetricGroup
+    from kvproxy.base.settings.paths import Finding
+    from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
+    from kvproxy.operate.admin.replies import Audit
+    from kvproxy.operate.companion import Companion, Siblings
+    from kvproxy.operate.merge import Rule
 
 
 class Exchange(Feature):
     """Has several processes decide as one."""
 
     name = "exchange"
+    settings = {Config: (SyncPlace,)}
+    read_at_start = ("sync",)
 
     def list_metrics(self) -> Sequence[type[MetricGroup]]:
-        """Its group."""
+        """Return its group."""
         from kvproxy.features.exchange.metrics import SyncMetrics
 
         return (SyncMetrics,)
+
+    def verify(self, config: Config) -> Iterable[Finding]:
+        """Refuse places where replicas cannot meet."""
+        settings = part_of(config, SyncPlace).sync
+        if settings == SyncSettings():
+            return ()
+        from kvproxy.features.exchange.verify import find_faults
+
+        return find_faults(settings)
+
+    def accompany(self, proxy: AdminTarget, config: Config, *, siblings: Siblings | None) -> Companion | None:
+        """Return the service, where there are others to share with."""
+        settings = part_of(config, SyncPlace).sync
+        if siblings is None and settings.redis is None and settings.nats is None:
+            return None
+        from kvproxy.features.exchange.service import SyncService
+
+        return SyncService(
+            config,
+            siblings=siblings,
+            metrics=proxy.metrics,
+            clock=proxy.clock,
+            wall_clock=lambda: proxy.wall_clock().timestamp(),
+        )
+
+    def find_troubles(self, operated: AdminTarget) -> Iterable[OperatorFinding]:
+        """Return what stands between this process and the others."""
+        from kvproxy.features.exchange.operated import find_troubles
+
+        return find_troubles(operated)
+
+    def list_admin_routes(self, operated: AdminTarget, audit: Audit) -> Sequence[Route]:
+        """Return `/sync`."""
+        from kvproxy.features.exchange.operated import list_routes
+
+        return list_routes(operated)
+
+    def describe_live(self, operated: AdminTarget) -> Mapping[str, object]:
+        """Return how it stands with the others; None: this process decides alone."""
+        from kvproxy.features.exchange.operated import find_service
+
+        service = find_service(operated)
+        return {"sync": None if service is None else service.describe_state()}
+
+    def merge_rules(self) -> Mapping[str, Mapping[str, Rule]]:
+        """Return what several workers know of the others as one account."""
+        from kvproxy.features.exchange.operated import MERGED
+        from kvproxy.operate.merge import fields
+
+        return {"/live": {"sync": fields(MERGED)}, "/sync": MERGED}
+
+    def show_status(self, live: Mapping[str, Any], *, colour: bool) -> StatusPart:
+        """Return a sentence and a table of the others."""
+        from kvproxy.features.exchange.status import show_peers
+
+        return show_peers(live, colour=colour)
 
 
 FEATURE = Exchange()

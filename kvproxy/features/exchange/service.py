@@ -17,23 +17,27 @@ from xxhash import xxh3_64_intdigest
 
 from kvproxy.base.background_task import TaskSet, run_in_slices
 from kvproxy.base.metrics.groups import Metrics
+from kvproxy.base.settings.compose import part_of
 from kvproxy.base.types import Clock
 from kvproxy.cache.actions.strategies import Action
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.features.exchange import wire
 from kvproxy.features.exchange.claims import PeerClaims
-from kvproxy.features.exchange.datagrams import DatagramLink, Link, Siblings
+from kvproxy.features.exchange.datagrams import DatagramLink, Link
 from kvproxy.features.exchange.journal import Journal
 from kvproxy.features.exchange.metrics import SyncMetrics
 from kvproxy.features.exchange.peer import Peer
 from kvproxy.features.exchange.peers import Peers, SyncStatus
+from kvproxy.features.exchange.settings import SyncPlace
 from kvproxy.features.exchange.shown import Namesake, describe, show
 from kvproxy.features.exchange.snapshot import SLICE_S, Handover
 from kvproxy.features.exchange.stores import NatsLink, RedisLink, StoreLink
 from kvproxy.features.exchange.wire import Origin
 from kvproxy.features.exchange.world import World
+from kvproxy.operate.companion import Companion, Serving, Siblings
 from kvproxy.operate.config.schema import Config
+from kvproxy.proxy.filters import kvcache as kvcache_filter
 
 log = logging.getLogger("kvproxy.sync")
 
@@ -43,13 +47,13 @@ T = TypeVar("T")
 _LOOKS = 5
 
 
-class SyncService:
-    """An async context manager. `follow` tells it what there is to share, at the start and after each reload."""
+class SyncService(Companion):
+    """Shares what the proxy routes, learns and spends with other processes."""
 
     def __init__(
         self, config: Config, *, siblings: Siblings | None, metrics: Metrics, clock: Clock, wall_clock: Clock
     ) -> None:
-        self._settings = settings = config.sync
+        self._settings = settings = part_of(config, SyncPlace).sync
         self._siblings = siblings
         self._metrics = metrics
         self._clock = clock
@@ -112,13 +116,24 @@ class SyncService:
         await self._running.aclose()
         self._links.clear()
 
-    def follow(self, world: World, kvcache: KvCache | None, clusters: Mapping[str, Cluster]) -> None:
-        """This is what is shared from now on."""
+    def follow(self, serving: Serving) -> None:
+        """Share what this configuration has."""
+        kvcache = serving.kvcaches.get(kvcache_filter.NAME)
+        world = World.of(serving.clusters, kvcache, limits=serving.limits, budgets=serving.budgets)
+        self.share(world, kvcache, serving.clusters)
+
+    def share(self, world: World, kvcache: KvCache | None, clusters: Mapping[str, Cluster]) -> None:
+        """Share this from now on."""
         self._world = world
         self._handover.follow(world, kvcache, clusters)
         self.journal.follow(world)
         if world.actions is not None:
             world.actions.executor.claims = self
+
+    @property
+    def joining(self) -> bool:
+        """Whether it still learns what the others know."""
+        return self.status is SyncStatus.JOINING
 
     @property
     def status(self) -> SyncStatus:

@@ -23,3 +23,10 @@ class SyncSettings(Model):
     """What happens here is told to the others after so long."""
     heartbeat: Duration = Field(default=0.5, ge=0.05, le=60)
     """How often each says that it is there; after three it did not say so, its load no longer counts."""
+
+
+class SyncPlace(Model):
+    """The section that a configuration gets."""
+
+    sync: SyncSettings = SyncSettings()
+    """Other replicas that decide as one with this one."""

@@ -4,9 +4,12 @@ does not name is the first one's: it is the same in all."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
+from kvproxy.base.installed import installed
 from kvproxy.base.metrics.across_workers import Across, combine_values
+from kvproxy.operate.feature import Feature
 from kvproxy.operate.merge import (
     Rule,
     at_most,
@@ -31,7 +34,6 @@ from kvproxy.operate.merge import (
 #: From the best to the worst.
 _CONDITIONS = ("up", "saturated", "draining", "asleep", "ejected", "breaker_open", "unhealthy")
 _STATES = ("good", "warn", "down")
-_SYNC_STATES = ("synced", "alone", "joining", "degraded")
 _LOADS = ("in_flight", "pending_tokens", "resident_tokens")  # each worker knows all of it
 _BREAKERS = ("closed", "half-open", "open")
 
@@ -89,62 +91,36 @@ _PROMISES = fields(
 )
 _BREAKS = fields({"returned": total, "sessions": largest, "causes": _CAUSES, "latest": at_most(newest, 100)})
 
-_SYNC = fields(
-    {
-        "status": worst(_SYNC_STATES),
-        "consistency_ratio": smallest,
-        **dict.fromkeys(("waiting", "dropped"), total),
-        "held_bytes": each(total),
-        "namesake": any,
-        "index_blocks": largest,
-        "peers": keyed(
-            ("origin",),
-            fields(
-                {
-                    **dict.fromkeys(("gaps", "lost", "told_last_minute", "lost_last_minute", "waiting"), total),
-                    **dict.fromkeys(("heard_s_ago", "lag_p50_s", "lag_p99_s", "round_trip_s"), largest),
-                    "alive": all,
-                }
-            ),
-        ),
-    }
-)
+#: Of `/live`, and of other paths.
+_LIVE: Mapping[str, Rule] = {
+    "uptime_s": largest,
+    "ready": any,
+    "state": pick(lambda one: _STATES.index(one["kind"])),
+    "endpoints": keyed(("cluster", "id"), _ENDPOINT),
+    "last_minute": _COUNTS,
+    "ttft": each(mean),
+    "events": at_most(merge_events, 20),
+    "clusters": each(_COUNTS),
+    "history": merge_histories,
+    "routing": _ROUTING,
+    "cache": fields(
+        {
+            "running": joined,
+            "waiting": total,
+            "leases": largest,
+            "promises": fields({"prompts": largest, "tokens": largest, "kept": total, "broken": total}),
+            "breakers": each(worst(_BREAKERS)),
+            "hot": at_most(_HOT, 8),
+            "breaks": _BREAKS,
+        }
+    ),
+    "decisions": at_most(newest, 15),
+    "failed_decisions": at_most(newest, 15),
+    "findings": merge_findings,
+}
 
-_LIVE = fields(
-    {
-        "uptime_s": largest,
-        "ready": any,
-        "state": pick(lambda one: _STATES.index(one["kind"])),
-        "endpoints": keyed(("cluster", "id"), _ENDPOINT),
-        "last_minute": _COUNTS,
-        "ttft": each(mean),
-        "events": at_most(merge_events, 20),
-        "clusters": each(_COUNTS),
-        "history": merge_histories,
-        "routing": _ROUTING,
-        "cache": fields(
-            {
-                "running": joined,
-                "waiting": total,
-                "leases": largest,
-                "promises": fields({"prompts": largest, "tokens": largest, "kept": total, "broken": total}),
-                "breakers": each(worst(_BREAKERS)),
-                "hot": at_most(_HOT, 8),
-                "breaks": _BREAKS,
-            }
-        ),
-        "sync": _SYNC,
-        "decisions": at_most(newest, 15),
-        "failed_decisions": at_most(newest, 15),
-        "findings": merge_findings,
-    }
-)
-
-#: What is asked for, and the rule of its answer. Other paths have one answer for all: the first worker's.
-RULES: Mapping[str, Rule] = {
-    "/live": _LIVE,
+_PATHS: Mapping[str, Rule] = {
     "/endpoints": fields({"clusters": each(keyed(("id", "leaving"), _ENDPOINT))}),
-    "/sync": _SYNC,
     "/routing": fields({"clusters": _ROUTING}),
     "/decisions": fields({"decisions": newest}),
     "/cache/hot": fields({"prefixes": _HOT}),
@@ -167,9 +143,23 @@ RULES: Mapping[str, Rule] = {
 }
 
 
+@cache
+def list_rules() -> Mapping[str, Rule]:
+    """Return the rule of each path; others have one answer for all: the first worker's."""
+    live = dict(_LIVE)
+    paths = {}
+    for feature in installed(Feature):
+        for path, members in feature.merge_rules().items():
+            if path == "/live":
+                live |= members
+            else:
+                paths[path] = fields(members)
+    return {**_PATHS, **paths, "/live": fields(live)}
+
+
 def merge_answers(path: str, answers: list[Any], *, limit: int | None = None) -> Any:
     """Return the one answer for `path`; of the lists in it at most `limit`."""
-    merged = RULES.get(path, first)(answers)
+    merged = list_rules().get(path, first)(answers)
     if limit is None or not isinstance(merged, dict):
         return merged
     return {name: value[:limit] if isinstance(value, list) else value for name, value in merged.items()}

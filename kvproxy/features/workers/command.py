@@ -11,14 +11,13 @@ import socket
 from contextlib import AsyncExitStack
 
 from kvproxy.app import Proxy
-from kvproxy.features.exchange.datagrams import Siblings
-from kvproxy.features.exchange.peers import SyncStatus
 from kvproxy.features.workers.assignment import Assignment, Link, receive_assignment, remove_left_folder
 from kvproxy.features.workers.control import ControlApp
 from kvproxy.features.workers.share import take_share
 from kvproxy.operate.commands.last_resort import END_GRACE_S, LastResort
 from kvproxy.operate.commands.logging_setup import log_to
 from kvproxy.operate.commands.serving import diagnosis, public_listener, run_bounded, run_loop
+from kvproxy.operate.companion import Siblings
 from kvproxy.proxy.listener.server import Server
 
 #: A sibling that does not answer must not keep a worker from serving.
@@ -72,5 +71,5 @@ async def serve_as_worker(assignment: Assignment, line: socket.socket, last_reso
 async def _until_joined(proxy: Proxy) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_JOIN_S):
-            while proxy.sync is not None and proxy.sync.status is SyncStatus.JOINING:  # noqa: ASYNC110 - it tells no one
+            while any(one.joining for one in proxy.companions):  # noqa: ASYNC110 - it tells no one
                 await asyncio.sleep(0.01)

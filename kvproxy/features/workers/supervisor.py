@@ -16,9 +16,11 @@ from pathlib import Path
 
 from kvproxy.base.background_task import cancel_tasks
 from kvproxy.base.errors import KvproxyError
+from kvproxy.base.settings.compose import part_of
 from kvproxy.base.types import Clock
 from kvproxy.features.workers.assignment import Assignment, Change
 from kvproxy.features.workers.process import COMMAND, WorkerProcess
+from kvproxy.features.workers.settings import WorkersPlace
 from kvproxy.operate.commands.last_resort import END_GRACE_S
 from kvproxy.operate.config.schema import Config
 
@@ -204,7 +206,8 @@ class Supervisor:
     async def _end_hung(self, process: WorkerProcess) -> None:
         served = self.served
         await process.until_hung(
-            start_s=lambda: served.config.worker_start_timeout, silent_s=lambda: served.config.worker_timeout
+            start_s=lambda: part_of(served.config, WorkersPlace).worker_start_timeout,
+            silent_s=lambda: part_of(served.config, WorkersPlace).worker_timeout,
         )
         hangs = "hangs" if process.ready else "does not come to serve"
         log.error("worker %d (pid %d) %s: it is killed", process.assignment.index, process.pid, hangs)

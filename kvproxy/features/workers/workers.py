@@ -14,10 +14,10 @@ from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.features.workers.assignment import Change
 from kvproxy.features.workers.control import FROM, RELOAD, REPEAT
+from kvproxy.features.workers.metrics import WorkerMetrics
 from kvproxy.features.workers.supervisor import Slot, Supervisor
 from kvproxy.operate.admin.operated import AdviceRuns, ConfigReloader, OperatorFinding, Reloaded
 from kvproxy.operate.config.schema import Config
-from kvproxy.operate.metrics.process import ProcessMetrics
 
 log = logging.getLogger("kvproxy")
 
@@ -44,7 +44,7 @@ class Workers:
         self.adviser: AdviceRuns | None = None
         self._one_at_a_time = asyncio.Lock()
         self._clients = {slot.index: _client(slot) for slot in supervisor.slots}
-        metrics.group(ProcessMetrics).workers.set_source(lambda: [((), len(self.serving))])
+        metrics.group(WorkerMetrics).workers.set_source(lambda: [((), len(self.serving))])
 
     async def __aenter__(self) -> Workers:
         return self

@@ -14,11 +14,6 @@ from kvproxy.cluster.routing.engine_samples import NOTHING_READ
 from kvproxy.cluster.routing.load import EndpointLoad
 from kvproxy.cluster.routing.policy import Policy
 from kvproxy.cluster.routing.work import Features
-from kvproxy.features.exchange import wire
-from kvproxy.features.exchange.journal import Journal
-from kvproxy.features.exchange.peers import Peers
-from kvproxy.features.exchange.wire import Origin
-from kvproxy.features.exchange.world import World
 from kvproxy.lab.replay.router import LiveRequest, Placement, SimEndpoint, VirtualRouter
 from kvproxy.lab.replay.view import IndexView
 from kvproxy.lab.simulator.engine_io import KvEvent
@@ -100,12 +95,18 @@ class Replica:
         view: IndexView,
         make_router: MakeRouter = VirtualRouter,
     ) -> None:
+        from kvproxy.features.exchange import wire  # one router needs none of it
+        from kvproxy.features.exchange.journal import Journal
+        from kvproxy.features.exchange.peers import Peers
+        from kvproxy.features.exchange.world import World
+
         self.number = number
         self.view = view
+        self.decode = wire.decode
         self.endpoints = [SimEndpoint(one.id, one.index, one.engine) for one in engines]
         self.router = make_router([self.endpoints[index] for index in there], policy, view)
         self.sent: list[bytes] = []
-        journal = Journal(Origin("r", number, 1), on_news=lambda: None)
+        journal = Journal(wire.Origin("r", number, 1), on_news=lambda: None)
         world = World({"c": RoutersCluster(view.local, policy, self.endpoints)})
         self.peers = Peers(journal, lambda: world, send=lambda payload, to: self.sent.append(payload), beat_s=BEAT_S)
         journal.follow(world)
@@ -220,7 +221,7 @@ class ManyRouters:
         while min(self._next_beat, self._under_way[0][0] if self._under_way else self._next_beat) <= now:
             if self._under_way and self._under_way[0][0] <= self._next_beat:
                 at, _, sender, payload = heapq.heappop(self._under_way)
-                message = wire.decode(payload)
+                message = self._replicas[sender].decode(payload)
                 for replica in self._replicas:
                     if replica.number != sender:
                         replica.peers.receive(message, len(payload), at)

@@ -16,7 +16,6 @@ from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import DOWN, Condition, Endpoint
 from kvproxy.cluster.settings import EnginePriorityMode
-from kvproxy.features.exchange.service import SyncService
 from kvproxy.features.priority.engine_priority import PriorityState
 from kvproxy.operate.admin.operated import ConfigFinding
 
@@ -55,16 +54,6 @@ def list_names(endpoints: Sequence[Endpoint]) -> str:
 def source_trouble(key: tuple[str, ...], where: str, what: str, fix: str, *, patience_s: float = 0.0) -> Trouble:
     """Return a source of facts that is lost or not trusted."""
     return Trouble(key, Rank.SOURCES, "warning", where, what, fix, patience_s)
-
-
-def find_sync_troubles(sync: SyncService) -> Iterator[Trouble]:
-    """Yield what stands between this process and those that decide as one with it."""
-    if sync.namesake.lives:
-        what = f"another process goes by the name {sync.origin} too: each ignores what the other does"
-        yield source_trouble(("namesake",), "sync", what, "set sync.replica to a name of its own in each")
-    if sync.store is not None and not sync.store.connected:
-        what = f"{sync.store.where} is away: each replica decides by what it knows itself"
-        yield source_trouble(("store",), "sync", what, "is it up? the log says why it is not reached", patience_s=2.0)
 
 
 def find_certificate_findings(certificates: CertificateWatch) -> Iterator[ConfigFinding]:

@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from kvproxy import __version__
 from kvproxy.base.errors import Problem
+from kvproxy.base.installed import installed
 from kvproxy.cache.service import KvCache
 from kvproxy.cache.status import hot_prefixes, leases, prefix_breaks, running_jobs
 from kvproxy.cluster.endpoint import TAKING
@@ -30,6 +31,7 @@ from kvproxy.operate.admin.state import describe_state
 from kvproxy.operate.admin.troubles import Troubles
 from kvproxy.operate.admin.views import list_decisions
 from kvproxy.operate.capabilities import SeenEngines, list_capabilities
+from kvproxy.operate.feature import Feature
 from kvproxy.proxy.listener_settings import ListenerSettings
 from kvproxy.proxy.request.exchange import FAILED
 from kvproxy.proxy.request.observer import Tally
@@ -125,7 +127,6 @@ class LiveView:
             "routing": {name: describe_routing(one, now) for name, one in operated.clusters.items()},
             "capabilities": [asdict(one) for one in list_capabilities(operated.config, _count_engines(operated, now))],
             "cache": self._cache(now),
-            "sync": None if operated.sync is None else operated.sync.describe_state(),
             "decisions": list_decisions(operated, DECISIONS),
             "failed_decisions": list_decisions(operated, DECISIONS, result=FAILED),
             "events": describe_events(self._events.list_events(), now)[:EVENTS],
@@ -133,6 +134,7 @@ class LiveView:
                 {"severity": one.severity, "where": one.where, "what": one.what, "fix": one.fix, "age_s": now - since}
                 for one, since in self._update_findings(now)
             ],
+            **{key: shown for feature in installed(Feature) for key, shown in feature.describe_live(operated).items()},
         }
 
     def _minute(self, now: float) -> Tally:

@@ -14,7 +14,7 @@ from kvproxy.base.types import Clock
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.routes import Routes
-from kvproxy.features.exchange.service import SyncService
+from kvproxy.operate.companion import Companion
 from kvproxy.operate.config.schema import Config
 from kvproxy.proxy.request.observer import RecentDecisions
 
@@ -121,8 +121,8 @@ class AdminTarget(OperatedProcess, Protocol):
     """Asked again for every request: a reload may have replaced any part."""
 
     @property
-    def sync(self) -> SyncService | None:
-        """The exchange with other processes; None: there are none."""
+    def companions(self) -> Sequence[Companion]:
+        """Long-lived parts of features beside it."""
         ...
 
     @property

@@ -40,7 +40,7 @@ def check_readiness(operated: AdminTarget) -> tuple[bool, str]:
 
 
 class HealthRoutes:
-    """`/healthz`, `/readyz` and `/metrics`, as plain text; `/sync`: how it stands with other processes."""
+    """`/healthz`, `/readyz` and `/metrics`, as plain text."""
 
     def __init__(self, operated: AdminTarget) -> None:
         self._operated = operated
@@ -51,7 +51,6 @@ class HealthRoutes:
             Route("/healthz", self._healthz, methods=["GET"]),
             Route("/readyz", self._readyz, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
-            Route("/sync", self._sync, methods=["GET"]),
         ]
 
     async def _healthz(self, request: Request) -> Response:
@@ -63,13 +62,6 @@ class HealthRoutes:
 
     async def _metrics(self, request: Request) -> Response:
         return Response(await render_exposition(self._operated.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-    async def _sync(self, request: Request) -> Response:
-        sync = self._operated.sync
-        if sync is None:
-            fix = "set sync.redis or sync.nats, or serve with several workers"
-            raise RequestRefused(404, Problem("sync", "this process decides alone", fix))
-        return reply_json(sync.describe_state())
 
 
 def redact_secrets(data: Any, *, name: str = "") -> Any:

@@ -17,7 +17,6 @@ from kvproxy.operate.admin.findings import (
     find_certificate_findings,
     find_engine_findings,
     find_lost_adapters,
-    find_sync_troubles,
     find_unheeded_priority,
     find_unlearned,
     find_unsteered_ranks,
@@ -76,8 +75,6 @@ class Troubles:
             for source, left_out in cluster.left_out.items():
                 what = f"the {source} discovery names {len(left_out)} that cannot be an endpoint: {left_out[0]}"
                 yield source_trouble(("left out", name, source), name, what, "correct it at its source")
-        if self._operated.sync is not None:
-            yield from find_sync_troubles(self._operated.sync)
         kvcache = self._operated.kvcache
         if kvcache is None:
             return
@@ -103,6 +100,9 @@ class Troubles:
             ("finding", self._operated.findings),
         ):
             for one in found:
+                if isinstance(one, Trouble):
+                    yield one
+                    continue
                 # Alarms and speeds count in their text; findings of one place may be several.
                 about = (kind, one.where) if kind in _ONE_A_PLACE else (kind, one.where, one.what)
                 yield Trouble(about, Rank.REST, str(one.severity), one.where, one.what, one.fix)

@@ -7,9 +7,9 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import TextIO
 
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.operate.capabilities import format_capabilities, list_capabilities
@@ -62,16 +62,14 @@ class ConfigSource:
     policy: str | None = None
     admin: bool = True
     lenient: bool = False
-    workers: int | Literal["auto"] | None = None
+    changes: Mapping[str, object] = field(default_factory=dict)  # keys of the top level that options set
 
     def load(self) -> tuple[Config, list[Problem]]:
         """Return the configuration, and what is worth saying about it. Raises ConfigError with every error."""
         config, problems = self._read()
         given = {"host": self.host, "port": self.port}
         listen = config.listen.model_copy(update={key: value for key, value in given.items() if value is not None})
-        changes: dict[str, object] = {"listen": listen}
-        if self.workers is not None:
-            changes["workers"] = self.workers
+        changes: dict[str, object] = {**self.changes, "listen": listen}
         if not self.admin:
             changes["admin"] = config.admin.model_copy(update={"enabled": False})
         return config.model_copy(update=changes), problems

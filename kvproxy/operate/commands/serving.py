@@ -252,8 +252,8 @@ def _show_process(metrics: Metrics, public: Server, *, limit: int) -> None:
     metrics.group(BoundMetrics).show_queue("connections", lambda: public.connections, limit=limit)
 
 
-def announce(config: Config, url: str, endpoints: Mapping[str, Iterable[str]], *, workers: int = 1) -> None:
+def announce(config: Config, url: str, endpoints: Mapping[str, Iterable[str]], *, suffix: str = "") -> None:
     """Say where clients connect, and what is served: names of endpoints by cluster."""
-    logger.info("kvproxy %s on %s%s", __version__, url, f" with {workers} workers" if workers > 1 else "")
+    logger.info("kvproxy %s on %s%s", __version__, url, suffix)
     for name, ids in endpoints.items():
         logger.info("cluster %s: %s over %s", name, config.clusters[name].policy.value, ", ".join(ids) or "none yet")

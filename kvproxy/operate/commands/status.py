@@ -14,8 +14,10 @@ from typing import Any, TextIO
 
 import httpx
 
+from kvproxy.base.installed import installed
 from kvproxy.operate.capabilities import format_capabilities
 from kvproxy.operate.commands.operate import AdminAddress, AdminRefused, ask_admin
+from kvproxy.operate.feature import Feature
 
 INTERVAL_S = 1.0
 #: The terminal's other screen without a cursor, and back.
@@ -42,7 +44,6 @@ _ENDPOINT_HEADS = (
     "KV EVENTS",
 )
 _QUEUE_HEADS = ("ROUTER QUEUE", "STATE", "WAITING", "OLDEST", "IN TURN", "AT BOUND", "LEFT", "NO ENDPOINT", "REFUSED")
-_PEER_HEADS = ("process", "state", "heard", "lag p50", "p99", "gaps", "lost", "index blocks")
 _RESULTS = {"ok": "good", "failed": "down", "client_error": "warn", "client_left": "quiet"}
 _DECISION_HEADS = ("ENDED", "REQUEST", "MODEL", "ENDPOINT", "WHY", "PROMPT", "PREDICTED", "REUSED", "FIRST BYTE", "END")
 
@@ -124,26 +125,26 @@ def _ask(client: httpx.Client, url: str) -> dict[str, Any]:
 
 def render_page(live: Mapping[str, Any], *, colour: bool = False) -> str:
     """Return the whole screen. Control characters in names that clients chose are shown as `?`."""
+    parts = [feature.show_status(live, colour=colour) for feature in installed(Feature)]
     blocks = [
-        [_headline(live)],
+        [_headline(live, [words for part in parts for words in part.headline])],
         _findings(live["findings"]),
-        [_plain(f"{_span(one['ago_s'])} ago: {one['what']}") for one in live["events"][:_EVENTS]],
-        _table(_ENDPOINT_HEADS, [_endpoint(live, one) for one in live["endpoints"]], colour=colour),
+        [plain(f"{span(one['ago_s'])} ago: {one['what']}") for one in live["events"][:_EVENTS]],
+        table(_ENDPOINT_HEADS, [_endpoint(live, one) for one in live["endpoints"]], colour=colour),
         [_routing(live, name, one) for name, one in live["routing"].items()],
-        _table(_QUEUE_HEADS, _queues(live["routing"]), colour=colour),
-        [_plain(line) for line in describe_capacities(live["endpoints"])],
-        [_plain(line) for line in describe_steps(live["endpoints"])],
-        [_plain(line) for line in describe_adapters(live["endpoints"])],
-        [_plain(line) for line in format_capabilities(live["capabilities"])],
+        table(_QUEUE_HEADS, _queues(live["routing"]), colour=colour),
+        [plain(line) for line in describe_capacities(live["endpoints"])],
+        [plain(line) for line in describe_steps(live["endpoints"])],
+        [plain(line) for line in describe_adapters(live["endpoints"])],
+        [plain(line) for line in format_capabilities(live["capabilities"])],
         _cache(live["cache"]),
-        _sync(live["sync"]),
-        _table(_PEER_HEADS, [_peer(one) for one in (live["sync"] or {"peers": ()})["peers"]], colour=colour),
-        _table(_DECISION_HEADS, [_decision(one) for one in live["decisions"][:_DECISIONS]], colour=colour),
+        *(block for part in parts for block in part.blocks),
+        table(_DECISION_HEADS, [_decision(one) for one in live["decisions"][:_DECISIONS]], colour=colour),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
-def _headline(live: Mapping[str, Any]) -> str:
+def _headline(live: Mapping[str, Any], more: Sequence[str]) -> str:
     minute = live["last_minute"]
     history = live["history"]
     ttft = next((value for value in reversed(history["ttft_p50_s"]) if value is not None), None)
@@ -151,22 +152,21 @@ def _headline(live: Mapping[str, Any]) -> str:
     cached = sum(history["cached_tokens"])
     predicted = sum(history["predicted_tokens"])
     state = live["state"]
-    since = "" if state["since_s"] is None else f" for {_span(state['since_s'])}"
+    since = "" if state["since_s"] is None else f" for {span(state['since_s'])}"
     parts = [
         f"kvproxy {live['version']}: {state['sentence']}{since}",
-        f"running for {_span(live['uptime_s'])}",
+        f"running for {span(live['uptime_s'])}",
         f"last minute {minute['requests']:,} requests, {minute['failed']:,} failed",
-        f"first byte {_seconds(ttft)}, p95 {_seconds(live['ttft']['p95_s'])}",
+        f"first byte {seconds(ttft)}, p95 {seconds(live['ttft']['p95_s'])}",
     ]
     if (file := live["config_file"]) is not None:
-        parts.insert(2, f"{file['name']} loaded {_span(file['loaded_s_ago'])} ago")
-    if (workers := live.get("workers")) is not None:
-        parts.insert(2, f"{sum(one['serves'] for one in workers)} of {len(workers)} workers")
+        parts.insert(2, f"{file['name']} loaded {span(file['loaded_s_ago'])} ago")
+    parts[2:2] = more
     if prompt:
-        parts.append(f"from cache {_percent(cached / prompt)} (predicted {_percent(predicted / prompt)})")
+        parts.append(f"from cache {percent(cached / prompt)} (predicted {percent(predicted / prompt)})")
     if (saved := minute.get("saved_prefill_s")) is not None:
-        parts.append(f"{_seconds(saved)} of prefill saved")
-    return _plain(" | ".join(parts))
+        parts.append(f"{seconds(saved)} of prefill saved")
+    return plain(" | ".join(parts))
 
 
 def _findings(findings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -179,8 +179,8 @@ def _findings(findings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _finding(one: Mapping[str, Any]) -> str:
     fix = f" ({one['fix']})" if one["fix"] else ""
-    age = f" [{_span(one['age_s'])}]" if "age_s" in one else ""
-    return _plain(f"{one['severity']}: {one['where']}: {one['what']}{fix}{age}")
+    age = f" [{span(one['age_s'])}]" if "age_s" in one else ""
+    return plain(f"{one['severity']}: {one['where']}: {one['what']}{fix}{age}")
 
 
 def _endpoint(live: Mapping[str, Any], one: Mapping[str, Any]) -> list[Cell]:
@@ -195,10 +195,10 @@ def _endpoint(live: Mapping[str, Any], one: Mapping[str, Any]) -> list[Cell]:
         _state(one),
         (str(one["requests_last_minute"]), ""),
         (str(errors), "down" if errors else ""),
-        (_seconds(one["ttft_p95_s"]), ""),
+        (seconds(one["ttft_p95_s"]), ""),
         (str(one["in_flight"]), ""),
         (str(one["pending_tokens"]), ""),
-        ("-" if engine.get("kv_usage") is None else _percent(engine["kv_usage"]), ""),
+        ("-" if engine.get("kv_usage") is None else percent(engine["kv_usage"]), ""),
         ("-" if waiting is None else f"{waiting}+{engine.get('running') or 0}", ""),
         (f"{1 / slowness:.2f}x" if slowness else "-", ""),
         (_events(one, cache), ""),
@@ -238,7 +238,7 @@ def _routing(live: Mapping[str, Any], name: str, one: Mapping[str, Any]) -> str:
         facts.append(f"{learned['tokens_per_s']:,.0f} tokens/s prefill after {_samples(learned)}")
         if "rho" in learned:
             facts.append(f"rho {learned['rho']:.2f}")
-    return _plain(", ".join(facts))
+    return plain(", ".join(facts))
 
 
 def _samples(learned: Mapping[str, Any]) -> str:
@@ -266,7 +266,7 @@ def _queue(name: str, queue: Mapping[str, Any]) -> list[Cell]:
         (name, ""),
         state,
         (f"{depth:,} of {limit:,}", ""),
-        (_seconds(oldest) if depth else "-", ""),
+        (seconds(oldest) if depth else "-", ""),
         *((f"{released[way]:,}", "") for way in ways),
         (f"{queue['refused']:,}", "warn" if queue["refused"] else ""),
     ]
@@ -277,37 +277,14 @@ def _cache(cache: Mapping[str, Any] | None) -> list[str]:
         return []
     running = ", ".join(one["about"] for one in cache["running"]) or "nothing"
     lines = [f"cache work: {running} running, {cache['waiting']} waiting, {cache['leases']} pinned prefixes"]
-    if (promises := cache["promises"]) is not None:
+    if (promises := cache.get("promises")) is not None:
         verified = promises["kept"] + promises["broken"]
-        kept = f", promises kept {_percent(promises['kept'] / verified)}" if verified else ""
+        kept = f", promises kept {percent(promises['kept'] / verified)}" if verified else ""
         lines.append(f"leases: {promises['prompts']} prompts, {promises['tokens']:,} tokens{kept}")
     shut = [f"{name} {state}" for name, state in cache["breakers"].items() if state != "closed"]
     if shut:
         lines.append(f"breakers: {', '.join(shut)}")
-    return [_plain(line) for line in lines]
-
-
-def _sync(sync: Mapping[str, Any] | None) -> list[str]:
-    if sync is None:
-        return []
-    away = "".join(f", {name} away" for name, connected in sync["links"].items() if not connected)
-    known = f"{_percent(sync['consistency_ratio'])} of what others routed is known here"
-    others = sum(one["origin"] != sync["origin"] for one in sync["peers"])  # where workers answer together it is listed
-    count = f"{others} other process{'' if others == 1 else 'es'}"
-    return [_plain(f"{sync['origin']} is {sync['status']} with {count}{away}: {known}")]
-
-
-def _peer(one: Mapping[str, Any]) -> list[Cell]:
-    return [
-        (one["origin"], ""),
-        ("alive", "good") if one["alive"] else ("silent", "down"),
-        (f"{_span(one['heard_s_ago'])} ago", ""),
-        (_seconds(one["lag_p50_s"]), ""),
-        (_seconds(one["lag_p99_s"]), ""),
-        (str(one["gaps"]), ""),
-        (str(one["lost"]), "warn" if one["lost_last_minute"] else ""),
-        (_number(one["index_blocks"]), ""),
-    ]
+    return [plain(line) for line in lines]
 
 
 def _decision(one: Mapping[str, Any]) -> list[Cell]:
@@ -315,26 +292,27 @@ def _decision(one: Mapping[str, Any]) -> list[Cell]:
     end = str(one["status"]) if one["end"] == "completed" else f"{one['status']} {how}"
     retries = f" +{one['retries']}" if one["retries"] else ""
     return [
-        (f"{_span(one['ago_s'])} ago", "quiet"),
+        (f"{span(one['ago_s'])} ago", "quiet"),
         (one["request_id"][:13] or "-", ""),
         (one["model"][:24] or "-", ""),
         (one["endpoint"] or "-", ""),
         (one["reason"] or "-", ""),
-        (_number(one["prompt_tokens"]), ""),
-        (_number(one["matched_tokens"]), ""),
-        (_number(one["cached_tokens"]), ""),
-        (_seconds(one["ttft_s"]), ""),
+        (number(one["prompt_tokens"]), ""),
+        (number(one["matched_tokens"]), ""),
+        (number(one["cached_tokens"]), ""),
+        (seconds(one["ttft_s"]), ""),
         (end + retries, _RESULTS[one["result"]]),
     ]
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[Cell]], *, colour: bool) -> list[str]:
+def table(heads: Sequence[str], rows: Sequence[Sequence[Cell]], *, colour: bool) -> list[str]:
+    """Return lines with columns; none where there are no rows."""
     if not rows:
         return []
-    plain = [[(_plain(text), kind) for text, kind in row] for row in rows]
-    widths = [max(len(head), *(len(row[i][0]) for row in plain)) for i, head in enumerate(heads)]
+    cleaned = [[(plain(text), kind) for text, kind in row] for row in rows]
+    widths = [max(len(head), *(len(row[i][0]) for row in cleaned)) for i, head in enumerate(heads)]
     lines = ["  ".join(head.ljust(width) for head, width in zip(heads, widths, strict=True)).rstrip()]
-    for row in plain:
+    for row in cleaned:
         cells = [_painted(cell, width, colour=colour) for cell, width in zip(row, widths, strict=True)]
         lines.append("  ".join(cells).rstrip())
     return lines
@@ -346,29 +324,34 @@ def _painted(cell: Cell, width: int, *, colour: bool) -> str:
     return f"\x1b[{_COLOURS[kind]}m{padded}\x1b[0m" if colour and kind else padded
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
+    """Return the text with `?` for control characters."""
     return "".join(each if each.isprintable() else "?" for each in text)
 
 
-def _number(value: int | None) -> str:
+def number(value: int | None) -> str:
+    """`1,234`; `-` for none."""
     return "-" if value is None else f"{value:,}"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """`12%`."""
     return f"{share:.0%}"
 
 
-def _seconds(value: float | None) -> str:
+def seconds(value: float | None) -> str:
+    """`250ms`, `1.5s`; `-` for none."""
     if value is None:
         return "-"
     return f"{value * 1000:.0f}ms" if value < 1 else f"{value:.1f}s"
 
 
-def _span(seconds: float) -> str:
+def span(duration_s: float) -> str:
+    """`90s`, `3h`."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f}{unit}"
-    return f"{seconds:.0f}s"
+        if duration_s >= 2 * size:
+            return f"{duration_s / size:.0f}{unit}"
+    return f"{duration_s:.0f}s"
 
 
 #: A learned cache size this far from what the engine says is shown.

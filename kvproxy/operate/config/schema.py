@@ -5,12 +5,9 @@ Every field's description is its documentation; `docs/configuration.md` and the 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
 from pydantic import Field
 
 from kvproxy.base.settings.model import Duration, Fraction, Model, Size
-from kvproxy.features.exchange.settings import SyncSettings
 from kvproxy.proxy.listener_settings import AdminSettings, ListenerSettings, PickerSettings
 from kvproxy.proxy.settings import ServingSettings
 
@@ -51,16 +48,7 @@ class Config(ServingSettings):
     """The operator's listener."""
     picker: PickerSettings | None = None
     """Envoy's listener, with `kvproxy picker`; the defaults without one."""
-    workers: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 1
-    """Processes that serve behind the one listening socket, decide as one, and share bounds; `auto`: one less than
-    there are cores, at most 8. With 1 there is no supervisor and no exchange. Also `serve --workers`."""
-    worker_timeout: Duration = Field(default=30, ge=0, le=3600)
-    """A worker whose event loop stands still for so long (at least 2 s) is killed and started again; 0: never."""
-    worker_start_timeout: Duration = Field(default=120, ge=0, le=3600)
-    """So is one that does not serve so long after its start (at least 2 s); 0: never."""
     reload: ReloadSettings = ReloadSettings()
     """Hot reload."""
-    sync: SyncSettings = SyncSettings()
-    """Other replicas that decide as one with this one."""
     receipts: ReceiptSettings = ReceiptSettings()
     """Decision receipts, for `kvproxy explain` and `kvproxy replay --receipts`; off unless they have a path."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 from kvproxy.base.installed import installed
@@ -10,7 +9,6 @@ from kvproxy.base.settings.addresses import is_address, is_loopback, same_origin
 from kvproxy.base.settings.paths import Finding, Path, closest_word, error_at, warning_at
 from kvproxy.base.tls.verify import verify_server_tls
 from kvproxy.cluster.settings import RouteSettings
-from kvproxy.features.exchange.settings import SyncSettings
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.verify_clusters import CLUSTERS_ARE_FROM, find_cluster_faults
 from kvproxy.operate.config.verify_filters import find_chain_faults
@@ -20,7 +18,7 @@ from kvproxy.proxy.listener_settings import ListenerTls
 
 def find_faults(config: Config) -> list[Finding]:
     """Everything wrong (or doubtful: severity `warning`) with the configuration as a whole."""
-    checks = (_listeners, _tls, _picker, _limits, find_cluster_faults, _routes, _intervals, _sync, find_chain_faults)
+    checks = (_listeners, _tls, _picker, _limits, find_cluster_faults, _routes, _intervals, find_chain_faults)
     found = [finding for check in checks for finding in check(config)]
     return found + [finding for feature in installed(Feature) for finding in feature.verify(config)]
 
@@ -98,24 +96,6 @@ def _routes(config: Config) -> Iterator[Finding]:
     for name in config.clusters if used and used <= set(config.clusters) else ():
         if name not in used:
             yield warning_at(("clusters", name), "no route leads to this cluster", follows=(("routes",),))
-
-
-_STORES = {"redis": ("redis", "rediss", "unix"), "nats": ("nats", "tls", "ws", "wss")}
-
-
-def _sync(config: Config) -> Iterator[Finding]:
-    given = {name: url for name in _STORES if (url := getattr(config.sync, name)) is not None}
-    if len(given) > 1:
-        yield error_at(("sync", "nats"), "replicas meet at one place: redis or nats", "leave one of them out")
-    for name, url in given.items():
-        scheme, separator, rest = url.get_secret_value().partition("://")
-        if not separator or scheme not in _STORES[name] or not rest:
-            yield error_at(("sync", name), f"is no {name} URL", f"{_STORES[name][0]}://host:port")
-        if importlib.util.find_spec(name) is None:
-            yield error_at(("sync", name), f"the library for {name} is not installed", f"pip install 'kvproxy[{name}]'")
-    if not given and config.sync != SyncSettings():
-        hint = "replicas meet at sync.redis or sync.nats"
-        yield warning_at(("sync",), "tells nobody but the workers of this machine, if there are several", hint)
 
 
 def _clusters_hint(wrong: str, config: Config) -> str:

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from kvproxy import __version__
 from kvproxy.base.metrics.across_workers import Across
-from kvproxy.base.metrics.collectors import CallbackGauge, Counter, Histogram
+from kvproxy.base.metrics.collectors import Counter, Histogram
 from kvproxy.base.metrics.groups import MetricGroup
 
 LAG_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -36,11 +36,6 @@ class ProcessMetrics(MetricGroup):
             self.reloads.labels(result)
         self.build_info = Gauge("kvproxy_build_info", "1, with the version of kvproxy", ["version"], registry=r)
         self.build_info.labels(__version__).set(1)
-        self.workers = CallbackGauge(
-            "kvproxy_workers", "Workers that serve; no series where one process does all", registry=r
-        )
-        self.worker_restarts = Counter("kvproxy_worker_restarts", "Workers started again after they ended", registry=r)
-        self.worker_hangs = Counter("kvproxy_worker_hangs", "Workers killed since they hung", registry=r)
         self.loop_lag = Histogram(
             "kvproxy_event_loop_lag_seconds",
             "How late the event loop woke a task, sampled four times a second",

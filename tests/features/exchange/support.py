@@ -21,12 +21,13 @@ from kvproxy.cluster.routing.load import EndpointLoad, Reservation
 from kvproxy.cluster.routing.work import Features
 from kvproxy.features.exchange import wire
 from kvproxy.features.exchange.claims import PeerClaims
-from kvproxy.features.exchange.datagrams import Siblings
 from kvproxy.features.exchange.joining import RunSteps, run_at_once
 from kvproxy.features.exchange.journal import Journal
+from kvproxy.features.exchange.operated import find_service
 from kvproxy.features.exchange.peers import Peers, SyncStatus
 from kvproxy.features.exchange.wire import Origin
 from kvproxy.features.exchange.world import World
+from kvproxy.operate.companion import Siblings
 from tests.support.proxy import RunningProxy, chat, running_proxy
 from tests.support.until import until
 
@@ -226,8 +227,9 @@ class Deciding:
     """A running proxy that decides as one with others."""
 
     def __init__(self, running: RunningProxy) -> None:
-        assert running.proxy.sync is not None
-        self.proxy, self.sync, self._running = running.proxy, running.proxy.sync, running
+        service = find_service(running.proxy)
+        assert service is not None
+        self.proxy, self.sync, self._running = running.proxy, service, running
         self.metric = running.metric
 
     @property

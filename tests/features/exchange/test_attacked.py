@@ -17,11 +17,12 @@ from pydantic import SecretStr
 
 from kvproxy.features.exchange import heard as heard_module
 from kvproxy.features.exchange import stores, wire
-from kvproxy.features.exchange.datagrams import MAX_WORKERS, DatagramLink, Siblings
+from kvproxy.features.exchange.datagrams import MAX_WORKERS, DatagramLink
 from kvproxy.features.exchange.deltas import Spent
 from kvproxy.features.exchange.peers import MISSED
 from kvproxy.features.exchange.stores import MAX_RECALLED_BYTES, RedisLink, StoreLink
 from kvproxy.features.exchange.wire import Batch, Beat, Bye, Origin, Standing, decode, decode_deltas, encode
+from kvproxy.operate.companion import Siblings
 from tests.features.exchange.support import BEAT_S, A, Bus, Node, deciding, pair
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve
@@ -151,11 +152,11 @@ async def test_a_socket_whose_file_is_gone_is_made_again(tmp_path: Path, caplog:
     async with DatagramLink(siblings, on_message=heard.append) as link:
         link.renew()
         assert not caplog.records
-        Path(siblings.path(0)).unlink()  # noqa: ASYNC240 - in memory
+        Path(str(tmp_path / "sync-0.sock")).unlink()  # noqa: ASYNC240 - in memory
         link.renew()
         assert "was removed" in caplog.text
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
-            other.sendto(b"hello", siblings.path(0))
+            other.sendto(b"hello", str(tmp_path / "sync-0.sock"))
         await until(lambda: heard == [b"hello"])
     link.renew()  # nothing is left to renew
 

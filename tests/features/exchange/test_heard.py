@@ -11,7 +11,6 @@ import pytest
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.actions.hotness import KnownPrefix
 from kvproxy.cache.providers import ActionKind
-from kvproxy.features.exchange.datagrams import Siblings
 from kvproxy.features.exchange.deltas import (
     Acted,
     Counted,
@@ -27,6 +26,7 @@ from kvproxy.features.exchange.deltas import (
 )
 from kvproxy.features.exchange.heard import Heard
 from kvproxy.features.exchange.wire import Batch, Bye, Origin, encode
+from kvproxy.operate.companion import Siblings
 from tests.features.exchange.support import Deciding, deciding
 from tests.support.fake_engine import FakeEngine
 from tests.support.loopback import serve

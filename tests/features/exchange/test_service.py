@@ -17,12 +17,13 @@ from kvproxy.base.background_task import cancel_tasks
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.overlap.last_served import RequestNames
 from kvproxy.features.exchange import datagrams, snapshot, stores
-from kvproxy.features.exchange.datagrams import DatagramLink, Siblings
+from kvproxy.features.exchange.datagrams import DatagramLink
 from kvproxy.features.exchange.deltas import Spent
 from kvproxy.features.exchange.peers import SyncStatus
 from kvproxy.features.exchange.stores import StoreLink
 from kvproxy.features.exchange.wire import Beat, Hello, Origin, decode_deltas, encode
 from kvproxy.operate.admin.troubles import Troubles
+from kvproxy.operate.companion import Siblings
 from kvproxy.operate.config.load import load_config
 from tests.features.exchange.support import Deciding, deciding, until_synced
 from tests.support.fake_engine import FakeEngine

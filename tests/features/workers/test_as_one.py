@@ -10,11 +10,12 @@ from starlette.types import Send
 
 from kvproxy.cluster.prober import ProbeOutcome
 from kvproxy.features.exchange.deltas import Drained, Probed
+from kvproxy.features.exchange.operated import find_service
 from kvproxy.features.exchange.peers import SyncStatus
 from kvproxy.features.exchange.wire import Batch, Hello, Origin
 from kvproxy.proxy.listener.server import serve
 from tests.cache.support import Fake
-from tests.features.workers.together import begin_worker, together
+from tests.features.workers.together import begin_worker, status_of, together
 from tests.support.fake_engine import Call, FakeEngine, start_stream
 from tests.support.proxy import chat
 from tests.support.until import until
@@ -64,8 +65,7 @@ async def test_a_worker_that_starts_again_is_told_everything() -> None:
         await both.clients[0].post(CHAT, json=chat("a long prompt " * 500))
         both.end(1)
         async with begin_worker(both.workers.supervisor, 1) as again:
-            assert again.sync is not None
-            await until(lambda: again.sync is not None and again.sync.status is SyncStatus.SYNCED)
+            await until(lambda: status_of(again) is SyncStatus.SYNCED)
             entries = [one.kvcache.overlap.indexes["default"].approximate.entries
                        for one in (both.proxies[0], again) if one.kvcache is not None]  # fmt: skip
             assert entries[0] == entries[1] > 0
@@ -76,7 +76,7 @@ async def test_workers_on_whatever_port_is_free_are_of_one_machine(monkeypatch: 
     pids = count(1)
     monkeypatch.setattr("os.getpid", lambda: next(pids))
     async with together({"a": "http://127.0.0.1:9"}, listen="127.0.0.1:0") as both:
-        assert len({one.sync.origin.host for one in both.proxies if one.sync is not None}) == 1
+        assert len({service.origin.host for one in both.proxies if (service := find_service(one))}) == 1
 
 
 async def test_an_engines_metrics_are_read_once_for_all() -> None:
@@ -123,7 +123,7 @@ async def test_replicas_probe_for_themselves(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("kvproxy.cluster.prober.FIRST_PROBES_S", 3600.0)
     async with serve(FakeEngine("a")) as url, together({"a": url}, health={"interval": "1h"}) as both:
         await both.synced()
-        there, cluster = both.proxies[1].sync, both.proxies[1].clusters["default"]
+        there, cluster = find_service(both.proxies[1]), both.proxies[1].clusters["default"]
         assert there is not None
         other = Origin("elsewhere", 0, 1)
         there.peers.receive(Hello(other), 0, both.proxies[1].clock())

@@ -16,7 +16,7 @@ import httpx
 
 from kvproxy.app import Proxy
 from kvproxy.base.metrics.groups import Metrics
-from kvproxy.features.exchange.datagrams import Siblings
+from kvproxy.features.exchange.operated import find_service
 from kvproxy.features.exchange.peers import SyncStatus
 from kvproxy.features.workers.admin import WorkersAdmin
 from kvproxy.features.workers.assignment import Assignment
@@ -25,9 +25,16 @@ from kvproxy.features.workers.process import WorkerProcess
 from kvproxy.features.workers.share import take_share
 from kvproxy.features.workers.supervisor import Served, Supervisor
 from kvproxy.features.workers.workers import Workers
+from kvproxy.operate.companion import Siblings
 from kvproxy.operate.config.load import load_config
 from kvproxy.proxy.listener.server import Server
 from tests.support.until import until
+
+
+def status_of(proxy: Proxy) -> SyncStatus | None:
+    """How it stands with the others."""
+    service = find_service(proxy)
+    return None if service is None else service.status
 
 
 @dataclass
@@ -53,7 +60,7 @@ class Together:
 
     async def synced(self) -> None:
         """Until each knows the others."""
-        await until(lambda: all(one.sync is not None and one.sync.status is SyncStatus.SYNCED for one in self.proxies))
+        await until(lambda: all(status_of(one) is SyncStatus.SYNCED for one in self.proxies))
 
     def end(self, index: int) -> None:
         """As when this worker's process is gone."""

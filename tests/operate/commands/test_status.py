@@ -303,13 +303,3 @@ def test_adapters_in_a_sentence_an_engine() -> None:
         "a serves 1 adapter, 0 loaded",
         "b serves 5 adapters, 4 of 4 slots loaded: v, w, x and 1 more",
     ]
-
-
-@pytest.mark.parametrize(("peers", "said"), [((), "0 other processes"), (("w/0", "w/1"), "1 other process:")])
-async def test_a_process_is_no_other_than_itself(peers: tuple[str, ...], said: str) -> None:
-    """Workers that answer together list each other, and so all of them."""
-    figures = {"alive": True, "gaps": 0, "lost": 0, "lost_last_minute": 0, "index_blocks": 0, "heard_s_ago": 0.1}
-    listed = [{"origin": one, "lag_p50_s": 0.001, "lag_p99_s": 0.001, **figures} for one in peers]
-    sync = {"origin": "w/0", "status": "synced", "consistency_ratio": 1.0, "links": {}, "peers": listed}
-    page = render_page({**await live_of(proxy_of()), "sync": sync})
-    assert said in page

@@ -1,0 +1,73 @@
+"""The exchange as operators see it: findings, `/sync`, and one account of all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvproxy.base.errors import Problem
+from kvproxy.operate.admin.findings import Trouble, source_trouble
+from kvproxy.operate.admin.operated import AdminTarget
+from kvproxy.operate.admin.replies import RequestRefused, reply_json
+from kvproxy.operate.merge import Rule, each, fields, keyed, largest, smallest, total, worst
+
+if TYPE_CHECKING:
+    from kvproxy.features.exchange.service import SyncService
+
+#: From the best to the worst.
+_STATES = ("synced", "alone", "joining", "degraded")
+_PEER: Mapping[str, Rule] = {
+    **dict.fromkeys(("gaps", "lost", "told_last_minute", "lost_last_minute", "waiting"), total),
+    **dict.fromkeys(("heard_s_ago", "lag_p50_s", "lag_p99_s", "round_trip_s"), largest),
+    "alive": all,
+}
+#: How what several workers know of the others becomes one account.
+MERGED: Mapping[str, Rule] = {
+    "status": worst(_STATES),
+    "consistency_ratio": smallest,
+    **dict.fromkeys(("waiting", "dropped"), total),
+    "held_bytes": each(total),
+    "namesake": any,
+    "index_blocks": largest,
+    "peers": keyed(("origin",), fields(_PEER)),
+}
+
+
+def find_service(operated: AdminTarget) -> SyncService | None:
+    """Return the exchange that this process takes part in."""
+    if not operated.companions:
+        return None  # so that it is not even imported
+    from kvproxy.features.exchange.service import SyncService
+
+    return next((one for one in operated.companions if isinstance(one, SyncService)), None)
+
+
+def find_troubles(operated: AdminTarget) -> Iterator[Trouble]:
+    """Yield what stands between this process and those that decide as one with it."""
+    service = find_service(operated)
+    if service is None:
+        return
+    if service.namesake.lives:
+        what = f"another process goes by the name {service.origin} too: each ignores what the other does"
+        yield source_trouble(("namesake",), "sync", what, "set sync.replica to a name of its own in each")
+    store = service.store
+    if store is not None and not store.connected:
+        what = f"{store.where} is away: each replica decides by what it knows itself"
+        yield source_trouble(("store",), "sync", what, "is it up? the log says why it is not reached", patience_s=2.0)
+
+
+def list_routes(operated: AdminTarget) -> Sequence[Route]:
+    """Return `/sync`, which answers how it stands with the others."""
+
+    async def answer(request: Request) -> Response:
+        service = find_service(operated)
+        if service is None:
+            fix = "set sync.redis or sync.nats, or serve with several workers"
+            raise RequestRefused(404, Problem("sync", "this process decides alone", fix))
+        return reply_json(service.describe_state())
+
+    return [Route("/sync", answer, methods=["GET"])]
