@@ -24,17 +24,28 @@ from tests.support.loopback import serve
 PROGRAMS = {
     "docs/quickstart.md": "from openai import OpenAI",
     "docs/kvcache.md": "from openai import OpenAI",
-    "docs/middleware.md": "app.add_middleware",
     "docs/extending.md": "# model_policy.py",
 }
 
 
+#: Programs of one page, each run as it stands but for the middleware's, which lacks its forwarding.
+PYTHON = "docs/python.md"
+WHOLE = (
+    "client = AsyncOpenAI(",
+    "client = OpenAI(",
+    'app.mount("/llm", proxy)',
+    "kvproxy.Router(",
+    "simulated_engines(3)",
+)
+MIDDLEWARE = "app.add_middleware"
 STEP = ("docs/extending.md", "class Maintenance(Step)")
 
 
 def test_there_are_no_others() -> None:
     """A new program needs a test."""
-    assert sorted(block.page for block in blocks("python")) == sorted([*PROGRAMS, STEP[0]])
+    assert sorted(block.page for block in blocks("python")) == sorted(
+        [*PROGRAMS, STEP[0], *[PYTHON] * (len(WHOLE) + 1)]
+    )
 
 
 async def test_the_step_of_the_page_refuses_as_it_says() -> None:
@@ -62,6 +73,20 @@ async def test_a_client_needs_nothing_but_the_url(tmp_path: Path) -> None:
         assert await anyio.to_thread.run_sync(ask)
 
 
+@pytest.mark.parametrize("containing", WHOLE)
+async def test_every_way_from_python_runs_as_it_stands(tmp_path: Path, containing: str) -> None:
+    """Each against two engines; the one that is mounted answers below its prefix."""
+    async with world(tmp_path) as place:
+        names: dict[str, Any] = {}
+        program = compile(place.told(block(PYTHON, containing)), "program", "exec")
+        await anyio.to_thread.run_sync(lambda: exec(program, names))
+        if "app" in names:
+            body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
+            async with serve(names["app"], lifespan="on") as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+                assert (await client.post("/llm/v1/chat/completions", json=body)).status_code == 200
+                assert "kvproxy_requests_total" in (await client.get("/kvproxy/metrics")).text
+
+
 async def test_a_picture_is_sent_twice_and_reused_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The page's program prints what the engine counted and reused."""
     (tmp_path / "screenshot.png").write_bytes(png(1280, 960, size_bytes=100_000))
@@ -85,7 +110,7 @@ async def test_the_middleware_tells_an_app_where_to_send_a_chat(tmp_path: Path) 
         return chosen[-1]
 
     async with world(tmp_path) as place:
-        program = place.told(block("docs/middleware.md", PROGRAMS["docs/middleware.md"]))
+        program = place.told(block(PYTHON, MIDDLEWARE))
         names: dict[str, object] = {}
         exec(compile(program, "middleware", "exec"), names)
         names["choose"] = recorded

@@ -179,7 +179,7 @@ async def test_a_prompt_counts_as_placed_from_served_on() -> None:
 
 
 async def test_it_learns_at_the_end_of_the_answer_not_of_the_host() -> None:
-    """A background task of the host keeps nobody waiting."""
+    """A background task of the host delays no learning."""
     go_on = asyncio.Event()
     over = asyncio.Event()
 
