@@ -18,6 +18,7 @@ from kvproxy.cache.service import KvCache
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.settings import ClusterSettings, EndpointSettings
+from kvproxy.features.hygiene.prefix_breaks import PrefixBreaks
 from kvproxy.proxy.filters.inference_request import KIND_OF_PATH
 from kvproxy.proxy.request.parse import parse_body
 
@@ -95,6 +96,12 @@ def _paired(traffic: str, client: Client, lines: int, turns: int) -> Cost:
     )  # fmt: skip
 
 
+def _breaks_of(service: KvCache) -> PrefixBreaks:
+    observer = service.observers.by_feature["hygiene"]
+    assert isinstance(observer, PrefixBreaks)
+    return observer
+
+
 def _alone(client: Client, lines: int, turns: int) -> float:
     """One session's looking, begun and forgotten again and again."""
     service, cluster = _service()
@@ -104,13 +111,13 @@ def _alone(client: Client, lines: int, turns: int) -> float:
         facts.started_at = math.inf
         held = told[-1][1].prompt_tokens or 0 if told else 0
         told.append((facts, Result(ENDPOINT, True, facts.prompt_bytes // 4, held // 16 * 16, request_id="r")))
-    breaks, least = service.state.breaks, math.inf
+    breaks, least = _breaks_of(service), math.inf
     for _ in range(200):
         began = time.thread_time_ns()
         for facts, result in told:
-            breaks.finished(facts, result)
+            breaks.learned(facts, result)
         least = min(least, (time.thread_time_ns() - began) / 1000 / turns)
-        breaks.sessions.forget(("", told[0][0].request.session_key or ""))
+        breaks.book.sessions.forget(("", told[0][0].request.session_key or ""))
     return least
 
 
@@ -136,7 +143,7 @@ def _serve(
     service: KvCache, cluster: Cluster, session: list[tuple[InferenceRequest, bytes]], *, side: str
 ) -> tuple[list[float], list[float]]:
     """Microseconds for each request of it, and of these for the call that looks."""
-    finished, held = (_nothing if side == "nothing" else service.state.breaks.finished), 0
+    finished, held = (_nothing if side == "nothing" else _breaks_of(service).learned), 0
     took, looked = list[float](), list[float]()
     for request, body in session:
         began = time.perf_counter_ns()

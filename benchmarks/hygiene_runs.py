@@ -53,7 +53,8 @@ class World:
     def breaks(self) -> Any:
         """What the service keeps."""
         assert self.proxy.kvcache is not None
-        return self.proxy.kvcache.state.breaks
+        observer: Any = self.proxy.kvcache.observers.by_feature["hygiene"]
+        return observer.book
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ PARTS = (
          stubs=[(LocalIndexes, "route", _unrouted), (LocalIndexes, "settle_entry", _nothing)]),
     Part("- feedback", "predicted against reused: trust, capacity, ratios",
          stubs=[(PredictionFeedback, "_compare", _nothing)]),
-    Part("- hygiene", "what broke a returning session's prefix", stubs=[(PrefixBreaks, "finished", _nothing)]),
+    Part("- hygiene", "what broke a returning session's prefix", stubs=[(PrefixBreaks, "learned", _nothing)]),
     Part("decision", "the cost of each endpoint", stubs=[(KvAware, "choose", lambda *_: next(_turns))]),
     Part("what a placement teaches", "utilisation, arrivals", stubs=[(KvAware, "placed", _nothing)]),
     Part("learned speeds", "from first tokens", stubs=[(SpeedModel, "observe", _nothing)]),

@@ -203,19 +203,8 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
     doctor.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     doctor.add_argument("--strict", action="store_true", help="exit with 2 when there are only warnings")
     doctor.add_argument("-v", "--verbose", action="store_true", help="list the checks that passed, too")
-    traffic = doctor.add_argument_group(
-        "traffic",
-        "instead of the visit: what breaks the prefixes of sessions that "
-        "return, from a running proxy, or from --receipts",
-    )
-    traffic.add_argument(
-        "--traffic",
-        dest="run",
-        action="store_const",
-        const="features.hygiene.command:main",
-        help="by cause, client and tenant, with what it cost",
-    )
-    add_admin_options(traffic)
+    if find_spec("kvproxy.features.hygiene") is not None:
+        _add_traffic(doctor)
     advise = doctor.add_argument_group(
         "advice",
         "instead of the visit: which settings would help the traffic that receipts recorded; nothing is changed",
@@ -235,6 +224,22 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
     )
     advise.add_argument("--receipts", type=Path, metavar="FILE", help="else `receipts.path` of the configuration")
     doctor.set_defaults(run="operate.commands.doctor:main")
+
+
+def _add_traffic(doctor: argparse.ArgumentParser) -> None:
+    traffic = doctor.add_argument_group(
+        "traffic",
+        "instead of the visit: what breaks the prefixes of sessions that "
+        "return, from a running proxy, or from --receipts",
+    )
+    traffic.add_argument(
+        "--traffic",
+        dest="run",
+        action="store_const",
+        const="features.hygiene.command:main",
+        help="by cause, client and tenant, with what it cost",
+    )
+    add_admin_options(traffic)
 
 
 def _add_status(commands: _Commands[argparse.ArgumentParser]) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvproxy.cache.actions.strategy_runner import OnTokens, StrategyRunner
     from kvproxy.cache.clients.tokens import TokenIds
     from kvproxy.cache.engines import Engines
-    from kvproxy.cache.overlap.facts import RequestFacts
+    from kvproxy.cache.overlap.facts import RequestFacts, Result
     from kvproxy.cache.overlap.sources import OverlapSources
     from kvproxy.cache.settings import KvCacheSettings
     from kvproxy.cache.state import CacheState
@@ -72,6 +72,9 @@ class CacheObserver:
     def tokens_known(self, facts: RequestFacts, prefix: KnownPrefix, tokens: TokenIds, endpoint: Endpoint) -> None:
         """This endpoint has computed a prompt; its longest message prefix and its tokens are known."""
 
+    def learned(self, facts: RequestFacts, result: Result) -> None:
+        """A request is over, and the service has learned from it; `result.notes` takes a note."""
+
     def tick(self) -> None:
         """Between requests, after each reading of the engines' metrics."""
 
@@ -110,6 +113,7 @@ class CacheObservers:
         self.by_feature = {name: one for name, one in made if one is not None}
         self.watches: Sequence[Callable[[RequestFacts], RequestWatch | None]] = self._resolve("watch")
         self.ticks: Sequence[Callable[[], None]] = self._resolve("tick")
+        self.learned: Sequence[Callable[[RequestFacts, Result], None]] = self._resolve("learned")
         self.on_tokens: Sequence[OnTokens] = self._resolve("tokens_known")
 
     def find(self, kind: type[Observer]) -> Observer | None:

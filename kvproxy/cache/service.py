@@ -171,7 +171,6 @@ class KvCache:
         """The gauges read this service from now on, and no earlier one."""
         self.overlap.show(self._metrics)
         self.feedback.show(self._metrics)
-        self.state.breaks.show(self._metrics)
         self.scraper.show(self._metrics)
         self.actions.show(self._metrics)
         hotness = self.actions.hotness
@@ -235,7 +234,6 @@ class KvCache:
         """Between requests, after each round of the scraper."""
         present = {(name, one.id) for name, cluster in self.clusters.items() for one in cluster.endpoints}
         self.feedback.keep_only(present)
-        self.state.breaks.keep_only(present)
         self.actions.tick(self.overlap.instance_ids())
         for tick in self.observers.ticks:
             tick()

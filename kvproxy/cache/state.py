@@ -18,7 +18,6 @@ from kvproxy.cache.overlap.local_indexes import IndexState
 from kvproxy.cache.prefix.token_memory import TokenMemory
 from kvproxy.cache.settings import KvCacheSettings, TokenCacheSettings
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.features.hygiene.prefix_breaks import PrefixBreaks
 
 T = TypeVar("T")
 
@@ -32,7 +31,6 @@ class CacheState:
     """
 
     predictions: PredictionStats
-    breaks: PrefixBreaks
     losses: CacheLosses
     hit_ratios: HitRatioStats = field(default_factory=HitRatioStats)
     bytes_per_token: BytesPerToken = field(default_factory=BytesPerToken)
@@ -52,8 +50,7 @@ class CacheState:
     def empty(cls, *, metrics: Metrics, clock: Clock) -> CacheState:
         """Return the state of a first start."""
         predictions = PredictionStats(metrics, clock=clock)
-        breaks = PrefixBreaks(metrics, clock=clock)
-        return cls(predictions, breaks, CacheLosses(metrics, clock=clock))
+        return cls(predictions, CacheLosses(metrics, clock=clock))
 
     def of(self, kind: type[T]) -> T:
         """A feature's own state, made on first use."""

@@ -14,7 +14,6 @@ from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.features.hygiene.causes import ADVICE
 
 #: Runs looked at before other tasks get their turn: well under a millisecond.
 SLICE_RUNS = 512
@@ -84,46 +83,6 @@ def troubles(service: KvCache) -> list[dict[str, object]]:
         for one in (() if streams is None else streams.find_troubles())
     ]
     return sorted(found, key=lambda one: -float(str(one["for_s"])))
-
-
-def prefix_breaks(service: KvCache, now: float) -> dict[str, object]:
-    """Return what broke the prefixes of returning sessions since the start, the dearest cause first, and the latest
-    breaks."""
-    breaks = service.state.breaks
-    return {
-        "returned": breaks.returned,
-        "sessions": len(breaks.sessions),
-        "causes": [
-            {
-                "cause": cause.value,
-                "client": client,
-                "tenant": tenant,
-                "breaks": row.breaks,
-                "tokens": row.tokens,
-                "seconds": row.seconds,
-                "part": row.part,
-                "request_id": row.request_id,
-                "ago_s": now - row.at,
-                "what": ADVICE[cause][0],
-                "fix": ADVICE[cause][1],
-            }
-            for (cause, client, tenant), row in breaks.totals
-        ],
-        "latest": [
-            {
-                "ago_s": now - one.at,
-                "request_id": one.request_id,
-                "cluster": one.cluster,
-                "client": one.client,
-                "tenant": one.tenant,
-                "cause": one.found.cause,
-                "part": one.found.part,
-                "tokens": one.found.tokens,
-                "seconds": one.found.seconds,
-            }
-            for one in reversed(breaks.latest)
-        ],
-    }
 
 
 def leases(service: KvCache, now: float) -> list[dict[str, object]]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvproxy.operate.doctor.deployment import Deployment
     from kvproxy.operate.doctor.report import Check
     from kvproxy.operate.merge import Rule
+    from kvproxy.operate.receipts.receipt import Receipt
     from kvproxy.operate.receipts.recorder import RecorderTarget
     from kvproxy.operate.receipts.writer import WritingObserver
     from kvproxy.proxy.filters.chain import FilterType
@@ -73,6 +74,10 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
     def accompany(self, proxy: AdminTarget, config: Config, *, siblings: Siblings | None) -> Companion | None:
         """Its part beside the proxy, made once for a process; None: it has none."""
         return None
+
+    def explain(self, receipt: Receipt) -> Iterable[str]:
+        """Lines of `kvproxy explain` about its note, which `note_of` reads."""
+        return ()
 
     def share_settings(self, config: Config, index: int, part: Callable[[int], int]) -> Mapping[str, object]:
         """Keys of the top level as process `index` of several gets them: bounds in parts, files of its own."""

@@ -16,7 +16,7 @@ from kvproxy.cli import _parser
 from kvproxy.operate.config.load import load_config
 from kvproxy.operate.config.reference import file_schema
 from kvproxy.operate.metrics.reference import describe_metrics
-from kvproxy.operate.receipts.receipt import Receipt
+from kvproxy.operate.receipts.receipt import receipt_type
 
 PACKAGE = Path(__file__).parents[2] / "kvproxy"
 
@@ -82,7 +82,7 @@ def route_names() -> Iterator[str]:
 
 def receipt_names() -> Iterator[str]:
     """`attempts.candidates.id`."""
-    yield from _fields(Receipt, "")
+    yield from _fields(receipt_type(), "")
 
 
 def _fields(kind: Any, at: str) -> Iterator[str]:

@@ -35,7 +35,20 @@ _header_of_text = re.compile(b'"' + HEADER + REST_OF_LINE + END_OF_LINE).match
 _first_block_is_header = re.compile(
     b'%b"%b%b"' % (TEXT_BLOCK, HEADER, REST_OF_LINE) + rb'(?:,\s?"cache_control"\s?:\s?\{[^{}]{0,64}\})?\s?\},\s?(?=\{)'
 ).match
+_OTHER_ROLES = (b'{"role":"user"', b'{"role": "user"')
+_system_role = re.compile(rb'"role"\s?:\s?"(?:system|developer)"').search
+_ROLE_WITHIN = 96
 _decode_items = msgspec.json.Decoder(list[Raw]).decode
+
+
+def is_system(message: bytes) -> bool:
+    """Return whether a message is the chat's system prompt, by its beginning."""
+    return not message.startswith(_OTHER_ROLES) and _system_role(message, 0, _ROLE_WITHIN) is not None
+
+
+def fields_of(shape: bytes) -> list[bytes]:
+    """Return `name:value` of each field of a shape."""
+    return [field for field in shape.split(b"\0") if field]
 
 
 def shape_identity(kind: RequestKind, shape: bytes, *, drops_header: bool = True) -> bytes:

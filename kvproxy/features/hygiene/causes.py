@@ -1,12 +1,10 @@
-"""Why returning prompts could not be reused: the causes, how their texts look, what helps, and one break."""
+"""Why returning prompts could not be reused: the causes, how their texts look and what helps."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-
-import msgspec
 
 
 class Cause(StrEnum):
@@ -77,15 +75,6 @@ ADVICE: dict[str, tuple[str, str]] = {
         "more KV memory, or a tier below it (LMCache); `kvproxy doctor --advise` has the figures",
     ),
 }
-
-
-class PrefixBreak(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a returning session lost: the first part that changed, why, and what was computed again for it."""
-
-    cause: str  # a Cause; in a receipt of a later version, maybe another one
-    part: str  # "system block 1, line 14", "tool 3", "message 5", "template", "model"; "engine": nothing changed
-    tokens: int
-    seconds: float | None = None  # of prefill, at the speeds learned; None: none were learned
 
 
 #: Of a changed text, what is looked at.

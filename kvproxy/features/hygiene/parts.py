@@ -7,7 +7,6 @@ Digests are seeded by chance at each start of the process: what one of them stoo
 from __future__ import annotations
 
 import os
-import re
 from array import array
 from collections.abc import Iterator
 from enum import StrEnum
@@ -19,6 +18,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvproxy.cache.prefix.hashing import TEXT_BLOCK_BYTES
 from kvproxy.cache.prefix.session_hashes import PromptText
+from kvproxy.cache.prefix.shape_identity import is_system
 
 #: Beyond these a list is one part.
 _MAX_ITEMS = 512
@@ -28,9 +28,6 @@ _MAX_LEADING = 4
 
 SEED = int.from_bytes(os.urandom(8), "little")
 _decode_items = msgspec.json.Decoder(list[Raw]).decode
-_OTHER_ROLES = (b'{"role":"user"', b'{"role": "user"')
-_is_system = re.compile(rb'"role"\s?:\s?"(?:system|developer)"').search
-_ROLE_WITHIN = 96
 _END_OF_LINE = b"\\n"  # as JSON spells it
 
 
@@ -81,16 +78,6 @@ class HeadText(NamedTuple):
 def digest_part(text: bytes | memoryview) -> int:
     """Return the digest of a part, or of a message."""
     return xxh3_64_intdigest(text, SEED)
-
-
-def is_system(message: bytes) -> bool:
-    """Whether it is the chat's system prompt, by how it begins."""
-    return not message.startswith(_OTHER_ROLES) and _is_system(message, 0, _ROLE_WITHIN) is not None
-
-
-def fields_of(shape: bytes) -> list[bytes]:
-    """`name:value` of each field of a shape."""
-    return [field for field in shape.split(b"\0") if field]
 
 
 def head_texts(text: PromptText) -> tuple[list[HeadText], int]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvproxy.features.hygiene.causes import ADVICE, Cause
+from kvproxy.features.hygiene.note import NOTE, PrefixBreak
 from kvproxy.operate.doctor.report import DoctorReport, Finding, Severity
-from kvproxy.operate.receipts.receipt import Receipt
+from kvproxy.operate.receipts.receipt import Receipt, note_of
 from kvproxy.proxy.filters.access_log import printable
 
 CHECK = "prefixes"
@@ -46,7 +47,7 @@ def rows_of_receipts(receipts: Iterable[Receipt]) -> tuple[list[Row], int]:
         returned += receipt.session in seen
         if receipt.session:
             seen.add(receipt.session)
-        found = receipt.prefix_break
+        found = note_of(receipt, NOTE, PrefixBreak)
         if found is None or found.cause not in ADVICE:
             continue
         key = (found.cause, receipt.client, receipt.tenant)

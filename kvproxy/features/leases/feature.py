@@ -13,9 +13,12 @@ from kvproxy.features.leases.settings import LeasePlace
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
+    from msgspec import Struct
+
     from kvproxy.base.metrics.groups import MetricGroup
     from kvproxy.cache.feature import CacheObserver, CacheParts, View
     from kvproxy.operate.config.schema import Config
+    from kvproxy.operate.receipts.receipt import Receipt
 
 
 class Leases(Feature):
@@ -48,6 +51,23 @@ class Leases(Feature):
         from kvproxy.features.leases.leasing import Leasing
 
         return Leasing(parts) if _is_on(parts.settings) else None
+
+    def list_notes(self) -> Mapping[str, type[Struct]]:
+        """What became of the lease on the prompt that the request goes on from."""
+        from kvproxy.features.leases.note import LeaseResult
+
+        return {"lease": LeaseResult}
+
+    def explain(self, receipt: Receipt) -> Iterator[str]:
+        """Yield what was promised and what was reused."""
+        from kvproxy.features.leases.note import LeaseResult
+        from kvproxy.operate.receipts.explain import format_seconds
+        from kvproxy.operate.receipts.receipt import note_of
+
+        if (lease := note_of(receipt, "lease", LeaseResult)) is not None:
+            saved = f", {format_seconds(lease.seconds)} of prefill" if lease.seconds else ""
+            yield f"its conversation's last prompt was under a lease ({lease.why}): {lease.result},"
+            yield f"{lease.reused} of {lease.tokens} tokens reused{saved}"
 
     def describe_cache(self, observer: CacheObserver | None, view: View, now: float) -> Mapping[str, object]:
         """What is promised; None: there are no leases."""

@@ -18,9 +18,10 @@ from kvproxy.cluster.routing.work import prefill_s
 from kvproxy.features.leases.conversations import Waiting
 from kvproxy.features.leases.leases import Lease, LeaseState, choose_duration
 from kvproxy.features.leases.metrics import LeaseMetrics
+from kvproxy.features.leases.note import LeaseResult
 from kvproxy.features.leases.pending_call import PendingCall
 from kvproxy.features.leases.settings import LeasePlace
-from kvproxy.proxy.request.exchange import Exchange, LeaseResult, Outcome
+from kvproxy.proxy.request.exchange import Exchange, Outcome
 from kvproxy.proxy.request.observer import RequestObserver
 
 
@@ -42,7 +43,9 @@ class LeaseWatch(RequestObserver):
 
     def finished(self, exchange: Exchange, now: float) -> None:
         outcome = exchange.outcome
-        outcome.lease = self._leasing.finished(self._facts, outcome, exchange.tenant, calls_tool=self._call.found)
+        kept = self._leasing.finished(self._facts, outcome, exchange.tenant, calls_tool=self._call.found)
+        if kept is not None:
+            outcome.notes["lease"] = kept
 
 
 class Leasing(CacheObserver):

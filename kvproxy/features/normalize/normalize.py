@@ -13,8 +13,8 @@ from xxhash import xxh3_64_intdigest
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Clock, InferenceRequest
+from kvproxy.cache.prefix.shape_identity import is_system
 from kvproxy.cluster.routes import RouteTarget
-from kvproxy.features.hygiene.parts import is_system
 from kvproxy.features.normalize.metrics import NormalizeMetrics
 from kvproxy.features.normalize.normalize_rules import Piece, pieces_of, put_into, replaced_prompt, rewrite
 from kvproxy.features.normalize.normalize_trial import Trial, TrialState

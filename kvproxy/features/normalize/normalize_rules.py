@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Raw
 
 from kvproxy.base.types import Prompt
-from kvproxy.features.hygiene.parts import fields_of, is_system
+from kvproxy.cache.prefix.shape_identity import fields_of, is_system
 from kvproxy.features.normalize.settings import NormalizeRule
 
 _MAX_ITEMS = 1024

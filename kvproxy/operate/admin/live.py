@@ -15,8 +15,7 @@ from starlette.routing import Route
 from kvproxy import __version__
 from kvproxy.base.errors import Problem
 from kvproxy.base.installed import installed
-from kvproxy.cache.service import KvCache
-from kvproxy.cache.status import hot_prefixes, leases, prefix_breaks, running_jobs
+from kvproxy.cache.status import hot_prefixes, leases, running_jobs
 from kvproxy.cluster.endpoint import TAKING
 from kvproxy.operate.admin.clusters import describe_endpoint, describe_routing
 from kvproxy.operate.admin.config_file import describe_file
@@ -44,7 +43,6 @@ FILES = {
 }
 DECISIONS = 15
 HOT = 8
-CAUSES = 8
 #: Events of the last hour that the page shows; as coarse samples are taken, the first minute of the hour, and its age.
 EVENTS = 20
 _MINUTE = 6
@@ -191,17 +189,8 @@ class LiveView:
             "leases": len(leases(kvcache, now)),
             "breakers": kvcache.breakers.states(),
             "hot": self._hot,
-            "breaks": self._breaks(kvcache, now),
             **kvcache.observers.describe("live", now),
         }
-
-    @staticmethod
-    def _breaks(kvcache: KvCache, now: float) -> dict[str, object]:
-        """Return what breaks prefixes, without the single breaks."""
-        found = prefix_breaks(kvcache, now)
-        causes = found["causes"]
-        assert isinstance(causes, list)
-        return {"returned": found["returned"], "causes": causes[:CAUSES]}
 
     async def _refresh_hot(self, now: float) -> None:
         kvcache = self._operated.kvcache

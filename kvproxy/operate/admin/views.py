@@ -19,7 +19,7 @@ from kvproxy.cache.actions.strategies import MAX_PRIORITIES
 from kvproxy.cache.metrics import HoldingMetrics, KvCacheMetrics
 from kvproxy.cache.prefix.eviction import Priority
 from kvproxy.cache.service import KvCache
-from kvproxy.cache.status import cache_status, hot_prefixes, leases, prefix_breaks
+from kvproxy.cache.status import cache_status, hot_prefixes, leases
 from kvproxy.operate.admin.history import count_by_label
 from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
 from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_object, read_limit, reply_json
@@ -139,7 +139,6 @@ class CacheRoutes:
             Route("/cache/status", self._status, methods=["GET"]),
             Route("/cache/hot", self._hot, methods=["GET"]),
             Route("/cache/leases", self._leases, methods=["GET"]),
-            Route("/cache/breaks", self._breaks, methods=["GET"]),
             Route("/cache/priorities", self._priorities, methods=["GET"]),
             Route("/cache/priorities/{prefix}", self._set_priority, methods=["PUT"]),
         ]
@@ -172,9 +171,6 @@ class CacheRoutes:
         described = service.observers.describe("leases", now)
         return reply_json({"leases": leases(service, now), **described})
 
-    async def _breaks(self, request: Request) -> Response:
-        return reply_json(prefix_breaks(self._service(), self._operated.clock()))
-
     async def _priorities(self, request: Request) -> Response:
         limit = read_limit(request, default=20, most=MAX_LIMIT)
         return reply_json({"prefixes": self._service().actions.describe_prefixes(limit)})
@@ -201,8 +197,12 @@ class CacheRoutes:
         return self._service().state.predictions.raised_alarms()
 
     def _service(self) -> KvCache:
-        kvcache = self._operated.kvcache
-        if kvcache is None:
-            fix = "put `kvcache` into `filters`, or leave `filters` out"
-            raise RequestRefused(404, Problem("filters", "there is no kvcache filter, or it is off", fix))
-        return kvcache
+        return require_cache(self._operated)
+
+
+def require_cache(operated: AdminTarget) -> KvCache:
+    """Return the cache service, which a request asks about. Raises RequestRefused where there is none."""
+    if operated.kvcache is None:
+        fix = "put `kvcache` into `filters`, or leave `filters` out"
+        raise RequestRefused(404, Problem("filters", "there is no kvcache filter, or it is off", fix))
+    return operated.kvcache

@@ -1,6 +1,6 @@
 """`kvproxy doctor`: visits the configured engines and LMCache and reports what is wrong, with the fix.
 
-`--traffic` and `--advise` are commands of their own: `features/hygiene/command.py`, `lab/advise/command.py`.
+`--traffic` and `--advise` are commands of their own, which `cli.py` names.
 """
 
 from __future__ import annotations

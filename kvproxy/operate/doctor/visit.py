@@ -15,8 +15,8 @@ from kvproxy.base.background_task import BackgroundTask
 from kvproxy.base.errors import ClientError, Problem
 from kvproxy.base.installed import installed
 from kvproxy.cluster.settings import EnginePriorityMode
-from kvproxy.features.hygiene.agent_prompts import AgentPromptsCheck
 from kvproxy.operate.config.schema import Config
+from kvproxy.operate.doctor.check_agent_prompts import AgentPromptsCheck
 from kvproxy.operate.doctor.check_configuration import (
     CertificatesCheck,
     ConfigurationCheck,

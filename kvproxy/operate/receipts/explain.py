@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from kvproxy.base.installed import installed
 from kvproxy.cluster.routing import selector
 from kvproxy.cluster.routing.registry import POLICIES
-from kvproxy.features.hygiene.causes import ADVICE, PrefixBreak
+from kvproxy.operate.feature import Feature
 from kvproxy.operate.receipts.receipt import Attempt, Receipt, ReceiptCandidate, matched_tokens, prefill_s
 from kvproxy.proxy.filters.access_log import printable
 
@@ -40,11 +41,13 @@ def explain_decision(decision: Mapping[str, Any]) -> str:
         lines.append(f"  Predicted: {said['matched_tokens']} of {said.get('prompt_tokens', '?')} tokens cached.")
     tries = int(decision.get("retries") or 0) + 1 if "endpoint" in said else 0
     happened = f"status {said.get('status', 'none')}, {said.get('end', 'aborted')}"
-    first = "no first byte" if decision.get("ttft_s") is None else f"first byte after {_seconds(decision['ttft_s'])}"
+    first = (
+        "no first byte" if decision.get("ttft_s") is None else f"first byte after {format_seconds(decision['ttft_s'])}"
+    )
     lines += [
         "",
         f"What happened: {happened}, after {tries} attempt{'s' if tries != 1 else ''}",
-        f"  {first}, over after {_seconds(decision.get('duration_s'))}",
+        f"  {first}, over after {format_seconds(decision.get('duration_s'))}",
     ]
     if "cached_tokens" in said:
         lines.append(
@@ -92,7 +95,7 @@ def _decisions(receipt: Receipt) -> Iterator[str]:
 def _attempt(receipt: Receipt, attempt: Attempt, number: int) -> Iterator[str]:
     meaning = REASONS.get(attempt.reason)
     why = f"{attempt.reason} ({meaning})" if meaning else attempt.reason
-    yield f"Attempt {number}, {_seconds(attempt.at_s)} after it was received: {attempt.endpoint}"
+    yield f"Attempt {number}, {format_seconds(attempt.at_s)} after it was received: {attempt.endpoint}"
     yield f"  policy {attempt.policy}, reason {why}"
     if attempt.preference is not None:
         yield f"  an earlier filter's preference was {attempt.preference}"
@@ -115,8 +118,8 @@ def _row(receipt: Receipt, attempt: Attempt, candidate: ReceiptCandidate) -> Seq
         ">" if candidate.id == attempt.endpoint else "",
         candidate.id,
         "-" if candidate.cost is None else f"{candidate.cost:.4g}",
-        _seconds(candidate.wait_s),
-        _seconds(_prefill_s(receipt, attempt, candidate)),
+        format_seconds(candidate.wait_s),
+        format_seconds(_prefill_s(receipt, attempt, candidate)),
         cached,
         "-" if held is None else f"{held.source.value}, {held.age_s:.1f} s old",
         str(candidate.in_flight),
@@ -146,7 +149,7 @@ def _prediction(receipt: Receipt, attempt: Attempt) -> Iterator[str]:
     text = f"  Predicted: {matched_tokens(receipt, chosen.id)} of {receipt.prompt_tokens} tokens cached"
     prefill = _prefill_s(receipt, attempt, chosen)
     if prefill is not None and chosen.wait_s is not None:
-        text += f", first token {_seconds(chosen.wait_s + prefill)} after the decision"
+        text += f", first token {format_seconds(chosen.wait_s + prefill)} after the decision"
     yield text + "."
 
 
@@ -154,11 +157,11 @@ def _outcome(receipt: Receipt) -> Iterator[str]:
     tries = f"{len(receipt.attempts)} attempt{'s' if len(receipt.attempts) != 1 else ''}"
     where = f"{receipt.endpoint}, " if receipt.endpoint else ""
     yield f"What happened: {where}status {receipt.status or 'none'}, {receipt.end or 'aborted'}, after {tries}"
-    first = "no first byte" if receipt.ttft_s is None else f"first byte after {_seconds(receipt.ttft_s)}"
+    first = "no first byte" if receipt.ttft_s is None else f"first byte after {format_seconds(receipt.ttft_s)}"
     if receipt.ttft_s is not None and receipt.attempts:
-        first += f" ({_seconds(receipt.ttft_s - receipt.attempts[-1].at_s)} after the decision)"
+        first += f" ({format_seconds(receipt.ttft_s - receipt.attempts[-1].at_s)} after the decision)"
     tokens = "" if receipt.completion_tokens is None else f", {receipt.completion_tokens} tokens generated"
-    yield f"  {first}, over after {_seconds(receipt.duration_s)}{tokens}"
+    yield f"  {first}, over after {format_seconds(receipt.duration_s)}{tokens}"
     if receipt.engine_priority is not None:
         yield _told(receipt.engine_priority)
     if receipt.engine_media_tokens:
@@ -172,24 +175,13 @@ def _outcome(receipt: Receipt) -> Iterator[str]:
     if receipt.cache_loss:
         how = _LOSSES.get(receipt.cache_loss, receipt.cache_loss)
         yield f"  it had lost its cache less than a minute before: {how}"
-    if (lease := receipt.lease) is not None:
-        saved = f", {_seconds(lease.seconds)} of prefill" if lease.seconds else ""
-        yield f"  its conversation's last prompt was under a lease ({lease.why}): {lease.result},"
-        yield f"  {lease.reused} of {lease.tokens} tokens reused{saved}"
     if (transfer := receipt.transfer) is not None:
         yield f"  before it went, {transfer.tokens} tokens were to come to {transfer.endpoint} from {transfer.source}:"
-        waited = f"; it waited {_seconds(transfer.waited_s)} for them" if transfer.waited_s else ""
+        waited = f"; it waited {format_seconds(transfer.waited_s)} for them" if transfer.waited_s else ""
         yield f"  {transfer.result}, {transfer.moved} tokens moved{waited}"
-    if receipt.prefix_break is not None:
-        yield from _broken(receipt.prefix_break)
-
-
-def _broken(found: PrefixBreak) -> Iterator[str]:
-    what, fix = ADVICE.get(found.cause, (found.cause, ""))
-    took = "" if found.seconds is None else f", {_seconds(found.seconds)} of prefill"
-    yield f"  its session's last prompt was not reused: {what} ({found.part}): {found.tokens} tokens again{took}"
-    if fix:
-        yield f"  what helps: {fix}"
+    for feature in installed(Feature):
+        for line in feature.explain(receipt):
+            yield f"  {line}"
 
 
 _LOSSES = {
@@ -212,7 +204,8 @@ def _prefill_s(receipt: Receipt, attempt: Attempt, candidate: ReceiptCandidate) 
     return prefill_s(receipt, candidate, attempt.seconds, candidate.slowness)
 
 
-def _seconds(value: float | None) -> str:
+def format_seconds(value: float | None) -> str:
+    """Return a duration as people read it, "-" where it is unknown."""
     if value is None:
         return "-"
     return f"{value:.2f} s" if value >= 1.0 else f"{1000 * value:.1f} ms"

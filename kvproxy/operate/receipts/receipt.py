@@ -13,18 +13,22 @@ from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from hashlib import blake2b
+from typing import TypeVar, cast
 
 import msgspec
 
+from kvproxy.base.installed import installed
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.routing.policy import Overlap
 from kvproxy.cluster.routing.work import NO_WORK, Backlog, Features, features_of, seconds_of
-from kvproxy.features.hygiene.causes import PrefixBreak
-from kvproxy.proxy.request.exchange import LeaseResult, TransferResult
+from kvproxy.operate.feature import Feature
+from kvproxy.proxy.request.exchange import TransferResult
 
 VERSION = 1
+
+N = TypeVar("N", bound=msgspec.Struct)
 
 
 class ReceiptCandidate(msgspec.Struct, omit_defaults=True):
@@ -63,7 +67,10 @@ class Attempt(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request from its receipt to its end. None: unknown. Times are seconds since it was received."""
+    """One request from its receipt to its end. None: unknown. Times are seconds since it was received.
+
+    `receipt_type` has a field for each note of a feature as well; read it by `note_of`.
+    """
 
     time: str  # of its end, UTC
     request_id: str
@@ -96,13 +103,29 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     cache_loss: str = ""  # how the endpoint had lost its cache less than a minute before: restarted, cleared, ...
-    prefix_break: PrefixBreak | None = None  # what was computed again of its session's last prompt, and why
-    lease: LeaseResult | None = None  # what became of the lease on the prompt it goes on from
     transfer: TransferResult | None = None  # of KV, before it went there
 
 
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(Receipt)
+
+
+@cache
+def receipt_type() -> type[Receipt]:
+    """Return the class of receipts with the notes of all installed features as fields."""
+    notes = [(name, kind | None, None) for feature in installed(Feature) for name, kind in feature.list_notes().items()]
+    made = msgspec.defstruct(Receipt.__name__, notes, bases=(Receipt,), frozen=True, omit_defaults=True)
+    return cast("type[Receipt]", made)
+
+
+def note_of(receipt: Receipt, name: str, kind: type[N]) -> N | None:
+    """Return the note of that name; None where the receipt has none."""
+    found = getattr(receipt, name, None)
+    return found if isinstance(found, kind) else None
+
+
+@cache
+def _decoder() -> msgspec.json.Decoder[Receipt]:
+    return msgspec.json.Decoder(receipt_type())
 
 
 def encode_receipt(receipt: Receipt) -> bytes:
@@ -113,7 +136,7 @@ def encode_receipt(receipt: Receipt) -> bytes:
 def decode_receipt(line: bytes) -> Receipt:
     """Return the receipt on a line; ValueError when it is none."""
     try:
-        return _decoder.decode(line)
+        return _decoder().decode(line)
     except msgspec.DecodeError as error:
         raise ValueError(f"not a receipt: {error}") from None
 

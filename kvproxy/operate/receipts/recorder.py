@@ -17,7 +17,7 @@ from kvproxy.operate.config.schema import ReceiptSettings
 from kvproxy.operate.metrics.process import ReceiptMetrics
 from kvproxy.operate.receipts.files import RotatingFile
 from kvproxy.operate.receipts.observed import AttemptLog, Placed
-from kvproxy.operate.receipts.receipt import Attempt, Receipt, encode_prefixes, encode_receipt, wait_s
+from kvproxy.operate.receipts.receipt import Attempt, Receipt, encode_prefixes, encode_receipt, receipt_type, wait_s
 from kvproxy.operate.receipts.writer import WritingObserver
 from kvproxy.proxy.filters.chain import WallClock
 from kvproxy.proxy.request.exchange import Exchange, Outcome
@@ -56,7 +56,8 @@ def compose_receipt(over: FinishedRequest, *, ended: datetime, hashed: Hash, key
     observed = over.observed
     facts = observed.facts
     prefixes = "" if key is None else encode_prefixes(facts.blocks, key=key)
-    return Receipt(
+    made: Callable[..., Receipt] = receipt_type()
+    return made(
         time=ended.astimezone(UTC).isoformat(timespec="milliseconds"),
         request_id=over.request_id,
         end=outcome.end,
@@ -87,9 +88,8 @@ def compose_receipt(over: FinishedRequest, *, ended: datetime, hashed: Hash, key
         cached_tokens=outcome.cached_tokens,
         completion_tokens=outcome.completion_tokens,
         cache_loss=outcome.cache_loss,
-        prefix_break=outcome.prefix_break,
-        lease=outcome.lease,
         transfer=outcome.transfer,
+        **outcome.notes,
     )
 
 

@@ -188,8 +188,8 @@ class KvCacheLearning(RequestObserver, msgspec.Struct, eq=False):
         self._service.finished(self._facts, result)
         if state.losses.known:
             exchange.outcome.cache_loss = state.losses.recent_reason(self._facts.cluster.name, result.endpoint)
-        if self._facts.text is not None:
-            exchange.outcome.prefix_break = state.breaks.finished(self._facts, result)
+        for learned in self._service.observers.learned:
+            learned(self._facts, result)
 
 
 def announce(scope: Scope, preferred: EndpointId | None, *, header: bytes) -> None:
@@ -215,6 +215,7 @@ def result_of(exchange: Exchange) -> Result:
         response_id=outcome.response_id,
         request_id=exchange.request_id,
         tenant=exchange.tenant,
+        notes=outcome.notes,
     )
 
 

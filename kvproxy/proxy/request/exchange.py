@@ -12,7 +12,6 @@ from kvproxy.base.json_scan import Members
 from kvproxy.base.types import EndpointId, InferenceRequest
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.policy import OverlapFacts, PickRequest
-from kvproxy.features.hygiene.causes import PrefixBreak
 
 SCOPE_KEY = "kvproxy"
 
@@ -57,18 +56,6 @@ class HasHooks(Protocol):
     def hooks(self) -> frozenset[str]:
         """Names of the hooks it wants to be called."""
         ...
-
-
-class LeaseResult(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A conversation came back to a prompt under a lease: what was promised of it and what the engine reused."""
-
-    #: kept, broken, elsewhere (another endpoint answered), unverified (the engine does not say), early (before the
-    #: engine was told to keep it)
-    result: str
-    why: str  # it was made: tool_call, client
-    tokens: int  # promised
-    reused: int = 0
-    seconds: float = 0.0  # that computing what was reused would have taken, by the learned speeds
 
 
 #: Of a transfer that is not over.
@@ -123,10 +110,9 @@ class Outcome(msgspec.Struct, eq=False):
     costs: Sequence[float] = ()  # were more than MAX_REMEMBERED
     engine_priority: int | None = None  # the number its engine was told to order it by
     cache_loss: str = ""  # how the endpoint that answered had lost its cache shortly before
-    prefix_break: PrefixBreak | None = None  # what it lost of its session's last prompt, and why
-    lease: LeaseResult | None = None  # what became of the lease on the prompt it goes on from
     transfer: TransferResult | None = None  # of KV, before it went there
     local_reason: str = ""  # of a local reply: the `code` of its error, from a closed set
+    notes: dict[str, msgspec.Struct] = {}  # of features, each a field of its receipt
 
     @property
     def prefilled(self) -> bool:

@@ -15,8 +15,10 @@ from kvproxy.base.types import EndpointId, RequestKind
 from kvproxy.cache.overlap.facts import Result
 from kvproxy.cache.service import KvCache
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.features.hygiene import prefix_breaks
-from kvproxy.features.hygiene.causes import Cause, PrefixBreak
+from kvproxy.features.hygiene import book
+from kvproxy.features.hygiene.causes import Cause
+from kvproxy.features.hygiene.note import NOTE, PrefixBreak
+from kvproxy.features.hygiene.prefix_breaks import PrefixBreaks
 from kvproxy.proxy.request.parse import parse_body
 from tests.cache.support import NOWHERE, A, B, cluster_of, settings
 from tests.features.hygiene.test_prefix_changes import FIRST, MESSAGES, NEXT, Body, agent, dated, edited
@@ -63,8 +65,10 @@ class World:
         self.engines = {A: Engine(keeps_header=keeps_header), B: Engine(keeps_header=keeps_header)}
 
     @property
-    def breaks(self) -> prefix_breaks.PrefixBreaks:
-        return self.kv.state.breaks
+    def breaks(self) -> PrefixBreaks:
+        observer = self.kv.observers.by_feature["hygiene"]
+        assert isinstance(observer, PrefixBreaks)
+        return observer
 
     def send(
         self, body: Body, *, at: EndpointId = A, session: str | None = "s", client: str = "", tenant: str = "",
@@ -92,7 +96,10 @@ class World:
         yield end
         result = Result(at, prefilled, tokens, cached if counts else None, request_id="r1", tenant=tenant)
         self.kv.finished(facts, result)
-        end.append(self.breaks.finished(facts, result))
+        self.breaks.learned(facts, result)
+        found = result.notes.get(NOTE)
+        assert found is None or isinstance(found, PrefixBreak)
+        end.append(found)
 
     def tokens(self, cause: Cause, client: str = "") -> float:
         return self.metrics.registry.get_sample_value(
@@ -143,7 +150,7 @@ def test_what_the_engine_reused_is_no_break() -> None:
     world.send(LONG)
     ignored = {**LONGER, "metadata": {"x": 1}, "mm_processor_kwargs": {"a": 1}}
     assert world.send(ignored) is None
-    assert world.breaks.returned == 1
+    assert world.breaks.book.returned == 1
 
 
 def test_changes_count_where_the_engine_tells_nothing() -> None:
@@ -199,7 +206,7 @@ def test_an_engine_that_never_reused_anything_lost_nothing() -> None:
     for body in (LONG, LONGER, LONGEST):
         world.engines[A].held.clear()
         assert world.send(body) is None
-    world.breaks.keep_only(())
+    world.breaks.tick()
 
 
 def test_a_header_that_the_engine_keeps() -> None:
@@ -264,16 +271,16 @@ def test_requests_that_are_not_followed(change: dict[str, Any]) -> None:
     world = World()
     body = {**LONG, "prompt": "x" * 9000}
     assert world.send(body, **change) is None
-    assert len(world.breaks.sessions) == 0
+    assert len(world.breaks.book.sessions) == 0
 
 
 def test_a_session_that_ends_is_forgotten() -> None:
     """At its client's word."""
     world = World()
     world.send(LONG)
-    assert len(world.breaks.sessions) == 1
+    assert len(world.breaks.book.sessions) == 1
     world.send(LONGER, session_ends=True)
-    assert len(world.breaks.sessions) == 0
+    assert len(world.breaks.book.sessions) == 0
 
 
 def test_tenants_do_not_share_a_session() -> None:
@@ -285,14 +292,14 @@ def test_tenants_do_not_share_a_session() -> None:
 
 def test_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tenants beyond the bound share a row."""
-    monkeypatch.setattr(prefix_breaks, "MAX_ROWS", 2)
+    monkeypatch.setattr(book, "MAX_ROWS", 2)
     world = World()
     for tenant in ("one", "two", "three", "four"):
         world.send(edited(LONG, "system.0.text", dated(f"2026-09-01 {tenant}")), tenant=tenant)
         world.send(edited(LONGER, "system.0.text", dated(f"2026-09-02 {tenant}")), tenant=tenant)
-    assert {key[2] for key, _ in world.breaks.totals} == {"one", "two", "other"}
-    assert sum(row.breaks for _, row in world.breaks.totals) == 4
-    assert [one.tenant for one in world.breaks.latest] == ["one", "two", "three", "four"]
+    assert {key[2] for key, _ in world.breaks.book.totals} == {"one", "two", "other"}
+    assert sum(row.breaks for _, row in world.breaks.book.totals) == 4
+    assert [one.tenant for one in world.breaks.book.latest] == ["one", "two", "three", "four"]
 
 
 def test_what_is_held_is_shown() -> None:
@@ -300,7 +307,7 @@ def test_what_is_held_is_shown() -> None:
     world = World()
     world.send(FIRST)
     held = world.metrics.registry.get_sample_value("kvproxy_kvcache_index_bytes", {"index": "session_parts"})
-    assert held == world.breaks.sessions.held_bytes > 0
+    assert held == world.breaks.book.sessions.held_bytes > 0
 
 
 def test_a_short_break_is_not_worth_a_word() -> None:

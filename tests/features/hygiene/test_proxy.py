@@ -15,11 +15,12 @@ from starlette.types import Send
 from kvproxy.cli import main
 from kvproxy.features.hygiene.causes import Cause
 from kvproxy.features.hygiene.command import TrafficOptions, print_traffic
+from kvproxy.features.hygiene.note import NOTE, PrefixBreak
 from kvproxy.features.hygiene.traffic import rows_of, rows_of_receipts, traffic_report
 from kvproxy.operate.commands.operate import AdminAddress
 from kvproxy.operate.receipts.explain import explain_receipt
 from kvproxy.operate.receipts.files import ReceiptReader
-from kvproxy.operate.receipts.receipt import decode_receipt
+from kvproxy.operate.receipts.receipt import decode_receipt, note_of
 from kvproxy.proxy.listener.server import Server
 from tests.features.hygiene.test_prefix_changes import agent, dated, edited
 from tests.support.fake_engine import Call, FakeEngine, reply
@@ -99,9 +100,10 @@ async def test_receipts_say_it_too(broken: RunningProxy, tmp_path: Path, capsys:
     path = tmp_path / "receipts.jsonl"
     await until(lambda: len(list(ReceiptReader(path).oldest_first())) == 3)
     first, _, last = ReceiptReader(path).oldest_first()
-    assert last.prefix_break is not None
-    assert (first.prefix_break, first.client) == (None, "claude-code")
-    assert (last.prefix_break.cause, last.prefix_break.part) == (Cause.DATE_OR_ID, "system block 1, line 3")
+    found = note_of(last, NOTE, PrefixBreak)
+    assert found is not None
+    assert (note_of(first, NOTE, PrefixBreak), first.client) == (None, "claude-code")
+    assert (found.cause, found.part) == (Cause.DATE_OR_ID, "system block 1, line 3")
     text = explain_receipt(last)
     assert "its session's last prompt was not reused: a date, a time or an id" in text
     said = await shown(["doctor", "--traffic", "--receipts", str(path)], capsys)

@@ -19,9 +19,10 @@ from kvproxy.cache.providers import ActionKind
 from kvproxy.cache.service import KvCache
 from kvproxy.features.leases.leases import LeaseBook
 from kvproxy.features.leases.leasing import Leasing
+from kvproxy.features.leases.note import LeaseResult
 from kvproxy.lab.simulator.lmcache_coordinator import CoordinatorSettings
 from kvproxy.operate.config.load import check_config, load_config
-from kvproxy.operate.receipts.receipt import Receipt, decode_receipt
+from kvproxy.operate.receipts.receipt import Receipt, decode_receipt, note_of
 from kvproxy.proxy.listener.server import serve
 from tests.cache.fleet import Place, simulated
 from tests.cache.support import Fake, controller, engine, long_text, words
@@ -155,9 +156,10 @@ async def test_a_tool_call_pins_the_prompt_until_the_conversation_goes_on(tmp_pa
         assert (live["prompts"], live["kept"], live["broken"]) == (1, 1, 0)
         assert SYSTEM[:20] not in json.dumps(shown)
     receipts: list[Receipt] = [decode_receipt(line) for line in path.read_bytes().splitlines()]
-    assert receipts[0].lease is None
-    assert receipts[1].lease is not None
-    assert (receipts[1].lease.result, receipts[1].lease.why) == ("kept", "tool_call")
+    leases = [note_of(receipt, "lease", LeaseResult) for receipt in receipts[:2]]
+    assert leases[0] is None
+    assert leases[1] is not None
+    assert (leases[1].result, leases[1].why) == ("kept", "tool_call")
 
 
 async def test_a_pin_at_another_instance_confirms_nothing() -> None:

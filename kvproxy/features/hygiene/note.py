@@ -1,0 +1,16 @@
+"""The note that a prompt whose prefix broke leaves on the outcome of its request."""
+
+from __future__ import annotations
+
+import msgspec
+
+NOTE = "prefix_break"
+
+
+class PrefixBreak(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a returning session lost: the first part that changed, why, and what was computed again for it."""
+
+    cause: str  # a Cause; in a receipt of a later version, maybe another one
+    part: str  # "system block 1, line 14", "tool 3", "message 5", "template", "model"; "engine": nothing changed
+    tokens: int
+    seconds: float | None = None  # of prefill, at the speeds learned; None: none were learned
