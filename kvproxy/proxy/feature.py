@@ -9,6 +9,7 @@ from kvproxy.base.errors import Severity
 from kvproxy.base.feature import BaseFeature
 
 if TYPE_CHECKING:
+    from msgspec import Struct
     from starlette.types import ASGIApp
 
     from kvproxy.base.settings.model import Model
@@ -34,3 +35,7 @@ class ProxyFeature(BaseFeature):
     def build_filter(self, name: str, inner: ASGIApp, settings: Any, context: FilterContext) -> ASGIApp:
         """Return the filter around `inner`. Raises ConfigError, with paths relative to its settings."""
         raise NotImplementedError(name)
+
+    def list_notes(self) -> Mapping[str, type[Struct]]:
+        """Notes that it leaves in `Outcome.notes`, by name: each is a field of receipts."""
+        return {}

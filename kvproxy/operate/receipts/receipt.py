@@ -23,7 +23,7 @@ from kvproxy.base.installed import installed
 from kvproxy.base.types import EndpointId
 from kvproxy.cluster.routing.policy import Overlap
 from kvproxy.cluster.routing.work import NO_WORK, Backlog, Features, features_of, seconds_of
-from kvproxy.operate.feature import Feature
+from kvproxy.proxy.feature import ProxyFeature
 from kvproxy.proxy.request.exchange import TransferResult
 
 VERSION = 1
@@ -112,7 +112,9 @@ _encoder = msgspec.json.Encoder()
 @cache
 def receipt_type() -> type[Receipt]:
     """Return the class of receipts with the notes of all installed features as fields."""
-    notes = [(name, kind | None, None) for feature in installed(Feature) for name, kind in feature.list_notes().items()]
+    notes = [
+        (name, kind | None, None) for feature in installed(ProxyFeature) for name, kind in feature.list_notes().items()
+    ]
     made = msgspec.defstruct(Receipt.__name__, notes, bases=(Receipt,), frozen=True, omit_defaults=True)
     return cast("type[Receipt]", made)
 
