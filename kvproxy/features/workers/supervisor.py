@@ -34,6 +34,8 @@ STEADY_S = 60.0
 GIVE_UP_AFTER = 5
 #: A worker that ends itself when its drain and grace are over is killed if it does not.
 _KILL_S = END_GRACE_S + 5.0
+#: News that no worker is up to: one that was told so is let go, and another takes its place at once.
+_LET_GO = -1
 
 
 class WorkersFailed(KvproxyError):
@@ -136,6 +138,22 @@ class Supervisor:
                 process.told = self.served.number
             elif process.ready:
                 process.drain()
+
+    def renew_socket(self, slot: Slot) -> None:
+        """Make a worker's own socket again if its file is gone, by which it is asked: another process gets it."""
+        if slot.path.exists() or self.ending.is_set():
+            return
+        try:
+            made = _bind(slot.path)
+        except OSError as error:
+            log.error("the socket of worker %d was removed and cannot be made again: %s", slot.index, error)
+            return
+        log.warning("the socket of worker %d was removed: it is made again, for another process", slot.index)
+        slot.control.close()
+        slot.control = made
+        if slot.process is not None:
+            slot.process.told = _LET_GO
+            slot.process.drain()
 
     def _processes(self) -> list[WorkerProcess]:
         return [slot.process for slot in self.slots if slot.process is not None]
@@ -243,11 +261,16 @@ class Supervisor:
 def _slot(index: int, folder: Path) -> Slot:
     """Its socket outlives the worker: what is asked meanwhile waits for the next one."""
     path = folder / f"worker-{index}"
+    return Slot(index, _bind(path), path)
+
+
+def _bind(path: Path) -> socket.socket:
+    path.parent.mkdir(mode=0o700, exist_ok=True)
     control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     control.bind(str(path))
     control.listen(128)
     control.setblocking(False)
-    return Slot(index, control, path)
+    return control
 
 
 def describe_exit(status: int) -> str:

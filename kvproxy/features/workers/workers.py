@@ -76,6 +76,7 @@ class Workers:
         except httpx.HTTPError as error:
             what = f"{change.method} {change.target.partition('?')[0]}"
             log.warning("worker %d gives no answer to %s: %s", slot.index, what, type(error).__name__)
+            self.supervisor.renew_socket(slot)
             return None
 
     async def ask_all(

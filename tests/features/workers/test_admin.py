@@ -156,6 +156,18 @@ async def test_a_worker_that_starts_later_knows_what_was_changed(audit: list[str
         assert not audit
 
 
+async def test_a_worker_whose_socket_was_removed_gets_another() -> None:
+    """It can be asked for nothing, which is noticed by the first question; the others answer."""
+    async with served_together() as both:
+        slot = both.workers.supervisor.slots[1]
+        slot.path.unlink()
+        assert (await both.admin.get("/healthz")).status_code == 200
+        assert (await both.admin.get("/log")).status_code == 200
+        assert slot.path.is_socket()
+        assert slot.process is not None
+        assert slot.process.told == -1
+
+
 async def test_the_log_level_is_that_of_all() -> None:
     """The supervisor's own too."""
     level = logging.getLogger().level
