@@ -138,10 +138,8 @@ class WorkersAdmin:
         """Of the configuration, and workers that are gone."""
         age_s = self._clock() - self._found_at
         found: list[tuple[OperatorFinding, float]] = [(one, age_s) for one in self._workers.findings]
-        for slot in self._workers.supervisor.slots:
-            if not slot.ready:
-                what = f"worker {slot.index} does not serve"
-                found.append((ConfigFinding("problem", "workers", what, "the log says why"), 0.0))
+        troubles = filter(None, (slot.trouble for slot in self._workers.supervisor.slots))
+        found += [(ConfigFinding("problem", "workers", one, "its last lines in the log"), 0.0) for one in troubles]
         now = self._clock()
         found += [(one, now - since) for one, since in find_refused_file(self._workers.reloader, now)]
         return [

@@ -51,11 +51,21 @@ class Slot:
     path: Path
     process: WorkerProcess | None = None
     failures: int = 0  # in a row
+    last_end: str = ""  # of the process before
 
     @property
     def ready(self) -> bool:
         """Whether a worker serves here."""
         return self.process is not None and self.process.ready
+
+    @property
+    def trouble(self) -> str:
+        """Why no worker serves here; "" if one does."""
+        if self.ready:
+            return ""
+        why = f": the last one ended, {self.last_end}" if self.last_end else ""
+        again = f"; {self.failures} ended soon after their start in a row" if self.failures > 1 else ""
+        return f"worker {self.index} does not serve{why}{again}"
 
 
 @dataclass(slots=True)
@@ -193,6 +203,7 @@ class Supervisor:
             status = await process.until_ended()
         except OSError as error:  # no process, no memory, no descriptors
             log.error("worker %d cannot be started: %s", slot.index, error)
+            slot.last_end = str(error)
             return False
         finally:
             slot.process = None
@@ -203,7 +214,8 @@ class Supervisor:
                 for call in self.on_ended:
                     call(slot.index)
         if not self.ending.is_set() and process.told == self.served.number:
-            log.error("worker %d (pid %d) ended: %s", slot.index, process.pid, describe_exit(status))
+            slot.last_end = describe_exit(status)
+            log.error("worker %d (pid %d) ended: %s", slot.index, process.pid, slot.last_end)
         return served
 
     def _note_ready(self, process: WorkerProcess) -> None:

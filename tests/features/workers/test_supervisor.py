@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -239,6 +240,31 @@ async def test_the_supervisor_gives_up_when_nothing_serves_any_more(
     os.kill(pids(supervisor)[0], signal.SIGKILL)
     with pytest.raises(WorkersFailed, match="no worker can be started"):
         await asyncio.wait_for(running, 60)
+
+
+async def test_a_worker_that_dies_at_every_start_is_tried_after_longer_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other serves on, and what is shown to the operator has the reason and the count."""
+    monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.001)
+    caplog.set_level(logging.INFO)
+    allowed = tmp_path / "allowed"
+    allowed.touch()
+    async with supervised(tmp_path, str(allowed)) as supervisor:
+        first, second = pids(supervisor)
+        assert [slot.trouble for slot in supervisor.slots] == ["", ""]
+        allowed.unlink()
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: supervisor.slots[0].failures >= 4)
+        slot = supervisor.slots[0]
+        often = f"{slot.failures} ended soon after their start in a row"
+        assert slot.trouble == f"worker 0 does not serve: the last one ended, exit status 3; {often}"
+        assert pids(supervisor) == [second]
+        pauses = [record.args[1] for record in caplog.records if "is started again" in record.msg]
+        assert [pause <= 0.001 * 2**number for number, pause in enumerate(pauses, 1)] == [True] * len(pauses)
+        allowed.touch()
+        await until(lambda: len(pids(supervisor)) == 2)
+        assert slot.trouble == ""
 
 
 @pytest.mark.parametrize("failures", [5, 5000])
