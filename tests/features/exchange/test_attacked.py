@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import socket
 from collections.abc import AsyncIterator
@@ -17,7 +18,7 @@ from pydantic import SecretStr
 
 from kvproxy.features.exchange import heard as heard_module
 from kvproxy.features.exchange import stores, wire
-from kvproxy.features.exchange.datagrams import MAX_WORKERS, DatagramLink
+from kvproxy.features.exchange.datagrams import _READS, MAX_WORKERS, DatagramLink
 from kvproxy.features.exchange.deltas import Spent
 from kvproxy.features.exchange.peers import MISSED
 from kvproxy.features.exchange.stores import MAX_RECALLED_BYTES, RedisLink, StoreLink
@@ -159,6 +160,26 @@ async def test_a_socket_whose_file_is_gone_is_made_again(tmp_path: Path, caplog:
             other.sendto(b"hello", str(tmp_path / "sync-0.sock"))
         await until(lambda: heard == [b"hello"])
     link.renew()  # nothing is left to renew
+
+
+async def test_a_flood_of_datagrams_does_not_hold_the_event_loop(tmp_path: Path) -> None:
+    """As many as the kernel holds are read a few in each turn; a sender beyond that has to wait."""
+    heard: list[bytes] = []
+    sent = 0
+    async with DatagramLink(Siblings(tmp_path, 0, 2), on_message=heard.append):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+            other.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while sent < 100_000:
+                    other.sendto(b"x", str(tmp_path / "sync-0.sock"))
+                    sent += 1
+        assert 0 < sent < 100_000
+        most = 0
+        while len(heard) < sent:
+            before = len(heard)
+            await asyncio.sleep(0)
+            most = max(most, len(heard) - before)
+    assert most == _READS
 
 
 class Refusing(StoreLink):
