@@ -1,6 +1,6 @@
-"""Simulated engines on given ports, with or without LMCache's controller.
+"""Simulated engines on given ports, with or without LMCache's controller and KV events.
 
-`python -m benchmarks.soak_engines [--controller PORT] [--time-scale X] PORT...`
+`python -m benchmarks.soak_engines [--controller PORT] [--time-scale X] [--no-kv-events] PORT...`
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from kvproxy.proxy.listener.server import Server
 MODEL = "sim"
 
 
-async def main(ports: list[int], controller: int, time_scale: float) -> None:
+async def main(ports: list[int], controller: int, time_scale: float, kv_events: bool) -> None:
     """Serves until the process is ended."""
     engine = EngineSettings(2048, 16, token_outputs=True, timing=EngineTiming(time_scale=time_scale))
-    settings = VllmSettings(model=MODEL, engine=engine, kv_events=PublisherSettings(), default_output_tokens=16)
+    publisher = PublisherSettings() if kv_events else None
+    settings = VllmSettings(model=MODEL, engine=engine, kv_events=publisher, default_output_tokens=16)
     with_controller = ControllerSettings() if controller else None
     names = {f"e{port}": settings for port in ports}
     async with AsyncExitStack() as stack:
@@ -45,5 +46,6 @@ if __name__ == "__main__":
     parser.add_argument("ports", type=int, nargs="+")
     parser.add_argument("--controller", type=int, default=0)
     parser.add_argument("--time-scale", type=float, default=0.5, help="above 1 the engines are slower")
+    parser.add_argument("--no-kv-events", action="store_true", help="the engines publish none")
     arguments = parser.parse_args()
-    uvloop.run(main(arguments.ports, arguments.controller, arguments.time_scale))
+    uvloop.run(main(arguments.ports, arguments.controller, arguments.time_scale, not arguments.no_kv_events))

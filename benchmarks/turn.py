@@ -57,6 +57,8 @@ class Case:
     lmcache: bool = False
     everything: bool = False
     streamed: bool = True
+    kv_events: bool = True
+    """Whether the engines publish them."""
 
     def config(self, ports: Sequence[int], engines: Sequence[int], controller: int, folder: Path) -> dict[str, Any]:
         """As `kvproxy serve -c` reads it."""
@@ -79,12 +81,13 @@ class Case:
 
 
 CASES = (
-    Case("stream, round_robin", "round_robin"),
-    Case("stream, kv_aware", "kv_aware"),
+    Case("stream, round_robin", "round_robin", kv_events=False),
+    Case("stream, kv_aware", "kv_aware", kv_events=False),
+    Case("stream, kv_aware, KV events", "kv_aware"),
     Case("stream, kv_aware + LMCache, tokenize", "kv_aware", lmcache=True),
     Case("stream, + queue, receipts, strategies", "kv_aware", lmcache=True, everything=True),
-    Case("2 KB unary, round_robin", "round_robin", streamed=False),
-    Case("2 KB unary, kv_aware", "kv_aware", streamed=False),
+    Case("2 KB unary, round_robin", "round_robin", streamed=False, kv_events=False),
+    Case("2 KB unary, kv_aware", "kv_aware", streamed=False, kv_events=False),
 )
 
 
@@ -166,7 +169,7 @@ def body(number: int, *, streamed: bool) -> bytes:
 
 
 @contextmanager
-def engines(folder: Path) -> Iterator[tuple[list[int], int]]:
+def engines(folder: Path, *, kv_events: bool) -> Iterator[tuple[list[int], int]]:
     """Ports of two simulated engines and of LMCache's controller, in one process of this checkout."""
     *ports, controller = free_ports(3)
     command = [
@@ -179,6 +182,8 @@ def engines(folder: Path) -> Iterator[tuple[list[int], int]]:
         str(controller),
         *map(str, ports),
     ]
+    if not kv_events:
+        command.append("--no-kv-events")
     with Process(command, core=_core(), log=folder / "engines.log", environment={"PYTHONPATH": str(HERE)}) as process:
         for port in ports:
             problem = process.wait_until_ready(port, body(0, streamed=False), path=PATH)
@@ -191,7 +196,7 @@ def counted(tree: Path, case: Case) -> Turn:
     """The turn seen most often."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        ports, controller = stack.enter_context(engines(folder))
+        ports, controller = stack.enter_context(engines(folder, kv_events=case.kv_events))
         places = free_ports(2)
         config = folder / "config.yaml"
         config.write_text(json.dumps(case.config(places, ports, controller, folder)))

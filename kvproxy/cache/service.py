@@ -203,7 +203,7 @@ class KvCache:
         self.feedback.finished(facts, result)
         if facts.request.session_ends:
             self._end_session(facts)
-        elif result.prefilled and (self._acts or facts.indexes.follows_events):
+        elif result.prefilled and (self._acts or facts.indexes.followed.any):
             self._act_on(facts, result)
 
     def _act_on(self, facts: RequestFacts, result: Result) -> None:

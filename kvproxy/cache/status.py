@@ -28,7 +28,7 @@ def cache_status(service: KvCache) -> dict[str, object]:
     return {
         "sources": {
             "approximate": True,
-            "precise": any(one.follows_events for one in overlap.indexes.values()),
+            "precise": any(one.followed.any for one in overlap.indexes.values()),
             "lookup": None if provider is None else provider.source.value,
         },
         "indexes": {name: _index_status(service, cluster) for name, cluster in service.clusters.items()},

@@ -125,11 +125,12 @@ class RouterQueue:
         waits."""
         queue = self._queue
         speeds = self._speeds
-        if len(queue):
+        if queue.waiting:
             return False
-        if queue.has_room(wait_s(decision.endpoint, speeds, now)):
+        room_s = queue.settings.admit_below_s
+        if wait_s(decision.endpoint, speeds, now) < room_s:
             return True
-        return any(queue.has_room(wait_s(one, speeds, now)) for one in decision.candidates)
+        return any(wait_s(one, speeds, now) < room_s for one in decision.candidates)
 
     async def wait(
         self, decision: Decision[Endpoint], decide: Decide, take: Take, *, tenant: str, level: int

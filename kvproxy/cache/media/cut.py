@@ -16,7 +16,17 @@ from enum import StrEnum
 import msgspec
 from xxhash import xxh3_128_hexdigest
 
-from kvproxy.base.json_scan import Edit, Span, Steps, Unreadable, apply_edits, find_items, find_members, run_at_once
+from kvproxy.base.json_scan import (
+    Edit,
+    Span,
+    Steps,
+    Unreadable,
+    apply_edits,
+    find_items,
+    find_members,
+    has_quoted,
+    run_at_once,
+)
 from kvproxy.base.types import Prompt
 from kvproxy.cache.media.pictures import HEAD_BYTES, read_picture
 from kvproxy.cache.media.urls import UrlSignatures
@@ -54,6 +64,8 @@ _PIXELS_PER_TOKEN = 784  # 28 x 28
 _MARK = b"\x7f"
 _stand_ins = re.compile(rb"\x7f(image|audio|video|file):([0-9a-f]{32}):(\d{1,5})x(\d{1,5}):[0-9a-f]*\x7f").finditer
 
+#: Of a prompt that is no longer the messages are searched by the expression alone.
+_SHORT_BYTES = 4096
 #: What a message with media has in it somewhere; nearly all others have not.
 _may_hold_media = re.compile(rb'"(?:image|input_(?:image|audio|file)"|audio_url"|video|file"|document")').search
 #: Members of content parts that are media themselves, or objects with the medium in one of `_INNER`.
@@ -89,7 +101,7 @@ _NULL = b"null"
 
 def may_hold_media(text: bytes, start: int = 0, end: int = sys.maxsize) -> bool:
     """Return False for a message, or a piece of a text, that surely has no medium; most have none."""
-    return _may_hold_media(text, start, end) is not None
+    return has_quoted(_may_hold_media, text, start, end)
 
 
 def cut_part(part: bytes, signatures: UrlSignatures) -> bytes:
@@ -108,7 +120,8 @@ def cut_in_steps(part: bytes, signatures: UrlSignatures | None = None) -> Steps[
 
 def cut_prompt(prompt: Prompt, signatures: UrlSignatures) -> tuple[Prompt, tuple[Medium, ...]]:
     """Return the prompt with stand-ins for its media, and these."""
-    if not any(map(may_hold_media, prompt.parts)):
+    short = sum(map(len, prompt.parts)) <= _SHORT_BYTES
+    if not any(map(_may_hold_media if short else may_hold_media, prompt.parts)):
         return prompt, ()
     parts = tuple([cut_part(part, signatures) for part in prompt.parts])
     return Prompt(prompt.shape, parts, prompt.unread_bytes), tuple(find_stand_ins(parts, len(prompt.shape) + 1))

@@ -37,6 +37,7 @@ class RequestFacts(msgspec.Struct):
     cursor: PrefixCursor[Run]  # of the prompt's text blocks in the approximate index
     keys: Sequence[int]  # one a message prefix, shortest first
     prompt_bytes: int
+    text_bytes: int  # of these, without its media
     started_at: float
     min_tokens: int  # that the preferred endpoint holds
     text: PromptText | None = None  # of a conversation, by message; None: of other APIs and short prompts
@@ -54,11 +55,6 @@ class RequestFacts(msgspec.Struct):
     holders_found: int | None = None  # by a lookup that answered in time
     entry: SpeculativeEntry | None = None  # what routing told the approximate index
     transfer: TransferResult | None = None  # of KV, before it goes there
-
-    @property
-    def text_bytes(self) -> int:
-        """Bytes of the prompt without its media."""
-        return self.prompt_bytes - sum([medium.size for medium in self.media]) if self.media else self.prompt_bytes
 
     @property
     def hashes(self) -> array[int]:

@@ -136,12 +136,14 @@ class LocalIndexes:
         self.sessions = state.sessions
         self.steps = state.steps
         self.last_served = state.last_served
-        self._may_follow = follows_events
         self.store_readers: Callable[[], Iterable[EndpointId]] = tuple  # of what engines report in a shared store
         self.denied = DeniedPlacements(clock)  # by what engines reused
         self._lookups = lookups
         self._keyed = lookups or keyed  # these know prompts by their messages' keys, as KV events do
         followed = FollowedEvents() if followed is None else followed
+        if not follows_events:
+            followed = FollowedEvents()
+            followed.any = False
         self.followed = followed
         self.precise = followed.precise
         self.loras = followed.loras
@@ -149,11 +151,6 @@ class LocalIndexes:
         self.capacities.learning = learn_capacity
         self._seed = lru_cache(_REMEMBERED_SEEDS)(_seed)
         self._precise_root = lru_cache(_REMEMBERED_SEEDS)(precise_root)
-
-    @property
-    def follows_events(self) -> bool:
-        """Whether there are KV events to find prompts by."""
-        return self._may_follow and self.followed.any
 
     def hash_prompt(
         self, request: InferenceRequest, model: str
@@ -167,15 +164,18 @@ class LocalIndexes:
         prompt = request.prompt
         kind = request.kind
         drops_header = self.state.drops_header
-        short = prompt.size_bytes <= SHORT_BYTES and not self._keyed and not self.follows_events
+        size_bytes = prompt.size_bytes
+        short = size_bytes <= SHORT_BYTES and not self._keyed and not self.followed.any
         if kind in RULED and not short:
             hashes, keys, prompt_bytes, told = self.sessions.identified(kind, prompt, seed, drops_header=drops_header)
             return hashes, keys, prompt_bytes, told, () if told is None else told.media
         prompt, media = cut_prompt(prompt, self.sessions.signatures)
         prompt = prompt_identity(kind, prompt, drops_header=drops_header)
+        if prompt is not request.prompt:
+            size_bytes = prompt.size_bytes
         keys = () if short else message_chain(prompt, seed)
         if not keys:
-            return text_blocks(prompt, seed), (), prompt.size_bytes, None, media
+            return text_blocks(prompt, seed), (), size_bytes, None, media
         text = PromptText.of_prompt(prompt)
         prompt_bytes = text.size - 1 - text.parts + prompt.unread_bytes  # what ends the parts is none of it
         told = text if kind is RequestKind.RESPONSES else None
@@ -215,7 +215,7 @@ class LocalIndexes:
         in_flight: Mapping[EndpointId, int] = NOTHING
         announced = None
         exact = self.exact
-        if tokens is not None and self.follows_events:
+        if tokens is not None and self.followed.any:
             blocks = self._blocks_of(tokens, hashed, model, cache_salt)
             announced = self.precise.match_prompt(blocks)
             stored = self.precise.match_store(blocks)
@@ -269,7 +269,7 @@ class LocalIndexes:
 
     def route(self, endpoint: EndpointId, cursor: PrefixCursor[Run]) -> SpeculativeEntry:
         """A request goes to the endpoint: it counts as holding the prompt until the entry is settled."""
-        entry = self.approximate.route(endpoint, cursor, in_flight=self.follows_events)
+        entry = self.approximate.route(endpoint, cursor, in_flight=self.followed.any)
         if (watch := self.state.watch) is not None:
             watch.routed(entry)
         return entry
@@ -326,7 +326,7 @@ class LocalIndexes:
             self.steps.observe_reuse(
                 endpoint, held_tokens=held_tokens, cached_tokens=cached_tokens, blocks=cursor.hashes
             )
-        if self.follows_events:
+        if self.followed.any:
             _test(self.trust, endpoint, _EVENTS, overlap, cached_tokens)
             if known_tokens and endpoint in self.exact:
                 self._test_events(endpoint, overlap, min(cached_tokens, known_tokens))

@@ -139,12 +139,24 @@ class OverlapSources:
             text = None
             if history is not None:
                 hashes = history.root
-        cursor = indexes.approximate.locate(hashes)
-        least = self._min_tokens
+        text_bytes = prompt_bytes - sum([medium.size for medium in media]) if media else prompt_bytes
         facts = RequestFacts(
-            cluster, indexes, request, body, model, cursor, keys, prompt_bytes, began, least, text, names, media
+            cluster,
+            indexes,
+            request,
+            body,
+            model,
+            indexes.approximate.locate(hashes),
+            keys,
+            prompt_bytes,
+            text_bytes,
+            began,
+            self._min_tokens,
+            text,
+            names,
+            media,
         )
-        if self._looks_up or indexes.follows_events:
+        if self._looks_up or indexes.followed.any:
             self.tokens.recall_tokens(facts)
         self._assess(facts)
         if self._entered and request.continues is None and self._looks_up:
@@ -165,7 +177,7 @@ class OverlapSources:
 
     def refresh(self, facts: RequestFacts) -> None:
         """The facts of a request that waited, read again from our own sources; what a lookup said stands."""
-        if not facts.tokens_exact and (self._looks_up or facts.indexes.follows_events):
+        if not facts.tokens_exact and (self._looks_up or facts.indexes.followed.any):
             self.tokens.recall_tokens(facts)
         self._assess(facts)
 

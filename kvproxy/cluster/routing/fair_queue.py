@@ -46,36 +46,32 @@ class FairQueue(Generic[ItemT]):
         self.settings = settings
         self._lines: WaitingLines[ItemT] = WaitingLines()
         self._arrivals: deque[Ticket[ItemT]] = deque()
-        self._waiting: dict[str, int] = {}  # by tenant
+        self._of_tenant: dict[str, int] = {}  # by tenant
         self._granted_s: dict[str, float] = {}  # by tenant that waits, since the queue began to be contended
-        self._count = 0
+        self.waiting = 0  # requests
         self._virtual_s = 0.0  # work granted to the tenant released last: where a newcomer starts
 
     def __len__(self) -> int:
         """Return requests waiting."""
-        return self._count
+        return self.waiting
 
     @property
     def pending_s(self) -> float:
         """Prefill seconds of all of them, by what they were when they came."""
         return sum(ticket.own_s for ticket in [*self._arrivals] if not ticket.released)
 
-    def has_room(self, wait_s: float) -> bool:
-        """Whether an endpoint with so much pending prefill takes a request."""
-        return wait_s < self.settings.admit_below_s
-
     def offer(
         self, item: ItemT, own_s: float, now: float, *, model: str = "", level: int = 0, tenant: str = ""
     ) -> Ticket[ItemT] | None:
         """Queues a request that takes `own_s` seconds of prefill, of a class so many levels above others; None when the
         queue is full."""
-        if self._count >= self.settings.limit:
+        if self.waiting >= self.settings.limit:
             return None
         ticket = Ticket(item, own_s, now, level * LEVEL_S, tenant, model)
-        if tenant not in self._waiting:
+        if tenant not in self._of_tenant:
             self._granted_s[tenant] = self._virtual_s
-        self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
-        self._count += 1
+        self._of_tenant[tenant] = self._of_tenant.get(tenant, 0) + 1
+        self.waiting += 1
         self._arrivals.append(ticket)
         self._push(ticket)
         return ticket
@@ -85,7 +81,8 @@ class FairQueue(Generic[ItemT]):
         oldest = self._oldest()
         if oldest is not None and now - oldest.queued_at >= self.settings.max_wait_s:
             return self._take(oldest)
-        heads = [head for head in self._lines.heads() if self.has_room(least_wait_s(head[2].model))]
+        room_s = self.settings.admit_below_s
+        heads = [head for head in self._lines.heads() if least_wait_s(head[2].model) < room_s]
         if not heads:
             return None
         return self._take(min(heads, key=lambda head: (self._granted_s[head[2].tenant], head[:2]))[2])
@@ -144,11 +141,11 @@ class FairQueue(Generic[ItemT]):
 
     def _drop(self, ticket: Ticket[ItemT]) -> None:
         ticket.released = True
-        self._count -= 1
-        self._waiting[ticket.tenant] -= 1
-        if not self._waiting[ticket.tenant]:
-            del self._waiting[ticket.tenant], self._granted_s[ticket.tenant]
-        if len(self._arrivals) > 2 * self._count + 16:
+        self.waiting -= 1
+        self._of_tenant[ticket.tenant] -= 1
+        if not self._of_tenant[ticket.tenant]:
+            del self._of_tenant[ticket.tenant], self._granted_s[ticket.tenant]
+        if len(self._arrivals) > 2 * self.waiting + 16:
             self._arrivals = deque(each for each in self._arrivals if not each.released)
-        if len(self._lines) > 2 * self._count + 64:
+        if len(self._lines) > 2 * self.waiting + 64:
             self._lines.sweep()

@@ -252,7 +252,7 @@ class KvAware(Policy):
     def observe_answer(
         self, endpoint: EndpointId, output_tokens: int, decode_s: float, sequences: float, now: float
     ) -> None:
-        if self.settings.target_itl is not None:
+        if self._weights[-1] is not None:  # a target for the time between tokens
             slowness = self.speeds.slowness(endpoint, now)
             self.steps.observe_answer(output_tokens, decode_s / slowness, sequences)
 

@@ -67,11 +67,6 @@ class Reservation(msgspec.Struct, eq=False):
     sequences: float = 0.0  # in flight there when its first token came; at its end the mean of then and now
     released: bool = False
 
-    @property
-    def is_blank(self) -> bool:
-        """Nothing is known of its prompt, so its prefill teaches nothing."""
-        return not (self.uncached_tokens or self.cached_tokens)
-
 
 class EndpointLoad:
     """What is in flight on one endpoint.
@@ -254,7 +249,7 @@ class EndpointLoad:
             return
         reservation.first_token_at = now
         reservation.sequences = self.in_flight
-        if reservation.is_blank:
+        if not (reservation.uncached_tokens or reservation.cached_tokens):  # its prefill teaches nothing
             self._void(reservation, now)
             return
         work = self._settle(reservation)
@@ -409,7 +404,7 @@ class EndpointLoad:
     def _presume(self, hidden: Reservation) -> None:
         work = self._settle(hidden)
         assert work is not None
-        if hidden.is_blank:
+        if not (hidden.uncached_tokens or hidden.cached_tokens):
             self._sample.doubt()
         else:
             self._sample.presume(work)

@@ -59,7 +59,10 @@ class OpenSample:
         if self._doubtful:
             self.begin(now)
             return
-        self._done = sum_of(sum_of(self._done, self._presumed), work)
+        for more in (self._presumed, self._done):
+            if more is not NO_WORK:
+                work = sum_of(more, work)
+        self._done = work
         self._presumed = NO_WORK
         if lower:
             self._lower += lower

@@ -157,7 +157,7 @@ class Heard:
         if (indexes := self._indexes(world, delta.cluster, delta.endpoint)) is not None:
             endpoint = EndpointId(delta.endpoint)
             cursor = indexes.approximate.locate(numbers("Q", delta.hashes))
-            entry = indexes.approximate.route(endpoint, cursor, in_flight=indexes.follows_events)
+            entry = indexes.approximate.route(endpoint, cursor, in_flight=indexes.followed.any)
             self.open[delta.cluster, delta.number] = entry
         if len(self.open) > MAX_OPEN:
             self._end(next(iter(self.open)), prefilled=True)

@@ -45,6 +45,8 @@ async def _disconnected() -> Message:
 class ShieldFilter(Step):
     """Keeps requests away from engines that they would harm, by the faults of the engines' versions."""
 
+    reads_state = False
+
     def __init__(
         self,
         app: ASGIApp,
@@ -87,12 +89,6 @@ class ShieldFilter(Step):
             return None if _is_form(scope["headers"]) else self._read(exchange, downstream, rules)
         return None if _is_harmless(body, exchange) else self._examine(exchange, downstream, body, rules)
 
-    def response_started(self, exchange: Exchange, status: int, headers: Headers) -> None:
-        """The client gets its own id back where an engine sends the one that it was sent."""
-        if exchange.upstream_id:
-            own = exchange.request_id.encode("latin-1")
-            headers[:] = [(name, own if name == _ID_HEADER else value) for name, value in headers]
-
     def after(self, exchange: Exchange, downstream: Downstream) -> None:
         """A body that was read here is held no longer."""
         held = exchange.held_bytes
@@ -108,6 +104,7 @@ class ShieldFilter(Step):
         exchange.request_id = exchange.request_id or given.decode("latin-1") or fresh
         kept = [pair for pair in headers if pair[0] != _ID_HEADER]
         downstream.scope["headers"] = [*kept, (_ID_HEADER, fresh.encode())]
+        downstream.hooks = (_give_own_id, *downstream.hooks)
         self._counts.requests.labels(Rule.CLIENT_REQUEST_ID.value, "rewritten").inc()
 
     async def _read(self, exchange: Exchange, downstream: Downstream, rules: frozenset[Rule]) -> None:
@@ -188,6 +185,12 @@ class ShieldFilter(Step):
                     rule.value,
                     harm,
                 )
+
+
+def _give_own_id(exchange: Exchange, status: int, headers: Headers) -> None:
+    """The client gets its own id back where an engine sends the one that it was sent."""
+    own = exchange.request_id.encode("latin-1")
+    headers[:] = [(name, own if name == _ID_HEADER else value) for name, value in headers]
 
 
 def _serving(target: RouteTarget, model: str) -> list[Endpoint]:

@@ -126,7 +126,9 @@ class VirtualRouter:
         refuses it: figures of policies that refuse different requests could not be compared."""
         decision = self._decide(request, now)
         speeds = self._speeds
-        if speeds is not None and (len(self._queue) or not self._queue.has_room(self._least_wait_s(now))):
+        if speeds is not None and (
+            self._queue.waiting or self._least_wait_s(now) >= self._queue.settings.admit_below_s
+        ):
             own_s = least_own_s(decision.request.facts, self.endpoints, speeds)
             if self._queue.offer(request, own_s, now, tenant=request.outcome.tenant) is not None:
                 if self._transfers is not None:

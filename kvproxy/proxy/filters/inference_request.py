@@ -96,9 +96,6 @@ class InferenceRequestFilter(Step):
     def _take_note(self, exchange: Exchange, inference: InferenceRequest) -> None:
         if inference.request_id and exchange.names_itself:
             exchange.request_id = inference.request_id
-        self._count(inference)
-
-    def _count(self, inference: InferenceRequest) -> None:
         session = "child" if inference.parent_session else "named" if inference.session_key else "none"
         about = (inference.client, session)
         counted = self._counted.get(about)

@@ -29,7 +29,7 @@ from kvproxy.features.transfers.copy_watch import follow_copy
 from kvproxy.proxy.filter_settings import CachedTokens, RouterSettings
 from kvproxy.proxy.filters.chain import FilterContext
 from kvproxy.proxy.filters.router import RouterFilter
-from kvproxy.proxy.filters.step import Step
+from kvproxy.proxy.filters.step import Step, find_reader
 from kvproxy.proxy.forward.body_guard import tenant_salt
 from kvproxy.proxy.request.downstream import Downstream
 from kvproxy.proxy.request.exchange import Exchange
@@ -91,7 +91,8 @@ class KvCacheFilter(Step):
         self._prefer = prefer  # by cluster
         self._idle = idle
         self._header = service.settings.preference_header.lower().encode()
-        self._announces = bool(self._header) or not isinstance(app, RouterFilter)  # there is an app behind to read it
+        #: There is an app behind to read it.
+        self._announces = bool(self._header) or not isinstance(find_reader(app), RouterFilter)
 
     def before(self, exchange: Exchange, downstream: Downstream) -> Awaitable[None] | None:
         """Wait only for a lookup service."""

@@ -183,7 +183,8 @@ class RouterFilter:
         try:
             target = self._target(exchange, scope)
             body = RequestBody.of(downstream.receive, scope["headers"], whole=exchange.body, uploads=parts.uploads)
-            head = parts.headers.build_head(scope, request_id=exchange.engine_id, trusted=exchange.trusted)
+            request_id = exchange.upstream_id or exchange.request_id
+            head = parts.headers.build_head(scope, request_id=request_id, trusted=exchange.trusted)
             forwarding = Forwarding.of(
                 parts.forwarder,
                 exchange,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Sequence
+from typing import ClassVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -23,6 +24,9 @@ class Step:
     What one request needs between the two goes into its exchange, or into an observer of it. By itself a step is an
     ASGI app like every filter; in a chain, neighbouring steps run in one.
     """
+
+    #: Whether it may look at `scope["state"]`, so that filters before it have to keep that up to date.
+    reads_state: ClassVar[bool] = True
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics, clock: Clock) -> None:
         self.app = app
@@ -62,6 +66,15 @@ def joined(outer: Step) -> StepRun:
     if isinstance(inner, StepRun):
         return StepRun((outer, *inner.steps), inner.app)
     return StepRun((outer,), inner)
+
+
+def find_reader(app: ASGIApp) -> ASGIApp:
+    """Return the first app, from this one on, that may look at `scope["state"]`."""
+    while isinstance(app, Step | StepRun):
+        if any(step.reads_state for step in (app.steps if isinstance(app, StepRun) else (app,))):
+            return app
+        app = app.app
+    return app
 
 
 def _own(step: Step, name: str) -> bool:

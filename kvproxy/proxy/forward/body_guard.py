@@ -272,7 +272,7 @@ def read_names(body: bytes, exchange: Exchange) -> Mapping[str, msgspec.Raw] | N
     """Return the members of its body, read once; of a long one beside its messages. None as for `top_names`."""
     read = exchange.names
     if read is None or read.body is not body:
-        beside = beside_messages(body, exchange)
+        beside = body if len(body) <= _SHORTENED_BYTES else beside_messages(body, exchange)
         exchange.names = read = TopNames(body, beside, top_names(beside))
     return read.names
 

@@ -90,14 +90,14 @@ class Delivery(msgspec.Struct, eq=False):
     exchange: Exchange
     downstream: Downstream
     debug: bool = False
-
-    @property
-    def began(self) -> bool:
-        """The head of a response was sent."""
-        return self.downstream.status != 0
+    #: The response whose head was passed on before its first event, and the fields that the client got.
+    passed: UpstreamResponse | None = None
+    passed_headers: Headers = []
 
     def headers_of(self, pick: Pick, response: UpstreamResponse) -> Headers:
         """Return the fields of this engine's response as the client gets them."""
+        if self.passed is response:
+            return self.passed_headers
         headers = response_headers(response.headers, endpoint=pick.endpoint.id.encode(), origin=pick.endpoint.origin)
         if self.debug:
             headers.append((b"x-kvproxy-decision", describe_decision(pick, pick.policy, self.exchange.facts).encode()))
@@ -106,13 +106,17 @@ class Delivery(msgspec.Struct, eq=False):
     def pass_head(self, pick: Pick, response: UpstreamResponse) -> None:
         """Send the head of an event stream before its first event: clients and proxies before this one see that the
         engine took the request. Another engine may still be tried behind it."""
-        connection = self.downstream.connection
+        downstream = self.downstream
+        connection = downstream.connection
         inference = self.exchange.inference
-        if connection is None or self.began or inference is None or not inference.stream:
+        if connection is None or downstream.status or inference is None or not inference.stream:
             return
         if response.status == 200 and connection.writable and is_event_stream(response.headers):
+            headers = self.headers_of(pick, response)
             with contextlib.suppress(RuntimeError):  # of a field that no response may have; the relay raises it again
-                self.downstream.start_now(200, self.headers_of(pick, response))
+                downstream.start_now(200, headers)
+                self.passed = response
+                self.passed_headers = headers
 
 
 class Forwarding(Placement, kw_only=True):
@@ -233,7 +237,10 @@ class Forwarding(Placement, kw_only=True):
             if self.exchange.copier is not None:
                 await self.await_copy(pick)
             response, status, first = await self._asking.ask_engine(pick)
-            if self._delivery.began and not (status == 200 and is_event_stream(response.headers)):
+            delivery = self._delivery
+            if delivery.downstream.status and (
+                status != 200 or not (delivery.passed is response or is_event_stream(response.headers))
+            ):
                 await self._cannot_follow(pick, response, first)
             if status >= 500 and status != NOT_IMPLEMENTED:
                 first, whole = await read_short(response, first)

@@ -67,7 +67,9 @@ def _set_apart(headers: Headers, names: frozenset[bytes]) -> tuple[_Sent, dict[b
     """Return the fields but for those of these names, and the values of those; several of one name are joined."""
     rest = dict(headers)
     if len(rest) == len(headers):  # nearly always no name comes twice, and no field need be looked at
-        found_once = {name: rest.pop(name) for name in names & rest.keys()}
+        found_once = {}
+        for name in names & rest.keys():
+            found_once[name] = rest.pop(name)
         return tuple(rest.items()), found_once
     found: dict[bytes, list[bytes]] = {}
     for name, value in headers:

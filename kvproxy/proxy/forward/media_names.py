@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from kvproxy.base.json_scan import Edit, Member, Span, Steps, cut_members, find_items, find_members
+from kvproxy.base.json_scan import Edit, Member, Span, Steps, cut_members, find_items, find_members, has_quoted
 
 #: Members by which a client names the content of a medium.
 MEDIA_NAMES = frozenset({"uuid", "content_hash", "mm_hashes", "mm_content_hashes"})
@@ -31,8 +31,6 @@ _named = re.compile(
     rb'"(?:u(?:uid"|%(or)b)|m(?:m_(?:content_)?hashes"|%(or)b)|c(?:ontent_hash"|%(or)b)|%(escape)b)'
     % {b"or": _OR_ESCAPED, b"escape": _ESCAPE}
 ).search
-#: Strings as long as this, on average, are passed from quote to quote, a hundred times as fast as the expression is.
-_LONG_STRING_BITS = 12
 
 #: Members of messages that hold content parts, and of objects that are content parts themselves.
 _CONTENTS = frozenset({"content", "output"})
@@ -48,7 +46,6 @@ _ARGUMENTS = frozenset({"input", "arguments"})
 _MAX_DEPTH = 12
 _MAX_ITEMS = 1_000_000
 _CONTAINERS = (b"{", b"[")
-_LONGEST_NAME_BYTES = 32
 
 #: Returns the identity in place of the client's own.
 Rename = Callable[[str], str]
@@ -56,12 +53,7 @@ Rename = Callable[[str], str]
 
 def may_name_media(text: bytes) -> bool:
     """Return False for a text that surely has no such member; nearly all have none."""
-    at = text.find(b'"')
-    for _ in range(len(text) >> _LONG_STRING_BITS):
-        if at < 0 or _named(text, at, at + _LONGEST_NAME_BYTES) is not None:
-            break
-        at = text.find(b'"', at + 1)
-    return at >= 0 and _named(text, at) is not None
+    return has_quoted(_named, text)
 
 
 def may_message_name_media(message: bytes) -> bool:

@@ -9,7 +9,6 @@ from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import Tier
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint_metrics import OTHER
-from kvproxy.cluster.routing.policy import Overlap
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.settings import RouteSettings
 from kvproxy.proxy.metrics import CacheUseMetrics, RequestMetrics
@@ -130,7 +129,9 @@ class RouteMetrics(RequestObserver):
         if outcome.ttft_s is not None and facts is not None and endpoint is not None:
             held = facts.by_endpoint.get(endpoint)
             if held is not None:
-                _count_tiers(series, held)
+                series.count_tier(Tier.DEVICE, held.device_tokens)
+                for tier, tokens in held.lower:
+                    series.count_tier(tier, tokens)
         prompt = outcome.prompt_tokens
         cached = outcome.cached_tokens
         if outcome.completion_tokens:
@@ -148,12 +149,6 @@ class RouteMetrics(RequestObserver):
             known = facts is not None and facts.prompt_tokens > 0
             speeds = cluster.policies.speeds if known and cluster is not None else None
             self._savings.add_request(outcome, model=model, tenant=exchange.tenant, speeds=speeds, now=now)
-
-
-def _count_tiers(series: _ClusterSeries, held: Overlap) -> None:
-    series.count_tier(Tier.DEVICE, held.device_tokens)
-    for tier, tokens in held.lower:
-        series.count_tier(tier, tokens)
 
 
 class Savings:

@@ -179,11 +179,6 @@ class Exchange(msgspec.Struct, eq=False, kw_only=True):
     observers: tuple[HasHooks, ...] = ()
     hooks: frozenset[str] = frozenset()
 
-    @property
-    def engine_id(self) -> str:
-        """The request's id as engines get it."""
-        return self.upstream_id or self.request_id
-
     def attach(self, *observers: HasHooks) -> None:
         """These hear of the request from now on, after those that are there."""
         self.observers += observers

@@ -267,7 +267,9 @@ def _merge(last: _Usage, first: _Usage) -> Usage:
     if last.prompt_tokens is not None and first is _NOTHING:  # OpenAI's, nearly all there are
         whole = last.prompt_tokens
         cached = whole if cached is not None and cached > whole else cached
-        return Usage(whole, cached, last.completion_tokens, _most(last.media(), whole))
+        details = last.prompt_tokens_details
+        media = None if details is None or details.multimodal_tokens is None else _most(details.media(), whole)
+        return Usage(whole, cached, last.completion_tokens, media)
     cached = _either(cached, first.cached())
     completion = _either(last.completion_tokens, _either(last.output_tokens, first.output_tokens))
     prompt = _either(last.prompt(), first.prompt())

@@ -189,7 +189,7 @@ async def test_who_does_not_publish_is_one_line_and_no_warning(
             await streams.follow_endpoints()
             assert [streams.publishes(one) for one in cluster.endpoints] == [False, False]
             local = LocalIndexes(IndexState(), streams.followed["default"])
-            assert not local.follows_events
+            assert not local.followed.any
     (line,) = [one for one in caplog.records if "KV events" in one.getMessage()]
     assert (line.levelname, line.getMessage()) == (
         "INFO",
@@ -211,7 +211,7 @@ async def test_an_engine_that_publishes_after_a_restart_is_followed(clock: FakeC
                 clock.advance(ASK_AGAIN_S + 1.0)
                 await streams.follow_endpoints()
                 assert streams.publishes(endpoint)
-                assert LocalIndexes(IndexState(), streams.followed["default"]).follows_events
+                assert LocalIndexes(IndexState(), streams.followed["default"]).followed.any
 
 
 async def test_an_engine_that_publishes_nothing_after_a_restart_is_let_go(clock: FakeClock) -> None:
