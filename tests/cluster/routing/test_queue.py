@@ -40,9 +40,10 @@ class World:
 
 def test_an_endpoint_with_little_pending_has_room() -> None:
     """Under 0.3 s."""
-    queue = World().queue
-    assert queue.has_room(0.29)
-    assert not queue.has_room(0.3)
+    world = World()
+    world.hold("request")
+    assert world.poll(least_s=0.3) is None
+    assert world.poll(least_s=0.29) == "request"
 
 
 def test_the_shortest_goes_first() -> None:
