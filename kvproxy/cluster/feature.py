@@ -7,16 +7,20 @@ from random import Random
 from typing import TYPE_CHECKING, Protocol
 
 from kvproxy.base.feature import BaseFeature
+from kvproxy.base.installed import installed
 
 if TYPE_CHECKING:
     from kvproxy.base.metrics.groups import Metrics
-    from kvproxy.base.types import Clock, Sleep
+    from kvproxy.base.types import Clock, EndpointId, LowerTokens, Sleep
     from kvproxy.cluster.discovery_settings import DiscoverySettings
     from kvproxy.cluster.endpoint import Endpoint
     from kvproxy.cluster.router_queue import RouterQueue
     from kvproxy.cluster.routing.load import Reservation
+    from kvproxy.cluster.routing.policy import Policy
+    from kvproxy.cluster.routing.selector import Decision
     from kvproxy.cluster.routing.speeds import SpeedModel
-    from kvproxy.cluster.settings import ClusterSettings
+    from kvproxy.cluster.routing.work import Features
+    from kvproxy.cluster.settings import ClusterSettings, PolicyName
     from kvproxy.cluster.sources.protocols import WatchedDiscovery
 
 
@@ -41,6 +45,35 @@ class ObservedCluster(Protocol):
     def speeds(self) -> SpeedModel | None: ...
 
 
+class SilentPolicy(Protocol):
+    """A policy that takes part in every decision of a cluster without effect. Nothing that it does may raise."""
+
+    policy: Policy
+
+    def decide(self, live: Decision[Endpoint], now: float) -> None:
+        """A decision is about to take effect."""
+        ...
+
+    def observe_sample(
+        self,
+        endpoint: EndpointId,
+        work: Features,
+        busy_s: float,
+        now: float,
+        *,
+        lower: LowerTokens = (),
+        scraped: bool = False,
+    ) -> None:
+        """As of Policy, as are the following."""
+        ...
+
+    def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None: ...
+    def observe_answer(
+        self, endpoint: EndpointId, output_tokens: int, decode_s: float, sequences: float, now: float
+    ) -> None: ...
+    def forget(self, endpoint: EndpointId) -> None: ...
+
+
 #: The clusters there are, asked at each scrape: a reload may replace any.
 ListClusters = Callable[[], Iterable[ObservedCluster]]
 
@@ -54,9 +87,23 @@ class ClusterFeature(BaseFeature):
         """Return sources of endpoints by name, those that these settings ask for."""
         return {}
 
+    def find_silent_policy(self, settings: ClusterSettings) -> PolicyName | None:
+        """Return the policy that it runs in a cluster with these settings without effect; None: it runs none."""
+        return None
+
+    def follow_decisions(self, name: PolicyName, policy: Policy, *, cluster: str, metrics: Metrics) -> SilentPolicy:
+        """Return that policy as the cluster calls it."""
+        raise NotImplementedError(self.name)
+
     def observe_cluster(self, cluster: ObservedCluster) -> ClusterObserver | None:
         """Its observer of this cluster, which is being made; None: it has none."""
         return None
 
     def show_clusters(self, metrics: Metrics, clusters: ListClusters, *, clock: Clock) -> None:
         """Bind its gauges, once for a process: they read the clusters there are at each scrape."""
+
+
+def list_policies(settings: ClusterSettings) -> Sequence[PolicyName]:
+    """Return the policies that run in a cluster: its own, those without effect, and those that clients may ask for."""
+    silent = (feature.find_silent_policy(settings) for feature in installed(ClusterFeature))
+    return (settings.policy, *(name for name in silent if name is not None), *settings.client_policies)

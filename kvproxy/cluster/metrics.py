@@ -166,25 +166,6 @@ class SpeedMetrics(MetricGroup):
         )
 
 
-class ShadowMetrics(MetricGroup):
-    """Decisions of shadow policies."""
-
-    def __init__(self, r: CollectorRegistry) -> None:
-        self.shadow_decisions = Counter(
-            "kvproxy_shadow_decisions",
-            "Decisions of a shadow policy against the live one",
-            ["cluster", "policy", "result"],
-            registry=r,
-        )  # same, different, error, skipped (too many a second)
-        self.shadow_cost_difference = Histogram(
-            "kvproxy_shadow_cost_difference",
-            "Where they differ: what the other's endpoint would cost more by the costs of `by`, in that policy's unit",
-            ["cluster", "policy", "by"],
-            buckets=COST_BUCKETS,
-            registry=r,
-        )
-
-
 class EnginePriorityMetrics(MetricGroup):
     """Priorities that engines are given."""
 

@@ -1,4 +1,4 @@
-"""The policies of one cluster: its own, those that clients may ask for by name, and a shadow without effect."""
+"""The policies of one cluster: its own, those that clients may ask for by name, and those without effect."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import random
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from kvproxy.base.installed import installed
 from kvproxy.base.metrics.collectors import CounterCell
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId, LowerTokens
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.feature import ClusterFeature, SilentPolicy
 from kvproxy.cluster.metrics import RoutingMetrics
 from kvproxy.cluster.routing.load import Reservation
 from kvproxy.cluster.routing.policy import Policy
@@ -19,7 +21,6 @@ from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import Features
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
-from kvproxy.features.shadow import Shadow, shadow_of
 
 
 class NamedPolicy:
@@ -43,7 +44,7 @@ class PolicySet:
     """All look at the same endpoints with the same load ledgers; only a policy's private memory is its own.
 
     The cluster's own policy and the named ones share what is learned of prefill speeds, so that it is learned once from
-    each sample; the shadow learns in a state of its own. `earlier` is the set under the settings before a reload: a
+    each sample; a silent one learns in a state of its own. `earlier` is the set under the settings before a reload: a
     policy that both have goes on as it is, with its sessions, its samples and what an operator tuned about it; a new
     one that learns speeds goes on with what is known of them, also from a policy of some time ago.
     """
@@ -69,34 +70,32 @@ class PolicySet:
         if earlier is not None:
             earlier._merge_parameters(settings)
         self.own: NamedPolicy
-        self.shadow: Shadow | None
         same_policy = earlier is not None and earlier._settings.policy is settings.policy
         if earlier is not None and same_policy:
             self.own = earlier.own
         else:
             policy = make_policy(settings.policy, settings, rng=rng) if policy is None else policy
             self.own = self._counted(settings.policy, self._taught(policy))
-        if earlier is not None and earlier._settings.shadow_policy is settings.shadow_policy:
-            self.shadow = earlier.shadow
-        else:
-            self.shadow = shadow_of(cluster, settings, metrics=metrics, rng=rng)
-            if self.shadow is not None:
-                self._taught(self.shadow.policy)
+        #: Policies without effect, by the feature that runs each and their name.
+        self.silent: Mapping[tuple[str, PolicyName], SilentPolicy] = self._find_silent(
+            {} if earlier is None else earlier.silent
+        )
+        self._silent = tuple(self.silent.values())
         #: What clients may ask for, the cluster's own among them; empty where they may not.
         self.named: Mapping[str, NamedPolicy]
         if earlier is not None and same_policy and earlier._settings.client_policies == settings.client_policies:
             self.named = earlier.named
         else:
             self.named = self._named(settings)
-        self._deciding: Sequence[Policy] = ()  # all but the shadow
+        self._deciding: Sequence[Policy] = ()  # all but the silent ones
         self._learners: Sequence[Policy] = ()  # of these, each model of speeds once
         #: What the policies that decide have learned of the engines' speeds; None where none of them learns any.
         self.deciding_speeds: SpeedModel | None = None
-        #: Whether one of them, the shadow included, asks loads for live blocks.
+        #: Whether one of them, silent ones included, asks loads for live blocks.
         self.counts_live_blocks = False
-        #: Whether one of them, the shadow included, wants to hear what engines reused.
+        #: Whether one of them, silent ones included, wants to hear what engines reused.
         self.hears_reuse = False
-        #: The same speeds, or what the shadow has learned.
+        #: The same speeds, or what a silent one has learned.
         self.speeds: SpeedModel | None = None
         self._list_policies()
 
@@ -105,7 +104,7 @@ class PolicySet:
         return self.named.get(name, self.own)
 
     def placed(self, decision: Decision[Endpoint], now: float) -> None:
-        """The decision takes effect: it is counted, compared with the shadow's, and every policy hears of it."""
+        """The decision takes effect: it is counted, silent policies decide, too, and every policy hears of it."""
         request = decision.request
         candidates = decision.candidates
         index = decision.index
@@ -113,8 +112,8 @@ class PolicySet:
         (self.find_policy(request.policy) if request.policy else self.own).count_result(decision.reason)
         if decision.preference is not None:
             self._count_preference(decision.preference)
-        if self.shadow is not None:
-            self.shadow.decide(decision, now)
+        for silent in self._silent:
+            silent.decide(decision, now)
         if self.speeds is not None:
             self.speeds.requests_without_sample += 1
         for policy in self._deciding:
@@ -133,15 +132,15 @@ class PolicySet:
         """As of Policy; each model of speeds hears of it once."""
         for policy in self._learners:
             policy.observe_sample(endpoint, work, busy_s, now, lower=lower, scraped=scraped)
-        if self.shadow is not None:
-            self.shadow.observe_sample(endpoint, work, busy_s, now, lower=lower, scraped=scraped)
+        for silent in self._silent:
+            silent.observe_sample(endpoint, work, busy_s, now, lower=lower, scraped=scraped)
 
     def observe_reuse(self, endpoint: EndpointId, predicted_tokens: int, cached_tokens: int, now: float) -> None:
         """As of Policy."""
         for policy in self._learners:
             policy.observe_reuse(endpoint, predicted_tokens, cached_tokens, now)
-        if self.shadow is not None:
-            self.shadow.observe_reuse(endpoint, predicted_tokens, cached_tokens, now)
+        for silent in self._silent:
+            silent.observe_reuse(endpoint, predicted_tokens, cached_tokens, now)
 
     def observe_answer(self, endpoint: EndpointId, reservation: Reservation, output_tokens: int, now: float) -> None:
         """As of Policy, of a request that was settled; nothing where its first token could not be seen."""
@@ -151,8 +150,8 @@ class PolicySet:
         sequences = reservation.sequences
         for policy in self._deciding:
             policy.observe_answer(endpoint, output_tokens, decode_s, sequences, now)
-        if self.shadow is not None:
-            self.shadow.observe_answer(endpoint, output_tokens, decode_s, sequences, now)
+        for silent in self._silent:
+            silent.observe_answer(endpoint, output_tokens, decode_s, sequences, now)
 
     def placed_elsewhere(
         self, endpoint: EndpointId, routed_s: float, requests: int, bound: int, endpoints: int, now: float
@@ -165,8 +164,8 @@ class PolicySet:
         """As of Policy; also those that share speeds, since what they count besides is their own."""
         for policy in self._deciding:
             policy.forget(endpoint)
-        if self.shadow is not None:
-            self.shadow.forget(endpoint)
+        for silent in self._silent:
+            silent.forget(endpoint)
         if self._known is not None:
             self._known.forget(endpoint)
 
@@ -176,10 +175,9 @@ class PolicySet:
         self._learners = tuple(
             policy for policy in self._deciding if policy.speeds is None or sharing[id(policy.speeds)] is policy
         )
-        shadow = None if self.shadow is None else self.shadow.policy.speeds
+        every = (*self._deciding, *(silent.policy for silent in self._silent))
         self.deciding_speeds = next((policy.speeds for policy in self._deciding if policy.speeds is not None), None)
-        self.speeds = self.deciding_speeds or shadow
-        every = self._deciding if self.shadow is None else (*self._deciding, self.shadow.policy)
+        self.speeds = next((policy.speeds for policy in every if policy.speeds is not None), None)
         for policy in every:
             if policy.speeds is not None:
                 policy.speeds.onboarding.weights = self._settings.tier_weights
@@ -196,10 +194,27 @@ class PolicySet:
         counter.value += 1.0
 
     def _taught(self, policy: Policy) -> Policy:
-        """With a copy of what is known of speeds, since policy and shadow each learn from every sample."""
+        """With a copy of what is known of speeds, since its own and silent policies each learn from every sample."""
         if self._known is not None and policy.learns_speeds:
             policy.speeds = copy.deepcopy(self._known)
         return policy
+
+    def _find_silent(
+        self, earlier: Mapping[tuple[str, PolicyName], SilentPolicy]
+    ) -> dict[tuple[str, PolicyName], SilentPolicy]:
+        """Return the earlier ones that stay, and new ones; their draws of chance take one number of the sequence."""
+        found = {}
+        for feature in installed(ClusterFeature):
+            name = feature.find_silent_policy(self._settings)
+            if name is None:
+                continue
+            silent = earlier.get((feature.name, name))
+            if silent is None:
+                policy = make_policy(name, self._settings, rng=random.Random(self._rng.random()))
+                policy = self._taught(policy)
+                silent = feature.follow_decisions(name, policy, cluster=self._cluster, metrics=self._metrics)
+            found[feature.name, name] = silent
+        return found
 
     def _named(self, settings: ClusterSettings) -> Mapping[str, NamedPolicy]:
         if not settings.client_policies:
@@ -222,7 +237,6 @@ class PolicySet:
         before = self._settings
         parts = [(before.policy, self.own.policy)]
         parts += [(PolicyName(name), each.policy) for name, each in self.named.items() if each is not self.own]
-        if self.shadow is not None and before.shadow_policy is not None:
-            parts.append((before.shadow_policy, self.shadow.policy))
+        parts += [(name, silent.policy) for (_, name), silent in self.silent.items()]
         for name, policy in parts:
             merge_config(policy, configured(before, name), configured(after, name))

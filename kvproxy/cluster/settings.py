@@ -105,7 +105,7 @@ class LlmDStickySettings(Model):
 
 
 class PolicyParameters(Model):
-    """By policy, whichever part it plays in the cluster: its own, the shadow, one that clients may ask for."""
+    """By policy, whichever part it plays in the cluster: its own, one that clients may ask for, one without effect."""
 
     kv_aware: KvAwareSettings = KvAwareSettings()
     """Weights of the expected cost."""
@@ -328,8 +328,6 @@ class ClusterSettings(Model):
 
     policy: PolicyName = PolicyName.KV_AWARE
     """How an endpoint is chosen."""
-    shadow_policy: PolicyName | None = None
-    """A second policy that decides on the same traffic without effect; how it differs is counted. Empty: none."""
     client_policies: tuple[PolicyName, ...] = ()
     """Policies a client may ask for instead, in the router's `policy_header`; empty: none may. The cluster's own may
     always be named then."""

@@ -7,6 +7,7 @@ SHIPPED = (
     "tracing",
     "normalize",
     "autoscaling",
+    "shadow",
     "kubernetes",
     "etcd",
     "pixiu",

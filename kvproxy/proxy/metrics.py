@@ -95,7 +95,7 @@ class CacheUseMetrics(MetricGroup):
         self.saved_seconds = Counter(
             "kvproxy_saved_prefill_seconds",
             "Engine seconds of prefill these would have taken, by learned speeds "
-            "(of clusters whose policy or shadow policy learns them)",
+            "(of clusters with a policy that learns them)",
             ["model", "tenant"],
             registry=r,
         )

@@ -42,10 +42,9 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> PolicyName:
 
 
 async def test_one_line_in_the_registry_is_all(make_cluster: MakeCluster, registered: PolicyName) -> None:
-    """It decides, may be asked for, shadows, gets a queue, is shown, and preferences do not overrule it."""
-    bench = make_cluster("a", "b", policy=registered, shadow_policy=registered, queue={})
+    """It decides, may be asked for, gets a queue, is shown, and preferences do not overrule it."""
+    bench = make_cluster("a", "b", policy=registered, queue={})
     assert (bench.picked().endpoint.id, bench.picked().reason) == ("b", "newest")
-    assert bench.sample("kvproxy_shadow_decisions_total", cluster="c", policy="lmetric", result="same") == 2
     assert bench.cluster.queue is not None
     assert describe_routing(bench.cluster, bench.clock())["policy"] == "lmetric"
     asked = make_cluster("a", "b", client_policies=[registered]).picked(policy="lmetric")

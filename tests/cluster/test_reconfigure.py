@@ -103,22 +103,21 @@ def test_a_policy_that_stays_is_the_same_one(make_cluster: MakeCluster) -> None:
     policy = bench.cluster.policy
     assert isinstance(policy, KvAware)
     policy.settings = policy.settings.model_copy(update={"stall": 0.5})
-    reconfigure(bench, queue={}, shadow_policy="least_ttft")
+    reconfigure(bench, queue={}, client_policies=["least_ttft"])
     assert bench.cluster.policy is policy
     assert policy.settings.stall == 0.5
 
 
-@pytest.mark.parametrize("part", ["own", "shadow", "for clients"])
+@pytest.mark.parametrize("part", ["own", "for clients"])
 def test_parameters_that_change_in_the_file_are_taken(make_cluster: MakeCluster, part: str) -> None:
     """By the policy as it runs, whatever its part; what an operator changed about others of them stays."""
-    parts = {"own": {}, "shadow": {"shadow_policy": "dynamo"}, "for clients": {"client_policies": ["dynamo"]}}
+    parts = {"own": {}, "for clients": {"client_policies": ["dynamo"]}}
     bench = make_cluster("a", policy="dynamo" if part == "own" else "round_robin", **parts[part])
 
     def present() -> Dynamo:
         policies = bench.cluster.policies
-        shadow = policies.shadow and policies.shadow.policy
         named = policies.named and policies.named["dynamo"].policy
-        policy = {"own": policies.own.policy, "shadow": shadow, "for clients": named}[part]
+        policy = {"own": policies.own.policy, "for clients": named}[part]
         assert isinstance(policy, Dynamo)
         return policy
 
@@ -131,7 +130,7 @@ def test_parameters_that_change_in_the_file_are_taken(make_cluster: MakeCluster,
     assert (before.settings.temperature, before.settings.device_credit) == (0.0, 0.9)
 
 
-@pytest.mark.parametrize("part", ["policy", "shadow_policy", "client_policies"])
+@pytest.mark.parametrize("part", ["policy", "client_policies"])
 def test_live_blocks_are_counted_while_a_policy_asks_for_them(make_cluster: MakeCluster, part: str) -> None:
     """Whatever part it plays, also for endpoints that come later; nothing is held before and after."""
     bench = make_cluster("a")
@@ -145,7 +144,7 @@ def test_live_blocks_are_counted_while_a_policy_asks_for_them(make_cluster: Make
     assert (load.live_blocks, load.leading_live_blocks((1, 2, 9))) == (4, 2)
     picks[0].settle(AttemptOutcome.FAILURE, bench.clock())
     assert load.live_blocks == 4
-    reconfigure(bench, policy="round_robin", shadow_policy=None, client_policies=[])
+    reconfigure(bench, policy="round_robin", client_policies=[])
     assert load.live_blocks is None
     for pick in (early, picks[1]):
         pick.settle(AttemptOutcome.SUCCESS, bench.clock())
@@ -166,24 +165,6 @@ def test_learned_speeds_outlive_the_policy(make_cluster: MakeCluster, way: list[
     taught(bench)
     assert speeds.estimates(bench.clock()).samples == 2
     assert learned.estimates(bench.clock()).samples == 1
-
-
-def test_what_the_shadow_learned_is_the_policys_when_it_takes_over(make_cluster: MakeCluster) -> None:
-    """Tried in the shadow, then used; the other way round as well, and each learns on by itself."""
-    bench = make_cluster("a", "b", shadow_policy=PolicyName.KV_AWARE)
-    taught(bench)
-    reconfigure(bench, policy="kv_aware", shadow_policy="least_ttft")
-    shadow = bench.cluster.policies.shadow
-    assert isinstance(bench.cluster.policy, KvAware)
-    assert shadow is not None
-    taught(bench)
-    live, watching = bench.cluster.policy.speeds, shadow.policy.speeds
-    assert live is not None
-    assert watching is not None
-    assert [one.estimates(bench.clock()).samples for one in (live, watching)] == [2, 2]
-    assert live is not watching
-    reconfigure(bench, shadow_policy=None)
-    assert bench.cluster.policies.shadow is None
 
 
 def test_who_left_under_a_policy_that_learns_nothing_is_forgotten(make_cluster: MakeCluster) -> None:

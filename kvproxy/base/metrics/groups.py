@@ -18,7 +18,7 @@ class MetricGroup:
 
     #: How gauges of several workers become one, by name; those that are not named are summed.
     across: ClassVar[Mapping[str, Across]] = {}
-    #: Contents of the labels that no other group has.
+    #: Contents of labels, beside what other groups have in them.
     labels: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, r: CollectorRegistry) -> None:

@@ -1,4 +1,4 @@
-"""The routing decision, written once: proxy, `/pick`, replay, shadow and receipts all ask `decide`."""
+"""The routing decision, written once: proxy, `/pick`, replay, silent policies and receipts all ask `decide`."""
 
 from __future__ import annotations
 

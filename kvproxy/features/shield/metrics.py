@@ -16,7 +16,10 @@ class ShieldMetrics(MetricGroup):
         "kvproxy_shield_affected_engines": Across.MAX,
         "kvproxy_shield_unknown_engines": Across.MAX,
     }
-    labels = {"rule": "a fault of [the shield's table](../kvproxy/features/shield/README.md), or `unreadable`"}
+    labels = {
+        "action": "of requests: `passed`, `rerouted`, `refused` or `rewritten`",
+        "rule": "a fault of [the shield's table](../kvproxy/features/shield/README.md), or `unreadable`",
+    }
 
     def __init__(self, r: CollectorRegistry) -> None:
         self.requests = Counter(

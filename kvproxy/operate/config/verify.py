@@ -85,9 +85,9 @@ def _routes(config: Config) -> Iterator[Finding]:
             yield error_at((*at, "model"), "a * may only stand at the end")
         if route.upstream_model and (not route.model or route.model.endswith("*")):
             yield error_at((*at, "upstream_model"), "needs a `model` without *: it is the alias for that one name")
-        shadow = next((number for number, other in enumerate(earlier) if _covers(other, route)), None)
-        if shadow is not None:
-            yield error_at(at, f"never reached: routes[{shadow}] already matches all of it")
+        earliest = next((number for number, other in enumerate(earlier) if _covers(other, route)), None)
+        if earliest is not None:
+            yield error_at(at, f"never reached: routes[{earliest}] already matches all of it")
         earlier.append(route)
     for name, cluster in config.clusters.items() if not config.routes and len(config.clusters) > 1 else ():
         if not any(endpoint.models for endpoint in cluster.endpoints) and not cluster.discovery.named:

@@ -11,6 +11,7 @@ from kvproxy.base.installed import installed
 from kvproxy.base.settings.addresses import url_fault
 from kvproxy.base.settings.paths import Finding, Path, error_at, missing_file, warning_at
 from kvproxy.cache.settings import KvCacheSettings, SnapshotSettings
+from kvproxy.cluster.feature import list_policies
 from kvproxy.operate.config.schema import Config
 from kvproxy.proxy.feature import FilterOrder, ProxyFeature
 from kvproxy.proxy.filter_settings import (
@@ -87,15 +88,11 @@ def _without_facts(config: Config, names: list[str]) -> Iterator[Finding]:
 
 
 def _policies_by_facts(config: Config) -> list[str]:
-    """Policies in use (clusters' own, shadows, those that clients may ask for) that weigh what endpoints hold."""
+    """Policies in use (clusters' own, silent ones, those that clients may ask for) that weigh what endpoints hold."""
     from kvproxy.cluster.routing.registry import POLICIES  # policies are loaded for a doubtful chain alone
 
-    used = [
-        policy
-        for cluster in config.clusters.values()
-        for policy in (cluster.policy, cluster.shadow_policy, *cluster.client_policies)
-    ]
-    return [policy.value for policy in dict.fromkeys(used) if policy is not None and POLICIES[policy].uses_overlap]
+    used = [policy for cluster in config.clusters.values() for policy in list_policies(cluster)]
+    return [policy.value for policy in dict.fromkeys(used) if POLICIES[policy].uses_overlap]
 
 
 def _without_parsing(config: Config, names: list[str]) -> Iterator[Finding]:

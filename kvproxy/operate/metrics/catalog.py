@@ -18,7 +18,6 @@ from kvproxy.cluster.metrics import (
     EndpointStateMetrics,
     EnginePriorityMetrics,
     RoutingMetrics,
-    ShadowMetrics,
     SpeedMetrics,
 )
 from kvproxy.operate.metrics.process import ProcessMetrics, ReceiptMetrics
@@ -32,7 +31,6 @@ CORE: Sequence[type[MetricGroup]] = (
     CacheUseMetrics,
     SpeedMetrics,
     EndpointStateMetrics,
-    ShadowMetrics,
     EnginePriorityMetrics,
     ConnectionMetrics,
     CertificateMetrics,

@@ -41,10 +41,9 @@ endpoints times a small constant. An endpoint that leaves takes its series along
 
 #: Contents of each label that several groups have; the others stand with their group.
 LABELS: Mapping[str, str] = {
-    "action": "`pin`, `compress` or `evict`; of requests: `passed`, `rerouted`, `refused` or `rewritten`",
+    "action": "`pin`, `compress` or `evict`",
     "breaker": "what the breaker guards",
-    "by": "what is counted (`tokens` or `requests`), whose costs (`live` or `shadow`), or by whose word (`engine`, "
-    "`responses`, `prediction`)",
+    "by": "what is counted (`tokens` or `requests`), or by whose word (`engine`, `responses`, `prediction`)",
     "client": "which of the known kinds of client sent it ([sessions](sessions.md)), empty: another",
     "cluster": "name of the cluster in the configuration",
     "direction": "`in` or `out`",

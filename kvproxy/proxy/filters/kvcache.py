@@ -21,6 +21,7 @@ from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cache.state import CacheState
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
+from kvproxy.cluster.feature import list_policies
 from kvproxy.cluster.routes import RouteTarget
 from kvproxy.cluster.routing.registry import POLICIES
 from kvproxy.cluster.routing.selector import Decision
@@ -51,13 +52,13 @@ def prefers(settings: KvCacheSettings, policy: PolicyName) -> bool:
 
 
 def needs_facts(settings: KvCacheSettings, cluster: ClusterSettings) -> bool:
-    """Whether something makes use of what endpoints hold: a policy (the cluster's own, its shadow, one that clients may
-    ask for), a preference, a header that names it, LMCache, a snapshot, or KV events that are required. (Receipts do as
-    well.)"""
-    policies = (cluster.policy, cluster.shadow_policy, *cluster.client_policies)
+    """Return whether something uses what endpoints hold: a policy (the cluster's own, one without effect, one that
+    clients may ask for), a preference, a header that names it, LMCache, a snapshot, or required KV events. (Receipts
+    do as well.)"""
+    policies = list_policies(cluster)
     return (
-        any(POLICIES[policy].uses_overlap for policy in policies if policy is not None)
-        or any(prefers(settings, policy) for policy in policies if policy is not None)
+        any(POLICIES[policy].uses_overlap for policy in policies)
+        or any(prefers(settings, policy) for policy in policies)
         or bool(settings.preference_header or settings.lmcache_endpoint or settings.snapshot.path)
         or settings.kv_events is True
         or find_needs(installed(CacheFeature), settings).facts

@@ -13,8 +13,8 @@ from kvproxy.cluster.pick import AttemptOutcome
 from kvproxy.cluster.routing.load import EndpointLoad
 from kvproxy.cluster.routing.policy import Candidate, Choice, Overlap, OverlapFacts, PickRequest, Policy
 from kvproxy.cluster.routing.work import IDLE, Features
-from kvproxy.features import shadow
-from kvproxy.features.shadow import MAX_ERRORS, Shadow
+from kvproxy.features.shadow import shadow
+from kvproxy.features.shadow.shadow import MAX_ERRORS, Shadow
 from tests.cluster.conftest import Bench, MakeCluster
 from tests.support.clock import FakeClock
 
@@ -55,8 +55,15 @@ class Faulty(Policy):
 def shadowed(bench: Bench, policy: Faulty) -> Shadow:
     """Puts that policy behind the cluster, in place of the shadow it has."""
     shade = Shadow(policy, name="faulty", cluster="c", metrics=bench.metrics)
-    bench.cluster.policies.shadow = shade
+    bench.cluster.policies._silent = (shade,)
     return shade
+
+
+def shadow_of(bench: Bench) -> Shadow | None:
+    """The shadow that the cluster's settings ask for."""
+    found = next(iter(bench.cluster.policies.silent.values()), None)
+    assert found is None or isinstance(found, Shadow)
+    return found
 
 
 def test_the_shadow_changes_nothing_and_its_differences_are_counted(make_cluster: MakeCluster) -> None:
@@ -103,8 +110,9 @@ def test_both_policies_learn_from_the_same_samples(make_cluster: MakeCluster) ->
         pick.settle(AttemptOutcome.SUCCESS, each.clock())
         assert each.cluster.speeds is not None
         assert each.cluster.speeds.estimates(each.clock()).samples == 1
-    assert bench.cluster.policies.shadow is not None
-    learned = bench.cluster.policies.shadow.policy.speeds
+    shade = shadow_of(bench)
+    assert shade is not None
+    learned = shade.policy.speeds
     assert learned is not None
     assert learned is not bench.cluster.speeds
     assert learned.estimates(bench.clock()).samples == 1

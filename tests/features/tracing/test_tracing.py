@@ -61,9 +61,9 @@ class Traced:
         return sum(span.kind is SpanKind.SERVER for span in self._exporter.get_finished_spans())
 
 
-#: Round robin tries the engines in order; the shadow needs facts, so that these have a span.
-PLAIN: dict[str, Any] = {"policy": "random", "shadow_policy": None, "filters": ["inference_request", "router"]}
-LOOKED_ON = {"policy": "round_robin", "shadow_policy": "kv_aware"}
+#: Round robin tries the engines in order; a policy that clients may ask for needs facts, so that these have a span.
+PLAIN: dict[str, Any] = {"policy": "random", "client_policies": [], "filters": ["inference_request", "router"]}
+LOOKED_ON = {"policy": "round_robin", "client_policies": ["kv_aware"]}
 
 
 @contextlib.asynccontextmanager
@@ -297,7 +297,7 @@ async def test_a_stream_that_breaks_off_is_an_error_despite_its_status() -> None
 async def test_what_is_no_inference_request_has_a_plain_name() -> None:
     """Unknown paths never become span names: their number is not ours to bound."""
     async with traced(
-        FakeEngine("a"), filters=["inference_request", "router"], policy="random", shadow_policy=None
+        FakeEngine("a"), filters=["inference_request", "router"], policy="random", client_policies=[]
     ) as proxy:
         await proxy.client.get("/v1/responses/thing")
         server, _, attempt = await proxy.spans()

@@ -122,7 +122,7 @@ def test_a_good_configuration_has_no_problem() -> None:
         ("filters: [router]\nroutes: [{model: m}]\n", "error: routes[0].model: needs the filter inference_request"),
         ("policy: dynamo\nfilters: [inference_request, router]\n",
          "error: filters: dynamo weighs cached prefixes, and no filter `kvcache` finds them (add `- kvcache` before"),
-        ("policy: random\nshadow_policy: lmetric\nfilters: [router]\n",
+        ("policy: random\nclient_policies: [lmetric]\nfilters: [router]\n",
          "error: filters: lmetric weighs cached prefixes, and no filter `kvcache` finds them "
          "(add `- inference_request` and `- kvcache` before"),
         ("policy: random\nclient_policies: [llm_d]\nfilters: [inference_request, router]\n", "error: filters: llm_d"),

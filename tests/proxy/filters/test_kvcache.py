@@ -193,7 +193,7 @@ def test_which_policies_a_preference_overrules() -> None:
 
 async def test_round_robin_stays_round_robin_without_a_lookup_service() -> None:
     """The filter is in the default chain: it informs, and changes nothing that was not asked for."""
-    async with simulated() as place, running_proxy(place.engines, shadow_policy="kv_aware") as proxy:
+    async with simulated() as place, running_proxy(place.engines, client_policies=["kv_aware"]) as proxy:
         assert [await ask(proxy, TURN) for _ in range(4)] == ["a", "b", "a", "b"]
         answer = await proxy.client.post("/v1/chat/completions", json=body(TURN), headers={"x-kvproxy-debug": "1"})
         assert "/approximate" in answer.headers["x-kvproxy-decision"]
@@ -212,10 +212,9 @@ async def test_facts_that_nothing_would_use_are_not_gathered() -> None:
     [
         ({}, {}, False),
         ({"prefer": False}, {}, False),
-        ({}, {"policy": "power_of_two", "shadow_policy": "random"}, False),
+        ({}, {"policy": "power_of_two", "client_policies": ["random"]}, False),
         ({}, {"policy": "kv_aware"}, True),
         ({}, {"policy": "prefix_affinity"}, True),
-        ({}, {"shadow_policy": "kv_aware"}, True),
         ({}, {"client_policies": ["least_request", "lmetric"]}, True),
         ({"prefer": True}, {}, True),
         ({"preference_header": "x-preferred"}, {}, True),
@@ -244,7 +243,11 @@ async def test_a_retry_is_told_of_as_a_pick_of_its_own() -> None:
         raise RuntimeError("down")
 
     bad, good = FakeEngine("bad", broken), FakeEngine("good", answer_ok)
-    async with serve(bad) as a, serve(good) as b, running_proxy({"a": a, "b": b}, shadow_policy="kv_aware") as proxy:
+    async with (
+        serve(bad) as a,
+        serve(good) as b,
+        running_proxy({"a": a, "b": b}, client_policies=["kv_aware"]) as proxy,
+    ):
         assert await ask(proxy, TURN) == "b"
         local = service(proxy).overlap.indexes["default"].approximate
         assert local.held_blocks(EndpointId("a")) == 0

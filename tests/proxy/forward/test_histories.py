@@ -82,7 +82,7 @@ async def test_kv_aware_goes_where_the_response_is(stream: bool) -> None:
 
 async def test_an_engine_that_does_not_know_it_is_not_the_last_one_asked() -> None:
     """Wherever a policy sends it: the answer is that of the engine that has the history, and no engine is blamed."""
-    async with gateway(policy="random", shadow_policy="kv_aware") as (proxy, _):
+    async with gateway(policy="random", client_policies=["kv_aware"]) as (proxy, _):
         _, identity = await ask(proxy)
         answers = [(await ask(proxy, previous_response_id=identity))[0] for _ in range(12)]
         assert {answer.status_code for answer in answers} == {200}
@@ -96,7 +96,7 @@ async def test_an_engine_that_does_not_know_it_is_not_the_last_one_asked() -> No
 async def test_engines_that_hold_the_beginning_alone_are_not_asked_for_the_rest() -> None:
     """Three histories begin alike, each on an engine of its own: every one is found where it is."""
     beginning = "what all of them begin with " * 200
-    async with gateway(policy="round_robin", shadow_policy="kv_aware") as (proxy, _):
+    async with gateway(policy="round_robin", client_policies=["kv_aware"]) as (proxy, _):
         begun = [await ask(proxy, input=beginning) for _ in range(3)]
         homes = [answer.headers["x-kvproxy-endpoint"] for answer, _ in begun]
         assert len({*homes}) == 3
@@ -117,7 +117,7 @@ async def test_a_response_of_none_of_them_is_the_engine_s_404() -> None:
 
 async def test_without_retries_the_404_is_the_answer() -> None:
     """`retry: {attempts: 1}` holds here too."""
-    async with gateway(policy="random", shadow_policy="kv_aware", retry={"attempts": 1}) as (proxy, _):
+    async with gateway(policy="random", client_policies=["kv_aware"], retry={"attempts": 1}) as (proxy, _):
         _, identity = await ask(proxy)
         answers = [(await ask(proxy, previous_response_id=identity))[0] for _ in range(20)]
         assert {answer.status_code for answer in answers} == {200, 404}

@@ -64,7 +64,7 @@ async def test_turn_by_turn_the_history_is_where_it_was_predicted(engines: Pair,
 
 async def test_the_engine_that_does_not_know_it_says_404_and_the_other_one_is_asked(engines: Pair, saw: Saw) -> None:
     """vLLM keeps responses in one server's memory."""
-    async with running_proxy(engines.urls, policy="round_robin", shadow_policy="kv_aware") as proxy:
+    async with running_proxy(engines.urls, policy="round_robin", client_policies=["kv_aware"]) as proxy:
         first = await ask(proxy, input=text(100, seed="alone"))
         home, identity = first.headers["x-kvproxy-endpoint"], first.json()["id"]
         for _ in range(4):

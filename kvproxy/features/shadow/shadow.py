@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable
 from functools import partial
 
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.types import EndpointId, LowerTokens
 from kvproxy.cluster.endpoint import Endpoint
-from kvproxy.cluster.metrics import ShadowMetrics
 from kvproxy.cluster.routing.policy import Policy
-from kvproxy.cluster.routing.registry import make_policy
 from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.routing.work import Features
-from kvproxy.cluster.settings import ClusterSettings
+from kvproxy.features.shadow.metrics import ShadowMetrics
 
 log = logging.getLogger(__name__)
 
@@ -129,12 +126,3 @@ class Shadow:
                 log.error("shadow policy %s of %s is off: it fails every time", self.name, self._cluster)
             return False
         return True
-
-
-def shadow_of(name: str, settings: ClusterSettings, *, metrics: Metrics, rng: random.Random) -> Shadow | None:
-    """Return the shadow these settings ask for; its draws of chance take nothing from `rng`'s sequence but
-    one number."""
-    if settings.shadow_policy is None:
-        return None
-    policy = make_policy(settings.shadow_policy, settings, rng=random.Random(rng.random()))
-    return Shadow(policy, name=settings.shadow_policy.value, cluster=name, metrics=metrics)
