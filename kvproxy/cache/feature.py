@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from kvproxy.cluster.cluster import Cluster
     from kvproxy.cluster.endpoint import Endpoint
 
-#: Answers of the admin listener that features add keys to: `cache` of `/live`, and `/cache/leases`.
-View = Literal["live", "leases"]
+#: Answers of the admin listener that features add keys to: `cache` of `/live`, `/cache/status` and `/cache/leases`.
+View = Literal["live", "status", "leases"]
 
 
 class CacheNeeds(NamedTuple):
@@ -48,6 +49,7 @@ class CacheParts:
     signals: Signals
     metrics: Metrics
     clock: Clock
+    wall_clock: Clock
     rng: random.Random
 
 
@@ -64,6 +66,9 @@ class CacheObserver:
     None of them may wait. A reload makes a new service beside the one that drains: `bind_gauges` marks the one that
     counts.
     """
+
+    #: Entered before the service's own parts start, and left after they ended.
+    lifetime: AbstractAsyncContextManager[object] | None = None
 
     def watch(self, facts: RequestFacts) -> RequestWatch | None:
         """The observer of one request, whose facts are known; None: none. Its `finished` comes before the service
@@ -111,6 +116,7 @@ class CacheObservers:
         self._features = features
         made = ((feature.name, feature.observe_cache(parts)) for feature in features)
         self.by_feature = {name: one for name, one in made if one is not None}
+        self.lifetimes = [one.lifetime for one in self.by_feature.values() if one.lifetime is not None]
         self.watches: Sequence[Callable[[RequestFacts], RequestWatch | None]] = self._resolve("watch")
         self.ticks: Sequence[Callable[[], None]] = self._resolve("tick")
         self.learned: Sequence[Callable[[RequestFacts, Result], None]] = self._resolve("learned")

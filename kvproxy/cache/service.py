@@ -30,7 +30,6 @@ from kvproxy.cache.overlap.sources import OverlapSources
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cache.state import CacheState
 from kvproxy.cluster.cluster import Cluster
-from kvproxy.features.snapshot.restart import warm_restart
 from kvproxy.features.transfers.on_demand import OnDemand
 from kvproxy.features.transfers.transfers import Transfers
 
@@ -38,12 +37,12 @@ log = logging.getLogger("kvproxy.kvcache")
 
 
 class KvCache:
-    """Four parts over one state: `overlap` (what each endpoint holds), `feedback` (how true it was), `actions` (what is
-    done about it) and `snapshot`. Enter it before the first request; its tasks end with it.
+    """Three parts over one state: `overlap` (what each endpoint holds), `feedback` (how true it was) and `actions`
+    (what is done about it), with observers of features. Enter it before the first request; its tasks end with it.
 
     For each request: `gather` at once, `look_up` if the facts want it, `placed` for each attempt, `finished` exactly
     once. None of them raises for a request's sake, and none fails one. A `state` that an earlier service uses, which
-    may still run, goes on where that one is; without one it begins empty, or with the snapshot. `streams` are run by
+    may still run, goes on where that one is; without one it begins empty. `streams` are run by
     their owner, and by the service itself where there are none. Making it has no effect
     on anything else: `show` binds the gauges, once it is this service that counts.
     """
@@ -114,9 +113,6 @@ class KvCache:
         )
         self.on_demand: OnDemand | None = None
         self._make_transfers(clock, rng)
-        self.snapshot = warm_restart(
-            settings.snapshot, self.state, clusters=clusters, metrics=metrics, clock=clock, wall_clock=wall_clock
-        )
         self.observers = CacheObservers(
             features,
             CacheParts(
@@ -129,6 +125,7 @@ class KvCache:
                 signals=self.scraper.signals,
                 metrics=metrics,
                 clock=clock,
+                wall_clock=wall_clock,
                 rng=rng,
             ),
         )
@@ -155,8 +152,8 @@ class KvCache:
         for name, indexes in self.overlap.indexes.items():
             indexes.followed.on_cleared = partial(self._cleared, name)
         async with AsyncExitStack() as starting:
-            if self.snapshot is not None:
-                await starting.enter_async_context(self.snapshot)
+            for lifetime in self.observers.lifetimes:
+                await starting.enter_async_context(lifetime)
             self.state.fresh = False
             for part in (self._pool, self.engines, self.overlap, self.actions, self.scraper):
                 await starting.enter_async_context(part)
@@ -175,8 +172,6 @@ class KvCache:
         self.actions.show(self._metrics)
         hotness = self.actions.hotness
         self._metrics.group(HoldingMetrics).index_bytes.labels("prefixes").set_function(lambda: hotness.held_bytes)
-        if self.snapshot is not None:
-            self.snapshot.show(self._metrics)
         self.observers.bind_gauges(self._metrics)
 
     async def look_up(self, facts: RequestFacts) -> None:

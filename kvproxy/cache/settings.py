@@ -80,21 +80,6 @@ class BackgroundSettings(Model):
     """At shutdown queued jobs have this long to finish."""
 
 
-class SnapshotSettings(Model):
-    """What the proxy knows, kept in a file over a restart: what was routed where, learned speeds and prompt lengths.
-
-    Hashes and numbers, no text and no tokens. Off without a path."""
-
-    path: str = ""
-    """File to keep, one for each proxy, in a folder the proxy may write to; empty: nothing is kept."""
-    interval: Duration = Field(default=60.0, ge=1)
-    """How often it is written, besides at the end; a killed proxy loses at most this much of what it knew."""
-    max_age: Duration = 3600.0
-    """An older file is not used: the engines have evicted much of what it says."""
-    max_bytes: Size = Field(default=64 * 1024 * 1024, ge=4096)
-    """Largest file (a little over 8 bytes for each 256 bytes of prompt); what was asked for longest ago is left out."""
-
-
 class KvCacheSettings(Model):
     """Settings of `kvcache`: which endpoint holds most of the prompt already, and what keeps it there."""
 
@@ -157,7 +142,5 @@ class KvCacheSettings(Model):
     """Retries of background calls."""
     circuit_breaker: BreakerSettings = BreakerSettings()
     """One breaker per operation (lookup, tokenize, pin, ...): background failures never stop lookups."""
-    snapshot: SnapshotSettings = SnapshotSettings()
-    """Warm restart."""
     preference_header: str = ""
     """Request header to the engine that names the preferred endpoint; empty: none."""

@@ -40,7 +40,7 @@ class CacheState:
     present: dict[str, Mapping[str, Endpoint]] = field(default_factory=dict)  # by cluster, at the last scrape
     #: Told the model, the prompt's keys, its bytes and its tokens of what an engine counted.
     on_counted: Callable[[str, Sequence[int], int, int], None] | None = None
-    fresh: bool = True  # no service has run with it: a snapshot may still fill it
+    fresh: bool = True  # no service has run with it: a saved state may still fill it
     _of_features: dict[type, object] = field(default_factory=dict)
     _hotness: tuple[object, Hotness] | None = None
     _record: tuple[str, ActionRecord] | None = None

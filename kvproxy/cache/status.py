@@ -38,7 +38,6 @@ def cache_status(service: KvCache) -> dict[str, object]:
             "limit_bytes": settings.token_cache.max_bytes,
             "recalls": {name: getattr(memory.stats, name) for name in ("exact", "prefix", "missed")},
         },
-        "snapshot": None if service.snapshot is None else service.snapshot.status(),
         "background": {
             "waiting": service.actions.jobs.waiting,
             "limit": settings.background.max_queue,

@@ -8,24 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvproxy.base.installed import installed
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.routing.registry import POLICIES
 from kvproxy.cluster.settings import AUTO, ClusterSettings, EnginePriorityMode
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.doctor.deployment import find_kvcache_settings
+from kvproxy.operate.feature import OFF, ON, Capability, Feature
 
-ON = "on"
-OFF = "off"
 _NO_FILTER = "the kvcache filter is not in use"
-
-
-@dataclass(frozen=True, slots=True)
-class Capability:
-    """One of them: `state` is `on` or `off`."""
-
-    name: str
-    state: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +42,8 @@ def list_capabilities(config: Config, seen: SeenEngines | None = None) -> list[C
         Capability("data-parallel ranks", *_describe_ranks(clusters, seen)),
         Capability("KV events", *_describe_events(kvcache, clusters, seen)),
     ]
-    return [*found, *_describe_cache(kvcache)]
+    found += _describe_cache(kvcache)
+    return found + [one for feature in installed(Feature) for one in feature.list_capabilities(config)]
 
 
 def format_capabilities(rows: Sequence[Mapping[str, str]]) -> list[str]:
@@ -103,7 +95,7 @@ def _describe_events(
 
 def _describe_cache(kvcache: KvCacheSettings | None) -> Iterator[Capability]:
     """Yield what the kvcache filter alone decides."""
-    names = ("tokenizer", "LMCache", "snapshot")
+    names = ("tokenizer", "LMCache")
     if kvcache is None:
         yield from (Capability(name, OFF, _NO_FILTER) for name in names)
         return
@@ -116,8 +108,6 @@ def _describe_cache(kvcache: KvCacheSettings | None) -> Iterator[Capability]:
     )
     url = kvcache.lmcache_endpoint
     yield Capability("LMCache", ON if url else OFF, "`lmcache_endpoint`" if url else "no `lmcache_endpoint`")
-    path = kvcache.snapshot.path
-    yield Capability("snapshot", ON if path else OFF, "`snapshot.path`" if path else "no `snapshot.path`")
 
 
 def _count(number: int, seen: SeenEngines) -> str:

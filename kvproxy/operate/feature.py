@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from kvproxy.cache.feature import CacheFeature
 from kvproxy.cluster.feature import ClusterFeature
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from kvproxy.base.errors import Problem
     from kvproxy.base.settings.model import Model
-    from kvproxy.base.settings.paths import Finding
+    from kvproxy.base.settings.paths import Finding, Path
     from kvproxy.operate.admin.operated import AdminTarget, OperatorFinding
     from kvproxy.operate.admin.replies import Audit
     from kvproxy.operate.companion import Companion, Siblings
@@ -36,6 +37,28 @@ class StatusPart(NamedTuple):
 
     headline: Sequence[str] = ()
     blocks: Sequence[Sequence[str]] = ()
+
+
+M = TypeVar("M")
+
+ON = "on"
+OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """A row of `kvproxy check`, `kvproxy status` and the live page: what is on and why."""
+
+    name: str
+    state: str  # ON or OFF
+    reason: str
+
+
+def find_filters(config: Config, kind: type[M]) -> Iterator[tuple[Path, M]]:
+    """Yield the settings of this kind with their place, for `verify`."""
+    for index, spec in enumerate(config.filters):
+        if isinstance(spec.settings, kind):
+            yield ("filters", index), spec.settings
 
 
 class Feature(ClusterFeature, CacheFeature, ProxyFeature):
@@ -89,6 +112,10 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
 
     def find_troubles(self, operated: AdminTarget) -> Iterable[OperatorFinding]:
         """Findings for the live page, as they are now. One that is a `Trouble` has its own rank and patience."""
+        return ()
+
+    def list_capabilities(self, config: Config) -> Sequence[Capability]:
+        """Rows that show whether it is on."""
         return ()
 
     def list_admin_routes(self, operated: AdminTarget, audit: Audit) -> Sequence[Route]:

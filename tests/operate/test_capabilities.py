@@ -53,9 +53,8 @@ def kvcache(**settings: Any) -> dict[str, Any]:
         (kvcache(kv_events=True), None, "KV events", "on", "required of every engine"),
         (kvcache(kv_events=False), None, "tokenizer", "off", "neither KV events nor LMCache"),
         (kvcache(enabled=False), None, "KV events", "off", "the kvcache filter is not in use"),
-        (kvcache(enabled=False), None, "snapshot", "off", "the kvcache filter is not in use"),
+        (kvcache(enabled=False), None, "LMCache", "off", "the kvcache filter is not in use"),
         (kvcache(lmcache_endpoint="http://127.0.0.1:11"), None, "LMCache", "on", "`lmcache_endpoint`"),
-        (kvcache(snapshot={"path": "/tmp/s"}), None, "snapshot", "on", "`snapshot.path`"),
     ],
 )
 def test_each_is_on_or_off_for_a_reason(

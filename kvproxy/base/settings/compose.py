@@ -33,6 +33,14 @@ def part_of(settings: Model, fields: type[M]) -> M:
     return settings if isinstance(settings, fields) else fields()
 
 
+def without_features(settings: M, core: type[Model], *kept: type[Model]) -> M:
+    """Return the settings with the fields of features at their defaults, but for those of the `kept` models."""
+    ours = {name for model in (core, *kept) for name in model.model_fields}
+    fields = type(settings).model_fields
+    defaults = {name: fields[name].get_default(call_default_factory=True) for name in fields.keys() - ours}
+    return settings.model_copy(update=defaults)
+
+
 @cache
 def _compose(model: type[Model]) -> type[Model]:
     added = [

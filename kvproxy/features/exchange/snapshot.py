@@ -16,9 +16,8 @@ from kvproxy.base.types import Clock
 from kvproxy.cache.actions.executor import Claims
 from kvproxy.cache.actions.strategies import Action
 from kvproxy.cache.providers import ActionKind
+from kvproxy.cache.saved_state import Contents, Unusable, decode, pack_checksum
 from kvproxy.cache.service import KvCache
-from kvproxy.cache.snapshot_contents import Contents
-from kvproxy.cache.snapshot_format import Unusable, decode, pack_checksum
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.features.exchange import deltas
 from kvproxy.features.exchange.deltas import Delta

@@ -7,7 +7,7 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-from kvproxy.cache.indexes.approximate_snapshot import fingerprint
+from kvproxy.cache.indexes.approximate_dump import fingerprint
 from kvproxy.cluster.routing.work import Finite
 from kvproxy.features.exchange.deltas import Delta, EndpointLoads, Routed
 

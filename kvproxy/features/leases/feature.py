@@ -10,7 +10,7 @@ from kvproxy.base.settings.paths import Finding, error_at
 from kvproxy.cache.feature import CacheNeeds
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.features.leases.settings import LeasePlace
-from kvproxy.operate.feature import Feature
+from kvproxy.operate.feature import Feature, find_filters
 
 if TYPE_CHECKING:
     from msgspec import Struct
@@ -35,10 +35,8 @@ class Leases(Feature):
 
     def verify(self, config: Config) -> Iterator[Finding]:
         """LMCache alone pins."""
-        for index, spec in enumerate(config.filters):
-            settings = spec.settings
-            if isinstance(settings, KvCacheSettings) and _is_on(settings) and not settings.lmcache_endpoint:
-                at = ("filters", index, spec.name)
+        for at, settings in find_filters(config, KvCacheSettings):
+            if _is_on(settings) and not settings.lmcache_endpoint:
                 missing = (*at, "lmcache_endpoint")
                 yield error_at((*at, "leases", "enabled"), "needs lmcache_endpoint, which pins", follows=(missing,))
 
@@ -73,6 +71,8 @@ class Leases(Feature):
         """What is promised; None: there are no leases."""
         from kvproxy.features.leases.leasing import Leasing
 
+        if view == "status":
+            return {}
         if not isinstance(observer, Leasing):
             return {"promises": None}
         book = observer.book

@@ -2,25 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvproxy.operate.feature import Feature
+from kvproxy.base.settings.compose import part_of
+from kvproxy.base.settings.paths import Finding, warning_at
+from kvproxy.cache.feature import CacheNeeds
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.features.snapshot.settings import SnapshotPlace, SnapshotSettings
+from kvproxy.operate.feature import OFF, ON, Capability, Feature, find_filters
 
 if TYPE_CHECKING:
     from kvproxy.base.metrics.groups import MetricGroup
+    from kvproxy.cache.feature import CacheObserver, CacheParts, View
+    from kvproxy.operate.config.schema import Config
+    from kvproxy.operate.merge import Rule
 
 
 class Snapshot(Feature):
     """Keeps what is known over a restart."""
 
     name = "snapshot"
+    settings = {KvCacheSettings: (SnapshotPlace,)}
 
     def list_metrics(self) -> Sequence[type[MetricGroup]]:
         """Its group."""
         from kvproxy.features.snapshot.metrics import SnapshotMetrics
 
         return (SnapshotMetrics,)
+
+    def verify(self, config: Config) -> Iterator[Finding]:
+        """Doubt a folder that is not there, and a file that would often be too old."""
+        for at, settings in find_filters(config, KvCacheSettings):
+            own = _own(settings)
+            folder = Path(own.path).parent
+            if own.path and not folder.is_dir():
+                hint = "make it, writable for the proxy"
+                yield warning_at((*at, "snapshot", "path"), f"no such folder: {str(folder)!r}", hint)
+            if own.path and own.max_age < own.interval:
+                longer = "shorter than interval: after a crash the file would often be too old"
+                yield warning_at((*at, "snapshot", "max_age"), longer)
+
+    def needs(self, settings: KvCacheSettings) -> CacheNeeds:
+        """Facts: they fill the index that is kept."""
+        return CacheNeeds(facts=bool(_own(settings).path))
+
+    def observe_cache(self, parts: CacheParts) -> CacheObserver | None:
+        """None without a path."""
+        from kvproxy.features.snapshot.restart import warm_restart
+
+        settings = _own(parts.settings)
+        return warm_restart(settings, parts) if settings.path else None
+
+    def describe_cache(self, observer: CacheObserver | None, view: View, now: float) -> Mapping[str, object]:
+        """Return the state of the file; None without a path."""
+        if view != "status":
+            return {}
+        from kvproxy.features.snapshot.restart import WarmRestart
+
+        return {"snapshot": observer.status() if isinstance(observer, WarmRestart) else None}
+
+    def list_capabilities(self, config: Config) -> Sequence[Capability]:
+        """Return whether there is a path."""
+        found = [spec.settings for spec in config.filters if isinstance(spec.settings, KvCacheSettings)]
+        if not any(one.enabled for one in found):
+            return (Capability("snapshot", OFF, "the kvcache filter is not in use"),)
+        path = any(_own(one).path for one in found)
+        return (Capability("snapshot", ON if path else OFF, "`snapshot.path`" if path else "no `snapshot.path`"),)
+
+    def merge_rules(self) -> Mapping[str, Mapping[str, Rule]]:
+        """Return the state of the file as the worker shows it that keeps one."""
+        from kvproxy.operate.merge import pick
+
+        return {"/cache/status": {"snapshot": pick(lambda one: one["age_s"] is not None)}}
+
+    def share_settings(self, config: Config, index: int, part: Callable[[int], int]) -> Mapping[str, object]:
+        """Leave the file to the first worker, which the others ask for what it restored."""
+        if index == 0:
+            return {}
+        off = {"snapshot": SnapshotSettings()}
+        return {
+            "filters": tuple(
+                spec.model_copy(update={"settings": spec.settings.model_copy(update=off)})
+                if isinstance(spec.settings, KvCacheSettings) and _own(spec.settings).path
+                else spec
+                for spec in config.filters
+            )
+        }
+
+
+def _own(settings: KvCacheSettings) -> SnapshotSettings:
+    return part_of(settings, SnapshotPlace).snapshot if settings.enabled else SnapshotSettings()
 
 
 FEATURE = Snapshot()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
@@ -13,12 +13,10 @@ from kvproxy.base.background_task import BackgroundTask, run_in_slices
 from kvproxy.base.metrics.groups import Metrics
 from kvproxy.base.timed_thread import TimedThread
 from kvproxy.base.types import Clock, Sleep
-from kvproxy.cache.settings import SnapshotSettings
-from kvproxy.cache.snapshot_contents import Contents, Returned
-from kvproxy.cache.snapshot_format import Outcome, Unusable
-from kvproxy.cache.state import CacheState
-from kvproxy.cluster.cluster import Cluster
+from kvproxy.cache.feature import CacheObserver, CacheParts
+from kvproxy.cache.saved_state import Contents, Outcome, Returned, Unusable
 from kvproxy.features.snapshot.metrics import SnapshotMetrics
+from kvproxy.features.snapshot.settings import SnapshotSettings
 from kvproxy.features.snapshot.snapshot_file import SnapshotFile, Store
 
 log = logging.getLogger("kvproxy.kvcache")
@@ -41,7 +39,7 @@ class Last:
     took_s: float | None  # None: another life wrote it
 
 
-class WarmRestart(BackgroundTask):
+class WarmRestart(BackgroundTask, CacheObserver):
     """An async context manager around the service's other tasks: entered first, so that everything is there when they
     start, and left last. Only a `fresh` service is filled; one that follows on another has it all already.
 
@@ -76,8 +74,9 @@ class WarmRestart(BackgroundTask):
         self._returned: Returned | None = None
         self._writes = metrics.group(SnapshotMetrics).writes
         self._restores = metrics.group(SnapshotMetrics).restores
+        self.lifetime = self
 
-    def show(self, metrics: Metrics) -> None:
+    def bind_gauges(self, metrics: Metrics) -> None:
         """The gauges read it from now on."""
         metrics.group(SnapshotMetrics).bytes.set_source(self._sizes)
         metrics.group(SnapshotMetrics).age.set_source(self._ages)
@@ -178,18 +177,8 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def warm_restart(
-    settings: SnapshotSettings,
-    state: CacheState,
-    *,
-    clusters: Mapping[str, Cluster],
-    metrics: Metrics,
-    clock: Clock,
-    wall_clock: Clock,
-) -> WarmRestart | None:
-    """Return what the settings ask for; None without a path."""
-    if not settings.path:
-        return None
-    store = SnapshotFile(Path(settings.path), max_bytes=settings.max_bytes, wall_clock=wall_clock)
-    contents = Contents(state, clusters=clusters, clock=clock, wall_clock=wall_clock)
-    return WarmRestart(settings, contents, store, fresh=state.fresh, metrics=metrics, clock=clock)
+def warm_restart(settings: SnapshotSettings, parts: CacheParts) -> WarmRestart:
+    """Return the observer that keeps this service's snapshot."""
+    store = SnapshotFile(Path(settings.path), max_bytes=settings.max_bytes, wall_clock=parts.wall_clock)
+    contents = Contents(parts.state, clusters=parts.clusters, clock=parts.clock, wall_clock=parts.wall_clock)
+    return WarmRestart(settings, contents, store, fresh=parts.state.fresh, metrics=parts.metrics, clock=parts.clock)

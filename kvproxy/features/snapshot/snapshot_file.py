@@ -14,7 +14,7 @@ from typing import Protocol
 from xxhash import xxh3_64
 
 from kvproxy.base.types import Clock
-from kvproxy.cache.snapshot_format import Outcome, Snapshot, Unusable, decode, pack_checksum
+from kvproxy.cache.saved_state import Outcome, Saved, Unusable, decode, pack_checksum
 
 _READ_BYTES = 4 << 20
 #: A temporary file this old was left by a proxy that was killed while it wrote.
@@ -24,7 +24,7 @@ _LEFT_BEHIND_S = 600.0
 class Store(Protocol):
     """Where snapshots are kept. Both may raise OSError and take their time."""
 
-    def read(self) -> Snapshot:
+    def read(self) -> Saved:
         """Return the latest. Raises Unusable when there is none, or none that can be used."""
         ...
 
@@ -49,7 +49,7 @@ class SnapshotFile:
         self._wall_clock = wall_clock
         self._write = write
 
-    def read(self) -> Snapshot:
+    def read(self) -> Saved:
         """Return the latest one; what a killed writer left behind is cleared away."""
         self._clear_left_behind()
         try:

@@ -18,6 +18,9 @@ import httpx
 
 from kvproxy.app import Proxy
 from kvproxy.base.errors import KvproxyError
+from kvproxy.base.settings.compose import without_features
+from kvproxy.cache.settings import KvCacheSettings
+from kvproxy.features.warming.settings import WarmingPlace
 from kvproxy.operate.commands.configuration import ConfigSource, find_usual_file
 from kvproxy.operate.commands.operate import AdminAddress
 from kvproxy.operate.commands.progress import ProgressBar
@@ -108,21 +111,23 @@ async def _main(args: argparse.Namespace, options: WarmOptions) -> int:
 @asynccontextmanager
 async def own_proxy(config: Config) -> AsyncIterator[httpx.AsyncClient]:
     """Yield a client of the admin routes of a proxy that lives in this process, listens nowhere and writes no file."""
-    filters = tuple(_without_files(spec) for spec in config.filters)
+    filters = tuple(_quiet(spec) for spec in config.filters)
     admin = config.admin.model_copy(update={"token": None})
-    quiet = config.model_copy(update={"filters": filters, "receipts": ReceiptSettings(), "admin": admin})
+    quiet = without_features(config, Config).model_copy(
+        update={"filters": filters, "receipts": ReceiptSettings(), "admin": admin}
+    )
     async with Proxy(quiet) as proxy:
         transport = httpx.ASGITransport(proxy.admin)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=_TIMEOUT_S) as client:
             yield client
 
 
-def _without_files(spec: FilterSpec) -> FilterSpec:
-    """Return the kvcache filter without its snapshot: what this process knows is not the proxy's."""
-    if spec.name != "kvcache":
+def _quiet(spec: FilterSpec) -> FilterSpec:
+    """Return the kvcache filter without other features: what this process learns is not the proxy's to keep."""
+    if not isinstance(spec.settings, KvCacheSettings):
         return spec
-    snapshot = spec.settings.snapshot.model_copy(update={"path": ""})
-    return spec.model_copy(update={"settings": spec.settings.model_copy(update={"snapshot": snapshot})})
+    settings = without_features(spec.settings, KvCacheSettings, WarmingPlace)
+    return spec.model_copy(update={"settings": settings})
 
 
 async def run(options: WarmOptions, client: httpx.AsyncClient, *, out: TextIO, err: TextIO) -> int:

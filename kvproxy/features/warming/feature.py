@@ -10,7 +10,7 @@ from kvproxy.base.settings.paths import Finding, error_at
 from kvproxy.cache.feature import CacheNeeds
 from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.features.warming.settings import WarmingPlace
-from kvproxy.operate.feature import Feature
+from kvproxy.operate.feature import Feature, find_filters
 
 if TYPE_CHECKING:
     from starlette.routing import Route
@@ -36,12 +36,10 @@ class WarmingFeature(Feature):
 
     def verify(self, config: Config) -> Iterator[Finding]:
         """Refuse automatic warming that routing would not learn of."""
-        for index, spec in enumerate(config.filters):
-            settings = spec.settings
-            if isinstance(settings, KvCacheSettings) and _is_on(settings) and not settings.kv_events:
-                at = ("filters", index, spec.name, "warming", "enabled")
-                hint = "or warm by hand: kvproxy warm"
-                yield error_at(at, "needs kv_events: by them routing learns what was warmed", hint)
+        for at, settings in find_filters(config, KvCacheSettings):
+            if _is_on(settings) and not settings.kv_events:
+                what = "needs kv_events: by them routing learns what was warmed"
+                yield error_at((*at, "warming", "enabled"), what, "or warm by hand: kvproxy warm")
 
     def needs(self, settings: KvCacheSettings) -> CacheNeeds:
         """Uses of prefixes, and their tokens, if the proxy warms by itself."""

@@ -119,6 +119,18 @@ _LIVE: Mapping[str, Rule] = {
     "findings": merge_findings,
 }
 
+_STATUS: Mapping[str, Rule] = {
+    "indexes": each(fields({"endpoints": each(first)}, others=each(largest))),
+    "token_memory": fields({"recalls": each(total)}, others=total),
+    "background": fields({"running": joined}, others=total),
+    "breakers": each(worst(_BREAKERS)),
+    "troubles": keyed(("kind", "cluster", "endpoint", "what"), fields({"for_s": largest})),
+    "switched_off": joined,
+    "bytes_per_token": mean,
+    "predictions": fields({"alarms": joined}, others=each(total)),
+    **dict.fromkeys(("lookups", "tokenizes", "actions"), each(total)),
+}
+
 _PATHS: Mapping[str, Rule] = {
     "/endpoints": fields({"clusters": each(keyed(("id", "leaving"), _ENDPOINT))}),
     "/routing": fields({"clusters": _ROUTING}),
@@ -126,35 +138,17 @@ _PATHS: Mapping[str, Rule] = {
     "/cache/hot": fields({"prefixes": _HOT}),
     "/cache/leases": fields({"leases": _LEASES, "promises": _PROMISES}),
     "/cache/breaks": _BREAKS,
-    "/cache/status": fields(
-        {
-            "indexes": each(fields({"endpoints": each(first)}, others=each(largest))),
-            "token_memory": fields({"recalls": each(total)}, others=total),
-            "snapshot": pick(lambda one: one["age_s"] is not None),
-            "background": fields({"running": joined}, others=total),
-            "breakers": each(worst(_BREAKERS)),
-            "troubles": keyed(("kind", "cluster", "endpoint", "what"), fields({"for_s": largest})),
-            "switched_off": joined,
-            "bytes_per_token": mean,
-            "predictions": fields({"alarms": joined}, others=each(total)),
-            **dict.fromkeys(("lookups", "tokenizes", "actions"), each(total)),
-        }
-    ),
 }
 
 
 @cache
 def list_rules() -> Mapping[str, Rule]:
     """Return the rule of each path; others have one answer for all: the first worker's."""
-    live = dict(_LIVE)
-    paths = {}
+    members: dict[str, Mapping[str, Rule]] = {"/live": _LIVE, "/cache/status": _STATUS}
     for feature in installed(Feature):
-        for path, members in feature.merge_rules().items():
-            if path == "/live":
-                live |= members
-            else:
-                paths[path] = fields(members)
-    return {**_PATHS, **paths, "/live": fields(live)}
+        for path, added in feature.merge_rules().items():
+            members[path] = {**members.get(path, {}), **added}
+    return {**_PATHS, **{path: fields(rules) for path, rules in members.items()}}
 
 
 def merge_answers(path: str, answers: list[Any], *, limit: int | None = None) -> Any:

@@ -15,7 +15,7 @@ from kvproxy.features.workers.admin import WorkersAdmin
 from kvproxy.features.workers.assignment import shared_folder
 from kvproxy.features.workers.metrics import WorkerMetrics
 from kvproxy.features.workers.settings import WorkersPlace
-from kvproxy.features.workers.share import count_workers, keeps_snapshot
+from kvproxy.features.workers.share import begins_alone, count_workers
 from kvproxy.features.workers.supervisor import Served, Supervisor, WorkersFailed
 from kvproxy.features.workers.workers import Workers
 from kvproxy.operate.commands.configuration import ConfigSource
@@ -47,7 +47,7 @@ async def supervise_until_signal(
             folder=folder,
             on_restart=metrics.group(WorkerMetrics).worker_restarts.inc,
             on_hung=metrics.group(WorkerMetrics).worker_hangs.inc,
-            first_alone=keeps_snapshot(config),
+            first_alone=begins_alone(config),
         )
         workers = await stack.enter_async_context(Workers(supervisor, metrics=metrics))
         admin = WorkersAdmin(workers, clock=time.monotonic)

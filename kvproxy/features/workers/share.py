@@ -1,5 +1,5 @@
 """What of a configuration one of several workers gets: bounds of the machine are divided, receipts have a file each,
-and one worker alone keeps the snapshot."""
+and a file that all would replace is the first worker's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvproxy.base.installed import installed
-from kvproxy.cache.settings import KvCacheSettings, SnapshotSettings
 from kvproxy.cluster.settings import ClusterSettings
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature
 from kvproxy.operate.receipts.files import worker_path
-from kvproxy.proxy.settings import FilterSpec
 
 #: `auto` takes no more: every worker also hears what all the others decide.
 AUTO_MOST = 8
@@ -29,7 +27,7 @@ def take_share(config: Config, index: int, count: int) -> Config:
     limits = config.limits
     pool = config.pool
     receipts = config.receipts
-    return config.model_copy(
+    shared = config.model_copy(
         update={
             "limits": limits.model_copy(
                 update={"connections": part(limits.connections), "bodies": max(limits.body, part(limits.bodies))}
@@ -49,14 +47,11 @@ def take_share(config: Config, index: int, count: int) -> Config:
                 }
             ),
             "clusters": _with_part_of_queues(config.clusters, count),
-            "filters": tuple(one if index == 0 else _without_snapshot(one) for one in config.filters),
-            **{
-                section: settings
-                for feature in installed(Feature)
-                for section, settings in feature.share_settings(config, index, part).items()
-            },
         }
     )
+    for feature in installed(Feature):
+        shared = shared.model_copy(update=feature.share_settings(shared, index, part))
+    return shared
 
 
 def _with_part_of_queues(clusters: Mapping[str, ClusterSettings], count: int) -> dict[str, ClusterSettings]:
@@ -67,17 +62,10 @@ def _with_part_of_queues(clusters: Mapping[str, ClusterSettings], count: int) ->
     }
 
 
-def keeps_snapshot(config: Config) -> bool:
-    """Whether the first worker restores what the others then ask it for."""
-    return any(_without_snapshot(spec) is not spec for spec in config.filters)
-
-
-def _without_snapshot(spec: FilterSpec) -> FilterSpec:
-    settings = spec.settings
-    if not isinstance(settings, KvCacheSettings) or not settings.snapshot.path:
-        return spec
-    off = settings.model_copy(update={"snapshot": SnapshotSettings()})
-    return spec.model_copy(update={"settings": off})
+def begins_alone(config: Config) -> bool:
+    """Return whether the first worker serves before the others start: it restores what they then ask it for, since its
+    filters keep files that theirs do not."""
+    return take_share(config, 0, 2).filters != take_share(config, 1, 2).filters
 
 
 def count_workers(wanted: int | str, *, cores: float | None = None) -> int:

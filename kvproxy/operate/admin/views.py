@@ -154,6 +154,7 @@ class CacheRoutes:
         return reply_json(
             {
                 **cache_status(self._service()),
+                **self._service().observers.describe("status", self._operated.clock()),
                 "lookups": count_by_label(metrics.group(KvCacheMetrics).lookups, "outcome"),
                 "tokenizes": count_by_label(metrics.group(KvCacheMetrics).tokenizes, "outcome"),
                 "actions": count_by_label(metrics.group(HoldingMetrics).actions, "result"),

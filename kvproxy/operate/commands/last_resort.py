@@ -16,7 +16,7 @@ from kvproxy.base.types import Clock
 
 logger = logging.getLogger("kvproxy")
 
-#: What still runs after the drain has this long to end; longer than a disk that hangs holds up the last snapshot.
+#: What still runs after the drain has this long to end; longer than a disk that hangs holds up the last write.
 END_GRACE_S = 15.0
 #: Once all has ended, what is left are threads of libraries: they have this long.
 _THREADS_S = 3.0

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path as FilePath
 from typing import Any
 
 from kvproxy.base.installed import installed
 from kvproxy.base.settings.addresses import url_fault
 from kvproxy.base.settings.paths import Finding, Path, error_at, missing_file, warning_at
-from kvproxy.cache.settings import KvCacheSettings, SnapshotSettings
+from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.feature import list_policies
 from kvproxy.operate.config.schema import Config
 from kvproxy.proxy.feature import FilterOrder, ProxyFeature
@@ -176,17 +175,6 @@ def _kvcache(settings: KvCacheSettings, at: Path, config: Config) -> Iterator[Fi
         hint = "a bare number is seconds: write 50ms for milliseconds" if settings.lookup_routing_timeout >= 10 else ""
         yield warning_at((*at, "lookup_routing_timeout"), f"{longer}, which then ends lookups first", hint)
     yield from _instances(settings, plan, config)
-    yield from _snapshot(settings.snapshot, (*at, "snapshot"))
-
-
-def _snapshot(settings: SnapshotSettings, at: Path) -> Iterator[Finding]:
-    if not settings.path:
-        return
-    folder = FilePath(settings.path).parent
-    if not folder.is_dir():
-        yield warning_at((*at, "path"), f"no such folder: {str(folder)!r}", "make it, writable for the proxy")
-    if settings.max_age < settings.interval:
-        yield warning_at((*at, "max_age"), "shorter than interval: after a crash the file would often be too old")
 
 
 def _instances(settings: KvCacheSettings, plan: Path, config: Config) -> Iterator[Finding]:

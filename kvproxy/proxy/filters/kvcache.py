@@ -53,13 +53,13 @@ def prefers(settings: KvCacheSettings, policy: PolicyName) -> bool:
 
 def needs_facts(settings: KvCacheSettings, cluster: ClusterSettings) -> bool:
     """Return whether something uses what endpoints hold: a policy (the cluster's own, one without effect, one that
-    clients may ask for), a preference, a header that names it, LMCache, a snapshot, or required KV events. (Receipts
+    clients may ask for), a preference, a header that names it, LMCache, a feature, or required KV events. (Receipts
     do as well.)"""
     policies = list_policies(cluster)
     return (
         any(POLICIES[policy].uses_overlap for policy in policies)
         or any(prefers(settings, policy) for policy in policies)
-        or bool(settings.preference_header or settings.lmcache_endpoint or settings.snapshot.path)
+        or bool(settings.preference_header or settings.lmcache_endpoint)
         or settings.kv_events is True
         or find_needs(installed(CacheFeature), settings).facts
     )

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from kvproxy.base.types import EndpointId
-from kvproxy.cache import snapshot_contents as contents
+from kvproxy.cache import saved_state as contents
 from kvproxy.cache.overlap.last_served import LastServed
-from kvproxy.cache.settings import KvCacheSettings, SnapshotSettings
-from kvproxy.cache.snapshot_contents import Contents
-from kvproxy.cache.snapshot_format import Outcome, Snapshot, TablesKept
+from kvproxy.cache.saved_state import Contents, Outcome, Saved, TablesKept
+from kvproxy.cache.settings import KvCacheSettings
 from kvproxy.cluster.cluster import Cluster
 from kvproxy.features.snapshot.restart import WarmRestart
+from kvproxy.features.snapshot.settings import SnapshotSettings
 from kvproxy.features.snapshot.snapshot_file import SnapshotFile, Store
 from tests.cache.overlap.test_last_served import held, request_of, served
 from tests.cache.support import NOWHERE, A, B, Fake, Service, chat, cluster_of, engine, long_text, running, settings
@@ -205,8 +205,9 @@ async def test_a_snapshot_that_is_too_old_is_not_used(tmp_path: Path, age_s: flo
     await first_life(tmp_path)
     async with life(tmp_path, wall=FakeClock(WALL.now + age_s)) as service:
         assert await matched(service) == set()
-        assert service.kv.snapshot is not None
-        assert service.kv.snapshot.restored is Outcome.TOO_OLD
+        kept = service.kv.observers.find(WarmRestart)
+        assert kept is not None
+        assert kept.restored is Outcome.TOO_OLD
 
 
 async def test_only_endpoints_that_are_still_there_come_back(tmp_path: Path) -> None:
@@ -215,8 +216,9 @@ async def test_only_endpoints_that_are_still_there_come_back(tmp_path: Path) -> 
     async with life(tmp_path, cluster_of({"a": "http://127.0.0.1:7", "b": URLS["b"]})) as service:
         assert await matched(service) == set()
         assert await matched(service, OTHER) == {B}
-        assert service.kv.snapshot is not None
-        assert service.kv.snapshot.status()["restored_endpoints"] == 1
+        kept = service.kv.observers.find(WarmRestart)
+        assert kept is not None
+        assert kept.status()["restored_endpoints"] == 1
 
 
 async def test_a_snapshot_of_other_endpoints_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -231,7 +233,7 @@ async def test_a_snapshot_of_other_endpoints_is_said(tmp_path: Path, caplog: pyt
     ("spoil", "outcome"),
     [
         (lambda data: data[:-40], Outcome.CORRUPT),
-        (lambda data: b"", Outcome.NOT_A_SNAPSHOT),
+        (lambda data: b"", Outcome.FOREIGN),
         (lambda data: data[:8] + b"\x63\0" + data[10:], Outcome.OTHER_VERSION),
         (lambda data: data + bytes(1 << 20), Outcome.TOO_LARGE),
     ],
@@ -270,11 +272,11 @@ async def test_columns_that_cannot_be_are_found_before_anything_changes(tmp_path
     snapshot = store.read()
     hashes = [bytes(one) + bytes(8) for one in snapshot.hashes]
     async with life(tmp_path, cluster_of({"z": NOWHERE})) as service:
-        restart = restart_of(service, Faulty(Snapshot(snapshot.kept, [memoryview(one) for one in hashes], 0)))
+        restart = restart_of(service, Faulty(Saved(snapshot.kept, [memoryview(one) for one in hashes], 0)))
         async with restart:
             assert restart.restored is Outcome.OTHER_ENDPOINTS
     async with running(settings(), cluster_of(URLS)) as service:
-        restart = restart_of(service, Faulty(Snapshot(snapshot.kept, [memoryview(one) for one in hashes], 0)))
+        restart = restart_of(service, Faulty(Saved(snapshot.kept, [memoryview(one) for one in hashes], 0)))
         async with restart:
             assert restart.restored is Outcome.CORRUPT
         assert service.kv.overlap.indexes["default"].approximate.entries == 0
@@ -283,12 +285,12 @@ async def test_columns_that_cannot_be_are_found_before_anything_changes(tmp_path
 class Faulty:
     """A store on a failing disk; `fails` are the errors of the next writes."""
 
-    def __init__(self, content: Snapshot | Exception, *fails: Exception | None) -> None:
+    def __init__(self, content: Saved | Exception, *fails: Exception | None) -> None:
         self.content = content
         self.fails = list(fails)
         self.writes: list[int] = []
 
-    def read(self) -> Snapshot:
+    def read(self) -> Saved:
         if isinstance(self.content, Exception):
             raise self.content
         return self.content

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.cache.indexes.approximate_snapshot import fingerprint
-from kvproxy.cache.snapshot_format import Kept, Outcome, Unusable, encode
+from kvproxy.cache.indexes.approximate_dump import fingerprint
+from kvproxy.cache.saved_state import Kept, Outcome, Unusable, encode
 from kvproxy.features.snapshot.snapshot_file import SnapshotFile
 
 NOW = 1_800_000_000.0

@@ -294,4 +294,4 @@ def test_it_needs_kv_events() -> None:
     raw = {"endpoints": ["http://127.0.0.1:8000"], "filters": {"kvcache": warming}}
     config, problems = check_config(raw)
     assert config is None
-    assert any("needs kv_events" in problem.message for problem in problems)
+    assert [one.path for one in problems if "needs kv_events" in one.message] == ["filters.kvcache.warming.enabled"]

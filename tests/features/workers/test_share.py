@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvproxy.features.workers.share import count_workers, keeps_snapshot, take_share, usable_cores
+from kvproxy.features.workers.share import begins_alone, count_workers, take_share, usable_cores
 from kvproxy.operate.config.load import load_config
 
 CONFIG = load_config(
@@ -47,8 +47,8 @@ def test_one_worker_keeps_the_snapshot() -> None:
     config = load_config({"endpoints": {"a": "http://127.0.0.1:1"}, "filters": filters})
     paths = [take_share(config, index, 2).filters[2].settings.snapshot.path for index in (0, 1)]
     assert paths == ["/tmp/s", ""]
-    assert keeps_snapshot(config)
-    assert not keeps_snapshot(CONFIG)
+    assert begins_alone(config)
+    assert not begins_alone(CONFIG)
 
 
 @pytest.mark.parametrize(("wanted", "cores", "expected"), [("auto", 1, 1), ("auto", 4, 3), ("auto", 64, 8), (5, 2, 5)])

@@ -161,8 +161,6 @@ def test_what_does_not_fit_together(text: str, problem: str) -> None:
          "error: filters[1].kvcache.cache_strategy.score_weights: all are 0"),
         ("retry: {base_backoff: 3s}", "error: filters[1].kvcache.retry.max_backoff: shorter than base_backoff"),
         ("lookup_routing_timeout: 3s", "warning: filters[1].kvcache.lookup_routing_timeout: 3 s is longer"),
-        ("snapshot: {path: /nowhere/kept}", "warning: filters[1].kvcache.snapshot.path: no such folder: '/nowhere'"),
-        ("snapshot: {path: /kept, interval: 5m, max_age: 1m}", "warning: filters[1].kvcache.snapshot.max_age: shorter"),
     ],
 )  # fmt: skip
 def test_kvcache_settings(settings: str, problem: str) -> None:

@@ -220,7 +220,6 @@ async def test_facts_that_nothing_would_use_are_not_gathered() -> None:
         ({"preference_header": "x-preferred"}, {}, True),
         ({"lmcache_endpoint": NOWHERE}, {}, True),
         ({"kv_events": True}, {}, True),
-        ({"snapshot": {"path": "/kept"}}, {}, True),
     ],
 )
 def test_what_needs_facts(kvcache: dict[str, Any], cluster: dict[str, Any], needed: bool) -> None:

@@ -1,33 +1,164 @@
-"""What of a running service is worth keeping over a restart, taken and put back in small steps."""
+"""What the service learned, as bytes and back: for the next start, and for another process.
+
+Saved are the approximate index, when each engine's process began, learned speeds, steps and prompt lengths, and where
+sessions and stored responses were served. Left out are the precise index (engines replay their events), token memory
+(token ids are the prompt), and heat (a few hundred requests teach it again). As bytes: head, contents (msgpack), the
+indexes' hashes, checksum of all before it. Both ways go in small steps.
+"""
 
 from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Collection, Container, Generator, Iterator, Mapping
+from collections.abc import Collection, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from struct import Struct
 
 import msgspec
+from xxhash import xxh3_64
 
 from kvproxy.base.types import Clock, EndpointId
-from kvproxy.cache.indexes.approximate_snapshot import IndexColumns, Restoration, dump, fingerprint
+from kvproxy.cache.indexes.approximate_dump import IndexColumns, Restoration, dump, fingerprint
 from kvproxy.cache.overlap.last_served import LastServed, Served
 from kvproxy.cache.prefix.hashing import little_endian
-from kvproxy.cache.snapshot_format import (
-    ClusterKept,
-    EndpointKept,
-    Kept,
-    Outcome,
-    ServedKept,
-    Snapshot,
-    TablesKept,
-    Unusable,
-    encode,
-)
 from kvproxy.cache.state import CacheState
 from kvproxy.cluster.cluster import Cluster
+from kvproxy.cluster.routing.speeds import SpeedState
 
 log = logging.getLogger("kvproxy.kvcache")
+
+_MAGIC = b"kvpxwarm"
+#: Of the layout and of what is hashed (how a request becomes a prompt): raise it when either changes.
+VERSION = 3
+_HEAD = Struct("<8sHxxxxxxQ")  # magic, version, bytes of the contents
+_CHECKSUM = Struct("<Q")  # xxh3_64
+
+
+class Outcome(StrEnum):
+    """What became of a saved state at the start; a metric label."""
+
+    RESTORED = "restored"
+    NONE = "none"
+    UNREADABLE = "unreadable"
+    TOO_LARGE = "too_large"
+    FOREIGN = "not_a_snapshot"
+    OTHER_VERSION = "other_version"
+    OTHER_HASHES = "other_hashes"
+    CORRUPT = "corrupt"
+    TOO_OLD = "too_old"
+    OTHER_ENDPOINTS = "other_endpoints"
+
+
+class Unusable(Exception):
+    """Why a saved state is not used."""
+
+    def __init__(self, outcome: Outcome, detail: str = "") -> None:
+        super().__init__(detail or outcome.value.replace("_", " "))
+        self.outcome = outcome
+
+
+class EndpointKept(msgspec.Struct, array_like=True, frozen=True):
+    """An endpoint the index speaks of."""
+
+    id: str
+    address: str  # another address under the same id is another engine
+    started_at: float | None  # of its process, by its own clock; None: it does not say
+    engine: str = ""  # of a data-parallel rank: its engine
+    rank: int | None = None
+
+
+class ServedKept(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Where a session or a stored response was served last."""
+
+    name: int
+    endpoint: str
+    age_s: float
+    prompt_tokens: int
+    tokens: int
+    keys: bytes  # u64, little-endian
+    root: bytes
+
+
+class TablesKept(msgspec.Struct, array_like=True, frozen=True):
+    """Sessions and responses in pieces (msgpack, of several each), those used last first."""
+
+    sessions: list[bytes] = []
+    responses: list[bytes] = []
+
+
+class ClusterKept(msgspec.Struct, array_like=True, frozen=True):
+    """One cluster."""
+
+    name: str
+    endpoints: list[EndpointKept]
+    index: IndexColumns
+    speeds: SpeedState | None
+    steps: dict[str, tuple[int, int]] = {}  # in which engines reuse: learned, told
+    served: TablesKept = TablesKept()
+
+
+class Kept(msgspec.Struct, array_like=True, frozen=True):
+    """Everything but the hashes."""
+
+    taken_at: float  # wall clock, seconds since the epoch
+    hashing: int
+    bytes_per_token: dict[str, float]
+    clusters: list[ClusterKept]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A saved state as it was read, with each cluster's hashes."""
+
+    kept: Kept
+    hashes: Sequence[memoryview]
+    size_bytes: int
+
+
+_decoder = msgspec.msgpack.Decoder(Kept)
+
+
+def encode(kept: Kept, hashes: Iterable[bytes]) -> list[bytes]:
+    """Return the file in pieces, all but its checksum. `hashes` are the clusters' one after another."""
+    contents = msgspec.msgpack.encode(kept)
+    return [_HEAD.pack(_MAGIC, VERSION, len(contents)) + contents, *hashes]
+
+
+def pack_checksum(seen: xxh3_64) -> bytes:
+    """Return the last piece of the file, over all pieces before it."""
+    return _CHECKSUM.pack(seen.intdigest())
+
+
+def decode(data: bytes) -> Saved:
+    """Raise Unusable for anything that this version did not write, whole and with the same hashes."""
+    if len(data) < _HEAD.size + _CHECKSUM.size or not data.startswith(_MAGIC):
+        raise Unusable(Outcome.FOREIGN)
+    _, version, contents_bytes = _HEAD.unpack_from(data)
+    if version != VERSION:
+        raise Unusable(Outcome.OTHER_VERSION, f"of version {version}, not {VERSION}")
+    body = memoryview(data)[: -_CHECKSUM.size]
+    if pack_checksum(xxh3_64(body)) != data[-_CHECKSUM.size :]:
+        raise Unusable(Outcome.CORRUPT, "damaged or cut short")
+    try:
+        kept = _decoder.decode(body[_HEAD.size : _HEAD.size + contents_bytes])
+        hashes = _divided(kept, body[_HEAD.size + contents_bytes :])
+    except (msgspec.DecodeError, ValueError) as error:
+        raise Unusable(Outcome.CORRUPT, f"damaged: {error}") from error
+    if kept.hashing != fingerprint():
+        raise Unusable(Outcome.OTHER_HASHES, "prompts were hashed another way")
+    return Saved(kept, hashes, len(data))
+
+
+def _divided(kept: Kept, hashes: memoryview) -> list[memoryview]:
+    parts = []
+    start = 0
+    for cluster in kept.clusters:
+        end = start + 8 * cluster.index.blocks
+        parts.append(hashes[start:end])
+        start = end
+    return parts
+
 
 #: Share of the file for where sessions and responses were served, over all clusters: one in so many bytes.
 _SERVED_SHARE = 8
@@ -78,9 +209,9 @@ class Contents:
             kept[number] = msgspec.structs.replace(one, index=dumped.columns)
         return encode(whole, hashes)
 
-    def put_back(self, snapshot: Snapshot, *, max_age_s: float) -> Generator[None, None, Returned]:
+    def put_back(self, saved: Saved, *, max_age_s: float) -> Generator[None, None, Returned]:
         """Raise Unusable when it is too old, damaged, or of other endpoints; then nothing has been changed."""
-        kept = snapshot.kept
+        kept = saved.kept
         away_s = self._wall_clock() - kept.taken_at
         if not -_CLOCK_S <= away_s <= max_age_s:
             raise Unusable(Outcome.TOO_OLD, f"{away_s:.0f} s old, of {max_age_s:.0f} s allowed")
@@ -88,7 +219,7 @@ class Contents:
         same = {one.name: _same(one, self._clusters[one.name]) for one in known}
         if not any(same.values()):
             raise Unusable(Outcome.OTHER_ENDPOINTS, "of endpoints that are not configured, or not at those addresses")
-        restorations = self._restorations(snapshot)
+        restorations = self._restorations(saved)
         self._state.bytes_per_token.resume_from(kept.bytes_per_token)
         for one in known:
             _resume_ranks(self._clusters[one.name], same[one.name].values())
@@ -108,11 +239,11 @@ class Contents:
         speeds = None if cluster.speeds is None else cluster.speeds.state(self._clock())
         return ClusterKept(name, rows, _NOTHING, speeds, index.steps.state(), served)
 
-    def _restorations(self, snapshot: Snapshot) -> Mapping[str, Restoration]:
+    def _restorations(self, saved: Saved) -> Mapping[str, Restoration]:
         try:
             return {
                 cluster.name: Restoration(cluster.index, hashes)
-                for cluster, hashes in zip(snapshot.kept.clusters, snapshot.hashes, strict=True)
+                for cluster, hashes in zip(saved.kept.clusters, saved.hashes, strict=True)
             }
         except ValueError as error:
             raise Unusable(Outcome.CORRUPT, f"damaged: {error}") from error
@@ -135,7 +266,7 @@ class Contents:
         except msgspec.DecodeError as error:
             log.info("[kvcache] sessions of cluster %s are not all taken over: %s", kept.name, error)
         for name, one in same.items():
-            # An engine whose start is not known is another process if it began after the snapshot.
+            # An engine whose start is not known is another process if it began after the state was saved.
             index.started_at[EndpointId(name)] = taken_at if one.started_at is None else one.started_at
 
 

@@ -1,4 +1,4 @@
-"""The approximate index as plain columns and back, for a warm restart. Keeping them is the caller's business.
+"""The approximate index as plain columns and back. Keeping them is the caller's business.
 
 Both ways go path by path, so that the caller may do something else between two steps.
 """

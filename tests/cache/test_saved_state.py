@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64
 
-from kvproxy.cache.indexes.approximate_snapshot import EndpointPaths, IndexColumns, fingerprint
-from kvproxy.cache.snapshot_format import (
+from kvproxy.cache.indexes.approximate_dump import EndpointPaths, IndexColumns, fingerprint
+from kvproxy.cache.saved_state import (
     VERSION,
     ClusterKept,
     EndpointKept,
@@ -63,9 +63,9 @@ def test_what_was_written_is_read() -> None:
 @pytest.mark.parametrize(
     ("data", "outcome"),
     [
-        (b"", Outcome.NOT_A_SNAPSHOT),
-        (b"kvpxwarm", Outcome.NOT_A_SNAPSHOT),
-        (b"SQLite format 3\0" + bytes(40), Outcome.NOT_A_SNAPSHOT),
+        (b"", Outcome.FOREIGN),
+        (b"kvpxwarm", Outcome.FOREIGN),
+        (b"SQLite format 3\0" + bytes(40), Outcome.FOREIGN),
         (whole()[:8] + (VERSION + 1).to_bytes(2, "little") + whole()[10:], Outcome.OTHER_VERSION),
         (whole()[:-1], Outcome.CORRUPT),
         (whole()[:-9], Outcome.CORRUPT),
