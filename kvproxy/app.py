@@ -323,6 +323,6 @@ def _observe_requests(proxy: Proxy, config: Config) -> Iterator[WritingObserver[
 
 def _needs_restart(old: Config, new: Config) -> list[str]:
     """Settings whose change takes effect only at the next start of the process, by path."""
-    names = ("listen", "admin", "picker", "limits", "pool", "shutdown", "log", "receipts")
+    names = ("listen", "admin", "limits", "pool", "shutdown", "log", "receipts")
     of_features = (name for feature in installed(Feature) for name in feature.read_at_start)
     return [name for name in (*names, *of_features) if getattr(old, name) != getattr(new, name)]

@@ -85,7 +85,6 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     _add_init(commands)
     _add_serve(commands)
-    _add_picker(commands)
     _add_check(commands)
     _add_doctor(commands)
     _add_status(commands)
@@ -152,21 +151,6 @@ def _add_serve(commands: _Commands[argparse.ArgumentParser]) -> None:
         serve.add_argument("--workers", type=_workers, metavar="N", help="processes behind the one socket, or `auto`")
         serve.set_defaults(changes=("workers",))
     serve.add_argument("--no-admin", action="store_true", help="no admin listener")
-
-
-def _add_picker(commands: _Commands[argparse.ArgumentParser]) -> None:
-    picker = commands.add_parser(
-        "picker",
-        help="decide for Envoy, which carries the requests (endpoint picker, gRPC)",
-        description="Answers Envoy's external processing (Gateway API endpoint picker protocol) until SIGTERM. "
-        "Needs kvproxy[picker].",
-    )
-    add_config_option(picker)
-    picker.add_argument("--host", help="address of its listener (else `picker.host`: 127.0.0.1)")
-    picker.add_argument("--port", type=int, help="its port (else `picker.port`: 9002); 0 takes a free one")
-    add_engine_arguments(picker)
-    picker.add_argument("--policy", help="balancing policy (without a file)")
-    picker.set_defaults(run="features.picker.command:main")
 
 
 def _workers(text: str) -> int | str:

@@ -134,6 +134,10 @@ class Feature(ClusterFeature, CacheFeature, ProxyFeature):
         """Its part of `kvproxy status`, from an answer of `/live`."""
         return StatusPart()
 
+    def list_certificates(self, config: Config) -> Iterable[tuple[str, str]]:
+        """Certificate files that it shows, by their places, for `kvproxy doctor`."""
+        return ()
+
     def list_cluster_checks(self, deployment: Deployment, cluster: str) -> Sequence[Check]:
         """Check of `kvproxy doctor` for one cluster that has engines."""
         return ()

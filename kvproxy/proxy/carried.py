@@ -17,7 +17,7 @@ from kvproxy.cluster.routes import Routes, RouteTarget
 from kvproxy.cluster.screening import Refusal
 from kvproxy.proxy.external import (
     ExternalPlacement,
-    PickerTarget,
+    PlacerTarget,
     list_endpoints,
     outside_subset,
     read_headers,
@@ -45,7 +45,7 @@ log = logging.getLogger("kvproxy")
 class Placer:
     """What all requests that are carried elsewhere share."""
 
-    def __init__(self, target: PickerTarget, *, lease_s: float, fallbacks: int, queue: str = "picker") -> None:
+    def __init__(self, target: PlacerTarget, *, lease_s: float, fallbacks: int, queue: str) -> None:
         self.target = target
         self.lease_s = lease_s
         self.fallbacks = fallbacks

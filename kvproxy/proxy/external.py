@@ -30,7 +30,7 @@ _MESSAGES = {
 }
 
 
-class PickerTarget(Protocol):
+class PlacerTarget(Protocol):
     """The running proxy, as far as requests that others carry need it. Asked again for every request: a reload may have
     replaced any part."""
 

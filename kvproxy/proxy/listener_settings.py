@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
-from kvproxy.base.settings.model import Duration, Model, Port, Secret
+from kvproxy.base.settings.model import Model, Port, Secret
 from kvproxy.base.tls.files import ServerTls
 
 
@@ -36,21 +34,6 @@ class ListenerSettings(Model):
     reuse_port: bool = False
     """Listen beside another kvproxy at the same port: start the new process, then end the old one. A port that is taken
     by mistake is no error then."""
-
-
-class PickerSettings(Model):
-    """Where Envoy asks `kvproxy picker` which endpoint a request goes to (gRPC, external processing)."""
-
-    host: str = "127.0.0.1"
-    """Address to bind; `0.0.0.0` for every interface."""
-    port: Port = 9002
-    """TCP port; 0 takes a free one and prints it."""
-    tls: ListenerTls | None = None
-    """Serve gRPC over TLS with this certificate."""
-    fallbacks: int = Field(default=1, ge=0, le=8)
-    """Endpoints named after the chosen one, in order, for Envoy to go to if that cannot be reached."""
-    lease: Duration = Field(default=3600.0, gt=0, le=86_400)
-    """A request counts as load of its endpoint until Envoy says that it is over, and never longer than this."""
 
 
 class AdminSettings(Model):

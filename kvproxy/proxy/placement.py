@@ -1,6 +1,6 @@
 """The one procedure that finds a request its endpoint: decide, wait for a turn, reserve.
 
-The forwarder, the picker and `/pick` all place by it.
+The forwarder, requests that others carry and `/pick` all place by it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from kvproxy.base.metrics.groups import MetricGroup
 class CertificateMetrics(MetricGroup):
     """Certificates: those shown to clients and engines."""
 
-    labels = {"place": "where a certificate is shown: `listen`, `picker` or `endpoints`"}
+    labels = {"place": "where a certificate is shown: `listen` or `endpoints`"}
     across = {"kvproxy_certificate_expires_seconds": Across.MIN}
 
     def __init__(self, r: CollectorRegistry) -> None:

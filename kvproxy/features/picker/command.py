@@ -13,12 +13,13 @@ from prometheus_client import ProcessCollector
 from kvproxy import __version__
 from kvproxy.app import Proxy
 from kvproxy.base.errors import ConfigError, Problem
+from kvproxy.base.settings.compose import part_of
+from kvproxy.features.picker.settings import PickerPlace, PickerSettings
 from kvproxy.operate.commands.configuration import ConfigSource, named_engines, named_file
 from kvproxy.operate.commands.garbage import GarbageCollections
 from kvproxy.operate.commands.last_resort import LastResort
 from kvproxy.operate.commands.serving import ProcessSignals, run_logged, run_until_signal
 from kvproxy.operate.config.schema import Config
-from kvproxy.proxy.listener_settings import PickerSettings
 
 if TYPE_CHECKING:
     from kvproxy.features.picker.server import PickerServer
@@ -34,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
     changes = {name: value for name, value in (("host", args.host), ("port", args.port)) if value is not None}
 
     async def pick(config: Config, problems: list[Problem], last_resort: LastResort) -> int:
-        settings = (config.picker or PickerSettings()).model_copy(update=changes)
+        settings = (part_of(config, PickerPlace).picker or PickerSettings()).model_copy(update=changes)
         listen = partial(_open_picker, settings=settings)
         return await run_until_signal(config, problems, source, last_resort, listen=listen)
 

@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from kvproxy.base.settings.compose import part_of
+from kvproxy.features.picker.settings import PickerPlace, PickerSettings
+from kvproxy.operate.config.schema import Config
 from kvproxy.operate.feature import Feature
 
 if TYPE_CHECKING:
     from kvproxy.base.metrics.groups import MetricGroup
+    from kvproxy.base.settings.paths import Finding
 
 
 class Picker(Feature):
     """Decides for Envoy, which carries the requests."""
 
     name = "picker"
+    settings = {Config: (PickerPlace,)}
+    read_at_start = ("picker",)
 
     def list_metrics(self) -> Sequence[type[MetricGroup]]:
-        """Its group."""
+        """Return its group."""
         from kvproxy.features.picker.metrics import PickerMetrics
 
         return (PickerMetrics,)
+
+    def verify(self, config: Config) -> Iterable[Finding]:
+        """Return faults of the listener, if there is a section for it."""
+        from kvproxy.features.picker.verify import find_faults
+
+        settings = _settings(config)
+        return () if settings is None else find_faults(settings, config)
+
+    def list_certificates(self, config: Config) -> Iterable[tuple[str, str]]:
+        """Return the listener's."""
+        settings = _settings(config)
+        if settings is None or settings.tls is None:
+            return ()
+        return (("picker.tls.certificate", settings.tls.certificate),)
+
+
+def _settings(config: Config) -> PickerSettings | None:
+    return part_of(config, PickerPlace).picker
 
 
 FEATURE = Picker()

@@ -14,6 +14,8 @@ class PickerMetrics(MetricGroup):
     """Requests that Envoy carries (`kvproxy picker`)."""
 
     labels = {
+        "place": "`picker`",
+        "queue": "Envoy's reservations (`picker`), `picker_streams` and `picker_connections`",
         "mode": "how Envoy sends the request's body: `buffered`, `duplex`, or `headers` where it does not or does not "
         "wait",
     }

@@ -24,9 +24,9 @@ from kvproxy.features.picker.protocol import (
     HealthCheckRequest,
     HealthCheckResponse,
 )
+from kvproxy.features.picker.settings import PickerSettings
 from kvproxy.proxy.carried import Placer
-from kvproxy.proxy.external import PickerTarget
-from kvproxy.proxy.listener_settings import PickerSettings
+from kvproxy.proxy.external import PlacerTarget
 from kvproxy.proxy.request.body import HeldBodies
 
 #: A body arrives in one message with what Envoy says besides.
@@ -37,7 +37,7 @@ _LOOK_S = 0.5
 _MAX_CONNECTIONS = 1024
 
 
-class ServedTarget(PickerTarget, Protocol):
+class ServedTarget(PlacerTarget, Protocol):
     """The running proxy, as far as the server needs it."""
 
     @property
@@ -55,7 +55,7 @@ class PickerServer:
         self._target = target
         config = target.config
         metrics = target.metrics
-        placer = Placer(target, lease_s=settings.lease, fallbacks=settings.fallbacks)
+        placer = Placer(target, lease_s=settings.lease, fallbacks=settings.fallbacks, queue="picker")
         self._conversations = Conversations(placer, held=target.bodies, metrics=metrics)
         self._watches: set[HealthWatch] = set()
         methods: dict[str, Method] = {

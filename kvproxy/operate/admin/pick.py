@@ -1,4 +1,4 @@
-"""The proxy as a picker: it reports where a request should go, and another program carries it there."""
+"""Placement alone: the proxy reports where a request should go, and another program carries it there."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "Look": ("status", "explain", "doctor", "check"),
     "Operate": ("drain", "undrain", "reload"),
     "Study": ("replay", "plan"),
-    "Gateways and shells": ("picker", "completion"),
+    "Gateways and shells": ("completion",),
 }
 EXAMPLES: Mapping[str, Sequence[str]] = {
     "init": (
@@ -53,7 +53,6 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "kvproxy plan --model meta-llama/Llama-3.1-8B --gpu 80GiB --host 256GiB --trace trace.jsonl",
         "kvproxy plan --model ./config.json --tp 4 --trace trace.jsonl --want-hit 0.6",
     ),
-    "picker": ("kvproxy picker -c config.yaml",),
     "completion": ('eval "$(kvproxy completion bash)"',),
 }
 #: Of commands with very many options those that `--help` shows; `--help-all` shows all.

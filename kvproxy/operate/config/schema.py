@@ -8,7 +8,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from kvproxy.base.settings.model import Duration, Fraction, Model, Size
-from kvproxy.proxy.listener_settings import AdminSettings, ListenerSettings, PickerSettings
+from kvproxy.proxy.listener_settings import AdminSettings, ListenerSettings
 from kvproxy.proxy.settings import ServingSettings
 
 
@@ -46,8 +46,6 @@ class Config(ServingSettings):
     """The public listener. Also written as `host:port`."""
     admin: AdminSettings = AdminSettings()
     """The operator's listener."""
-    picker: PickerSettings | None = None
-    """Envoy's listener, with `kvproxy picker`; the defaults without one."""
     reload: ReloadSettings = ReloadSettings()
     """Hot reload."""
     receipts: ReceiptSettings = ReceiptSettings()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvproxy.base.installed import installed
-from kvproxy.base.settings.addresses import is_address, is_loopback, same_origin, url_fault
+from kvproxy.base.settings.addresses import is_loopback
 from kvproxy.base.settings.paths import Finding, Path, closest_word, error_at, warning_at
 from kvproxy.base.tls.verify import verify_server_tls
 from kvproxy.cluster.settings import RouteSettings
@@ -13,12 +13,11 @@ from kvproxy.operate.config.schema import Config
 from kvproxy.operate.config.verify_clusters import CLUSTERS_ARE_FROM, find_cluster_faults
 from kvproxy.operate.config.verify_filters import find_chain_faults
 from kvproxy.operate.feature import Feature
-from kvproxy.proxy.listener_settings import ListenerTls
 
 
 def find_faults(config: Config) -> list[Finding]:
     """Everything wrong (or doubtful: severity `warning`) with the configuration as a whole."""
-    checks = (_listeners, _tls, _picker, _limits, find_cluster_faults, _routes, _intervals, find_chain_faults)
+    checks = (_listeners, _tls, _limits, find_cluster_faults, _routes, _intervals, find_chain_faults)
     found = [finding for check in checks for finding in check(config)]
     return found + [finding for feature in installed(Feature) for finding in feature.verify(config)]
 
@@ -40,30 +39,8 @@ def _listeners(config: Config) -> Iterator[Finding]:
 
 
 def _tls(config: Config) -> Iterator[Finding]:
-    yield from _tls_files("listen", config.listen.tls)
-
-
-def _tls_files(listener: str, tls: ListenerTls | None) -> Iterator[Finding]:
-    if tls is not None:
-        yield from verify_server_tls((listener, "tls"), tls.files)
-
-
-def _picker(config: Config) -> Iterator[Finding]:
-    picker = config.picker
-    if picker is None:
-        return
-    if not picker.host:
-        yield error_at(("picker", "host"), "must not be empty", "0.0.0.0 is every interface")
-    admin = config.admin
-    if admin.enabled and picker.port and picker.port == admin.port:
-        yield error_at(("picker", "port"), "the picker has the admin listener's port")
-    yield from _tls_files("picker", picker.tls)
-    for name, cluster in config.clusters.items():
-        for index, endpoint in enumerate(cluster.endpoints):
-            if not url_fault(endpoint.url) and not is_address(same_origin(endpoint.url)[1]):
-                what = "Envoy knows endpoints by address: it would not find this name, and go elsewhere"
-                hint = "give the address, or let `discovery.dns` resolve it"
-                yield warning_at(("clusters", name, "endpoints", index, "url"), what, hint)
+    if config.listen.tls is not None:
+        yield from verify_server_tls(("listen", "tls"), config.listen.tls.files)
 
 
 def _limits(config: Config) -> Iterator[Finding]:

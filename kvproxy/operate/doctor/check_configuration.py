@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvproxy.base.errors import Problem
+from kvproxy.base.installed import installed
 from kvproxy.base.tls.files import read_expiry
 from kvproxy.base.tls.watch import describe_expiry
 from kvproxy.base.types import Clock
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.doctor.deployment import Deployment
 from kvproxy.operate.doctor.report import Finding, ok, problem, warning
+from kvproxy.operate.feature import Feature
 from kvproxy.proxy.filter_settings import RouterSettings
 from kvproxy.proxy.forward.public import DEFAULT_PATHS, PublicPaths
 
@@ -75,8 +77,8 @@ class CertificatesCheck:
         config = self.config
         if config.listen.tls is not None:
             yield "listen.tls.certificate", config.listen.tls.certificate
-        if config.picker is not None and config.picker.tls is not None:
-            yield "picker.tls.certificate", config.picker.tls.certificate
+        for feature in installed(Feature):
+            yield from feature.list_certificates(config)
         for cluster, settings in config.clusters.items():
             for endpoint in settings.endpoints:
                 if endpoint.cert_file:

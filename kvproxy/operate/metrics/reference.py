@@ -59,7 +59,7 @@ LABELS: Mapping[str, str] = {
     "outcome": "how it ended",
     "policy": "name of the balancing policy",
     "queue": "which bounded place: `upstream` connections, `rate_limit` buckets, `kvcache_...` jobs, `receipts`, "
-    "`ledger`, reservations (`picks`; Envoy's: `picker`), `picker_streams`, `picker_connections`, requests in a "
+    "`ledger`, reservations (`picks`), requests in a "
     "`router/CLUSTER` queue, client `connections`",
     "rank": "data-parallel rank of the engine",
     "reason": "why; a closed set of each metric",

@@ -61,14 +61,6 @@ def test_a_good_configuration_has_no_problem() -> None:
         ("listen: {host: ''}\n", "error: listen.host: must not be empty"),
         ("listen: {tls: {certificate: /nowhere/c, private_key: /nowhere}}\n",
          "error: listen.tls.certificate: no such file: '/nowhere/c'"),
-        # Envoy's listener
-        ("picker: {host: ''}\n", "error: picker.host: must not be empty"),
-        ("picker: {port: 8889}\n", "error: picker.port: the picker has the admin listener's port"),
-        ("picker: {tls: {certificate: /nowhere/c, private_key: /nowhere}}\n",
-         "error: picker.tls.certificate: no such file: '/nowhere/c'"),
-        ("picker: {}\nclusters: {x: {endpoints: ['http://engine:8000']}}\nroutes: [{cluster: x}]\n",
-         "warning: clusters.x.endpoints[0].url: Envoy knows endpoints by address"),
-        ("picker: {ports: 1}\n", "error: picker.ports: unknown key"),
         # the router's public paths
         (ROUTER.format("paths: all"), "warning: filters.router.paths: every path of every"),
         (ROUTER.format("paths: [/]"), "warning: filters.router.paths: every path of every"),
@@ -355,15 +347,14 @@ def pairs(tmp_path: Path) -> tuple[Certificate, Certificate]:
     return one, two
 
 
-@pytest.mark.parametrize("place", ["listen: {host: 127.0.0.1, tls", "picker: {host: 127.0.0.1, tls"])
-def test_a_pair_that_cannot_be_served_is_refused(place: str, pairs: tuple[Certificate, Certificate]) -> None:
+def test_a_pair_that_cannot_be_served_is_refused(pairs: tuple[Certificate, Certificate]) -> None:
     """As OpenSSL loads it, with the file and its setting; a pass phrase is not asked for."""
     one, two = pairs
-    at = f"error: {place.partition(':')[0]}.tls"
+    at = "error: listen.tls"
 
     def check(certificate: Path, private_key: Path, more: str = "") -> list[str]:
         pair = f"{{certificate: {certificate}, private_key: {private_key}{more}}}"
-        return problems_of(f"{E}{place}: {pair}}}\n")
+        return problems_of(f"{E}listen: {{host: 127.0.0.1, tls: {pair}}}\n")
 
     assert check(one.certificate, one.private_key) == []
     (mismatch,) = check(one.certificate, two.private_key)

@@ -110,9 +110,9 @@ async def test_certificates_of_its_own_that_expire_soon(tmp_path: Path) -> None:
     files = make_certificate(tmp_path, "127.0.0.1")  # until tomorrow
     tls = {"certificate": str(files.certificate), "private_key": str(files.private_key)}
     engine = {"id": "a", "url": "https://127.0.0.1:1", "cert_file": tls["certificate"], "key_file": tls["private_key"]}
-    config = parsed({"endpoints": [engine], "listen": {"tls": tls}, "picker": {"tls": tls}})
+    config = parsed({"endpoints": [engine], "listen": {"tls": tls}})
     found = await CertificatesCheck(config, utc_seconds).collect_findings()
-    places = ["listen.tls.certificate", "picker.tls.certificate", "default/a cert_file"]
+    places = ["listen.tls.certificate", "default/a cert_file"]
     assert [(one.severity, one.where) for one in found] == [(Severity.WARNING, place) for place in places]
     assert {one.what for one in found} == {"the certificate expires in 1.0 days"}
     (well,) = await CertificatesCheck(config, lambda: utc_seconds() - 30 * 86_400).collect_findings()
