@@ -20,13 +20,13 @@ demo: $(RUN) ## simulated engines, controller and proxy; real traffic through th
 	@$(BIN)/kvproxy demo $(ARGS)
 
 test: $(DEV) ## the fast test suite (PYTHON=python3.13 for another Python, ARGS=--uvloop for the other event loop)
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-loaded: $(DEV) ## the same three times running, beside busy processes, its workers paused now and then
 	$(BIN)/python -m tests.loaded $(ARGS)
 
 coverage: $(DEV) ## the same with branch coverage and four times the examples of property tests; fails under 95 %
-	FULL_EXAMPLES=1 $(BIN)/python -m pytest -n 2 --cov --cov-report=term --cov-fail-under=95 $(ARGS)
+	FULL_EXAMPLES=1 $(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term --cov-fail-under=95 $(ARGS)
 
 test-real: $(DEV) ## installs the real vLLM (CPU build), LMCache and SGLang, runs the acceptance tests against them
 	$(BIN)/python -m tests.real.engines.install

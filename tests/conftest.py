@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from typing import Any
 
@@ -16,6 +17,15 @@ settings.register_profile(
     "any machine", deadline=None, max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
+
+# Collecting makes millions of objects that stay: the garbage collector would walk them again and again.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector work, but not on tests and modules."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,15 +1,19 @@
-"""Serves a few turns with kv_aware and pins, in front of simulated engines; run within a tree that lacks features."""
+"""Import every module, check config.yaml, and serve a few turns that pin; run within a tree that lacks features."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
+import pkgutil
 import time
 from contextlib import AsyncExitStack
 from random import Random
 
 import httpx
 
+import kvproxy
 from kvproxy.app import Proxy
+from kvproxy.cli import main
 from kvproxy.lab.simulator.engine_io import EngineSettings
 from kvproxy.lab.simulator.fleet import Fleet, FleetSettings, clone_engines
 from kvproxy.lab.simulator.vllm_settings import VllmSettings
@@ -53,5 +57,13 @@ async def _ask(client: httpx.AsyncClient, proxy: Proxy) -> None:
     assert len(served) == 1, "a session went to two endpoints"
 
 
+def _import_all() -> None:
+    for module in pkgutil.walk_packages(kvproxy.__path__, "kvproxy."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+
+
 if __name__ == "__main__":
+    _import_all()
+    assert main(["check", "config.yaml"]) == 0
     asyncio.run(_serve())

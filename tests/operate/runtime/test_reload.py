@@ -23,7 +23,7 @@ from kvproxy.operate.config.load import load_config
 from kvproxy.operate.config.schema import Config
 from kvproxy.proxy.filters.chain import FilterContext, FilterType
 from kvproxy.proxy.listener.server import Server, serve
-from tests.support.fake_engine import Call, FakeEngine, event, start_stream
+from tests.support.fake_engine import Call, FakeEngine, answer_ok, event, start_stream
 from tests.support.process import kvproxy_serve
 from tests.support.proxy import chat, running_proxy
 from tests.support.until import until
@@ -173,6 +173,32 @@ async def test_a_cluster_that_is_gone_takes_its_metrics_along() -> None:
             await proxy.reload(load_config({"clusters": {"one": two["clusters"]["one"]}}))
             await until(lambda: up("kvproxy_endpoint_up", {"cluster": "two", "endpoint": "b"}) is None)
             assert up("kvproxy_endpoint_up", {"cluster": "one", "endpoint": "a"}) == 1
+
+
+async def test_a_cluster_that_comes_back_at_once_is_the_same_one() -> None:
+    """A running request of the configuration that had it keeps it; its metrics stay when that request has ended."""
+    go_on = asyncio.Event()
+
+    async def slow(engine: FakeEngine, call: Call, send: Send) -> None:
+        await go_on.wait()
+        await answer_ok(engine, call, send)
+
+    async with serve(FakeEngine("a", slow)) as a, serve(FakeEngine("b")) as b:
+        one = {"one": {"endpoints": {"a": a}}}
+        both = load_config({"clusters": {**one, "two": {"endpoints": {"b": b}}}, "routes": [{"cluster": "one"}]})
+        async with Proxy(both) as proxy, serve(proxy) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+            two = proxy.clusters["two"]
+            asked = asyncio.create_task(client.post("/v1/chat/completions", json=chat()), name="asked")
+            await until(lambda: proxy.clusters["one"].endpoints[0].load.in_flight)
+            await proxy.reload(load_config({"clusters": one}))
+            await proxy.reload(both)
+            assert proxy.clusters["two"] is two
+            assert proxy.replaced == 0
+            go_on.set()
+            assert (await asked).status_code == 200
+            await until(lambda: proxy.replaced == 2)
+            up = proxy.metrics.registry.get_sample_value
+            assert up("kvproxy_endpoint_up", {"cluster": "two", "endpoint": "b"}) == 1
 
 
 async def test_what_needs_a_restart_is_said() -> None:
