@@ -38,7 +38,7 @@ DEPENDS_ON = (
     "kvproxy/cache/prefix",
     "kvproxy/cache/indexes",
     "kvproxy/features/transfers/planner.py",
-    "kvproxy/lab/published.py",
+    "kvproxy/features/published",
     "kvproxy/lab/simulator",
     *REFERENCE_DEPENDS_ON,
 )

@@ -95,6 +95,10 @@ class ClusterFeature(BaseFeature):
         """Return that policy as the cluster calls it."""
         raise NotImplementedError(self.name)
 
+    def policy_types(self) -> Mapping[PolicyName, type[Policy]]:
+        """Return its policies by name."""
+        return {}
+
     def observe_cluster(self, cluster: ObservedCluster) -> ClusterObserver | None:
         """Its observer of this cluster, which is being made; None: it has none."""
         return None

@@ -20,5 +20,6 @@ SHIPPED = (
     "exchange",
     "workers",
     "ledger",
+    "published",
     "shield",
 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvproxy.base.installed import installed
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.cluster.routing.registry import POLICIES
+from kvproxy.cluster.routing.registry import policy_types
 from kvproxy.cluster.settings import AUTO, ClusterSettings, EnginePriorityMode
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.doctor.deployment import find_kvcache_settings
@@ -85,7 +85,7 @@ def _describe_events(
         return OFF, _NO_FILTER
     if not kvcache.kv_events:
         return OFF, "`kv_events: false`"
-    if kvcache.kv_events == AUTO and not any(POLICIES[cluster.policy].uses_overlap for cluster in clusters):
+    if kvcache.kv_events == AUTO and not any(policy_types()[cluster.policy].uses_overlap for cluster in clusters):
         return OFF, "auto: no policy weighs cached prefixes"
     mode = "auto" if kvcache.kv_events == AUTO else "required"
     if seen is None:

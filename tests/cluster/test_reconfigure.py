@@ -15,8 +15,10 @@ from kvproxy.cluster.discovery import Source
 from kvproxy.cluster.endpoint import Condition, Endpoint
 from kvproxy.cluster.membership import CONFIGURED_BY
 from kvproxy.cluster.pick import AttemptOutcome
+from kvproxy.cluster.routing import registry
 from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.cluster.routing.policy import OverlapFacts
+from kvproxy.cluster.routing.simple import PrefixAffinity
 from kvproxy.cluster.routing.work import features_of
 from kvproxy.cluster.settings import (
     ClusterSettings,
@@ -24,11 +26,12 @@ from kvproxy.cluster.settings import (
     HealthCheckSettings,
     PolicyName,
 )
-from kvproxy.lab.published import Dynamo
 from tests.cluster.conftest import Bench, MakeCluster, configs
 from tests.support.until import until
 
 A, B = EndpointId("a"), EndpointId("b")
+#: A policy with parameters.
+NAME = "prefix_affinity"
 
 
 def reconfigure(bench: Bench, **changes: Any) -> None:
@@ -111,32 +114,41 @@ def test_a_policy_that_stays_is_the_same_one(make_cluster: MakeCluster) -> None:
 @pytest.mark.parametrize("part", ["own", "for clients"])
 def test_parameters_that_change_in_the_file_are_taken(make_cluster: MakeCluster, part: str) -> None:
     """By the policy as it runs, whatever its part; what an operator changed about others of them stays."""
-    parts = {"own": {}, "for clients": {"client_policies": ["dynamo"]}}
-    bench = make_cluster("a", policy="dynamo" if part == "own" else "round_robin", **parts[part])
+    parts = {"own": {}, "for clients": {"client_policies": [NAME]}}
+    bench = make_cluster("a", policy=NAME if part == "own" else "round_robin", **parts[part])
 
-    def present() -> Dynamo:
+    def present() -> PrefixAffinity:
         policies = bench.cluster.policies
-        named = policies.named and policies.named["dynamo"].policy
+        named = policies.named and policies.named[NAME].policy
         policy = {"own": policies.own.policy, "for clients": named}[part]
-        assert isinstance(policy, Dynamo)
+        assert isinstance(policy, PrefixAffinity)
         return policy
 
     before = present()
-    before.settings = before.settings.model_copy(update={"device_credit": 0.5})
-    reconfigure(bench, parameters={"dynamo": {"temperature": 2.0}})
+    before.settings = before.settings.model_copy(update={"cache_threshold": 0.5})
+    reconfigure(bench, parameters={NAME: {"balance_abs_threshold": 7}})
     assert present() is before
-    assert (before.settings.temperature, before.settings.device_credit) == (2.0, 0.5)
-    reconfigure(bench, parameters={"dynamo": {"device_credit": 0.9}})
-    assert (before.settings.temperature, before.settings.device_credit) == (0.0, 0.9)
+    assert (before.settings.balance_abs_threshold, before.settings.cache_threshold) == (7, 0.5)
+    reconfigure(bench, parameters={NAME: {"cache_threshold": 0.9}})
+    assert (before.settings.balance_abs_threshold, before.settings.cache_threshold) == (64, 0.9)
+
+
+class CountsBlocks(PrefixAffinity):
+    """Asks for the live blocks of endpoints."""
+
+    counts_live_blocks = True
 
 
 @pytest.mark.parametrize("part", ["policy", "client_policies"])
-def test_live_blocks_are_counted_while_a_policy_asks_for_them(make_cluster: MakeCluster, part: str) -> None:
+def test_live_blocks_are_counted_while_a_policy_asks_for_them(
+    make_cluster: MakeCluster, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever part it plays, also for endpoints that come later; nothing is held before and after."""
+    monkeypatch.setitem(registry.POLICIES, PolicyName.PREFIX_AFFINITY, CountsBlocks)  # type: ignore[arg-type]
     bench = make_cluster("a")
     facts = OverlapFacts(64, blocks=(1, 2, 3, 4), block_tokens=16.0)
     early = bench.picked(facts=facts)
-    reconfigure(bench, **{part: ["dynamo"] if part == "client_policies" else "dynamo"})
+    reconfigure(bench, **{part: [NAME] if part == "client_policies" else NAME})
     assert bench.endpoint("a").load.live_blocks == 0
     reconfigure(bench, endpoints=[one.model_dump() for one in configs("a", "b")])
     picks = [bench.picked(preferred=B, facts=facts) for _ in range(2)]

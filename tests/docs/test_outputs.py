@@ -24,7 +24,7 @@ from kvproxy.cluster.routing.policy import FactSource, Overlap
 from kvproxy.cluster.settings import PolicyName
 from kvproxy.features.hygiene.causes import Cause
 from kvproxy.features.hygiene.traffic import Row, traffic_report
-from kvproxy.lab.advise.advice import Advice, Confidence, Fit, Gain, NotGiven, Ratio, Setting, why_not_given
+from kvproxy.lab.advise.advice import Advice, Confidence, Fit, Gain, NotGiven, Ratio, why_not_given
 from kvproxy.lab.advise.adviser import PoolAdvice
 from kvproxy.lab.advise.engines import EngineSettingsSeen
 from kvproxy.lab.advise.known import Known, advise_from_facts, spell_advice
@@ -41,6 +41,7 @@ from kvproxy.operate.commands.configuration import format_problem
 from kvproxy.operate.commands.logging_setup import log_to
 from kvproxy.operate.commands.status import describe_adapters, describe_steps
 from kvproxy.operate.config.load import check_config, load_config
+from kvproxy.operate.doctor.flags import Setting
 from kvproxy.operate.doctor.report import DoctorReport, Finding, Severity, SkippedCheck, print_table
 from kvproxy.operate.receipts.explain import explain_receipt
 from kvproxy.operate.receipts.receipt import Attempt, Receipt, ReceiptCandidate

@@ -1,4 +1,4 @@
-"""Every policy by its name in the configuration, and its parameters: as configured, and as changed while it runs."""
+"""Policies by their names in the configuration, and its parameters: as configured, and as changed while it runs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from kvproxy.base.errors import ConfigError
+from kvproxy.base.installed import installed
 from kvproxy.base.settings.decode import describe_problem
 from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import dotted_path
+from kvproxy.cluster.feature import ClusterFeature
 from kvproxy.cluster.routing.consistent_hash import ConsistentHash, Session
 from kvproxy.cluster.routing.kv_aware import KvAware
 from kvproxy.cluster.routing.policy import Policy
@@ -26,7 +28,6 @@ from kvproxy.cluster.routing.simple import (
     RoundRobin,
 )
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
-from kvproxy.lab.published import Dynamo, DynamoAgentic, LlmD, LlmDSticky
 
 POLICIES: Mapping[PolicyName, type[Policy]] = {
     PolicyName.RANDOM: RandomPolicy,
@@ -37,18 +38,20 @@ POLICIES: Mapping[PolicyName, type[Policy]] = {
     PolicyName.SESSION: Session,
     PolicyName.KV_AWARE: KvAware,
     PolicyName.PREFIX_AFFINITY: PrefixAffinity,
-    PolicyName.DYNAMO: Dynamo,
-    PolicyName.DYNAMO_AGENTIC: DynamoAgentic,
-    PolicyName.LLM_D: LlmD,
-    PolicyName.LLM_D_STICKY: LlmDSticky,
     PolicyName.LMETRIC: LMetric,
     PolicyName.LEAST_TTFT: LeastTtft,
 }
 
 
+def policy_types() -> Mapping[PolicyName, type[Policy]]:
+    """Return the core's, and those of installed features."""
+    added = (feature.policy_types() for feature in installed(ClusterFeature))
+    return {**POLICIES, **{name: kind for policies in added for name, kind in policies.items()}}
+
+
 def make_policy(name: PolicyName, settings: ClusterSettings, *, rng: random.Random) -> Policy:
     """Return a fresh policy of this name, with the parameters it has in this cluster."""
-    kind = POLICIES[name]
+    kind = policy_types()[name]
     parameters = configured(settings, name)
     return kind(rng=rng) if parameters is None else kind(rng=rng, settings=parameters)
 

@@ -12,7 +12,7 @@ from kvproxy.base.errors import describe_os_error
 from kvproxy.base.types import Clock
 from kvproxy.cache.clients.engine_metrics import EngineKind
 from kvproxy.cluster.settings import ClusterSettings, EnginePriorityMode
-from kvproxy.lab.advise.advice import DOES_NOT_FIT, Advice, Fit, NotGiven, Setting, why_not_given
+from kvproxy.lab.advise.advice import DOES_NOT_FIT, Advice, Fit, NotGiven, why_not_given
 from kvproxy.lab.advise.candidates import list_candidates
 from kvproxy.lab.advise.engines import EngineSettingsSeen, engines_of
 from kvproxy.lab.advise.known import Known, advise_from_facts, much_waits, name_engines
@@ -21,6 +21,7 @@ from kvproxy.lab.advise.today import NoModel, Today, model_today
 from kvproxy.lab.advise.traffic import Traffic, measure_occupancy, read_traffic
 from kvproxy.operate.config.schema import Config
 from kvproxy.operate.doctor.deployment import find_kvcache_settings
+from kvproxy.operate.doctor.flags import Setting
 from kvproxy.operate.receipts.files import ReceiptReader
 
 _OLD_S = 86_400.0

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 from kvproxy.cache.clients.engine_metrics import EngineKind
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.cluster.routing.registry import POLICIES
+from kvproxy.cluster.routing.registry import policy_types
 from kvproxy.cluster.settings import PolicyName
-from kvproxy.lab.advise.advice import Setting
 from kvproxy.lab.advise.engines import EngineSettingsSeen
 from kvproxy.lab.advise.known import more_memory, more_sequences, order_config, spell_advice
 from kvproxy.lab.advise.today import BLOCK_TOKENS, Today
 from kvproxy.lab.advise.traffic import Occupancy
 from kvproxy.lab.replay.compare import PolicySpec
 from kvproxy.lab.replay.settings import IndexMode
+from kvproxy.operate.doctor.flags import Setting
 
 #: Of the slots there are, so many were in use at a time: more might help.
 _NEARLY_ALL = 0.8
@@ -66,14 +66,14 @@ def _routing(today: Today) -> Iterator[Candidate]:
     if spec.name is not PolicyName.KV_AWARE:
         other = replace(today, spec=PolicySpec(PolicyName.KV_AWARE))
         yield Candidate(Setting.POLICY, f"kv_aware instead of {spec.name}", other, config="policy: kv_aware")
-    if POLICIES[spec.name].learns_speeds:
+    if policy_types()[spec.name].learns_speeds:
         other = replace(today, spec=replace(spec, queue=not spec.queue))
         what, key = ("without the router queue", "enabled: false") if spec.queue else ("with the router queue", "")
         yield Candidate(Setting.QUEUE, what, other, config=f"queue: {{{key}}}    (the cluster)")
 
 
 def _scheduling(today: Today, engines: Sequence[EngineSettingsSeen]) -> Iterator[Candidate]:
-    if POLICIES[today.spec.name].learns_speeds and not today.spec.priority:
+    if policy_types()[today.spec.name].learns_speeds and not today.spec.priority:
         other = replace(today, spec=replace(today.spec, priority=True))
         what = "engines order what waits by priority instead of arrival"
         wanting = [one for one in engines if not one.by_priority]
@@ -87,7 +87,7 @@ def _events(
 ) -> Iterator[Candidate]:
     if kvcache is None or today.fleet.index is IndexMode.EVENTS or today.fleet.instances < 2:
         return
-    if not POLICIES[today.spec.name].uses_overlap:
+    if not policy_types()[today.spec.name].uses_overlap:
         return
     silent = [one for one in engines if not one.publishes]
     config = "" if kvcache.kv_events else "kv_events: true    (filter kvcache)"

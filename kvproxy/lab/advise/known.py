@@ -9,9 +9,10 @@ from statistics import median
 from kvproxy.base.types import EndpointId
 from kvproxy.cache.clients.engine_metrics import EngineKind
 from kvproxy.cache.settings import KvCacheSettings
-from kvproxy.lab.advise.advice import Advice, Setting, spell_flag
+from kvproxy.lab.advise.advice import Advice
 from kvproxy.lab.advise.engines import EngineSettingsSeen
 from kvproxy.lab.advise.traffic import NOT_MEASURED, Occupancy, Traffic
+from kvproxy.operate.doctor.flags import Setting, spell_flag
 
 #: Answers without a figure that are no accident: of them so many should have had one.
 _ANSWERS = 20

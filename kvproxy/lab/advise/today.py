@@ -15,7 +15,7 @@ from itertools import count
 from statistics import fmean, median
 
 from kvproxy.base.errors import KvproxyError
-from kvproxy.cluster.routing.registry import POLICIES
+from kvproxy.cluster.routing.registry import policy_types
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import Features
 from kvproxy.cluster.settings import ClusterSettings, EnginePriorityMode
@@ -143,7 +143,7 @@ def model_today(
     assumed: list[str] = []
     sequences = _sequences(engines, occupancy, assumed)
     step_tokens = _step_tokens(traffic, engines, assumed)
-    learns = POLICIES[cluster.policy].learns_speeds
+    learns = policy_types()[cluster.policy].learns_speeds
     seconds, slowness = learn_speeds(traffic, max_sequences=sequences)
     request_s, token_s, attention_s, _ = seconds
     timing = EngineTiming(

@@ -14,7 +14,7 @@ from kvproxy.base.settings.paths import spelling_hint
 from kvproxy.base.settings.spellings import POLICY_ALIASES
 from kvproxy.cluster.routing.fair_queue import QueueSettings
 from kvproxy.cluster.routing.policy import Policy
-from kvproxy.cluster.routing.registry import POLICIES, make_policy
+from kvproxy.cluster.routing.registry import make_policy, policy_types
 from kvproxy.cluster.routing.speeds import SpeedModel, SpeedPriors
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
 from kvproxy.lab.replay.pooled import Bound, measure_bound
@@ -63,9 +63,9 @@ class PolicySpec:
         """From `kv_aware`, `kv_aware+queue`, `kv_aware+priority` or with both, in any order."""
         name, *extras = text.strip().split("+")
         suffixes = [f"+{extra}" for extra in extras]
-        if name not in PolicyName.__members__.values():
+        if name not in policy_types():
             alias = POLICY_ALIASES.get(re.sub(r"[^a-z0-9]", "", name.casefold()))
-            hint = f"did you mean {str(alias)!r}?" if alias else spelling_hint(name, map(str, PolicyName))
+            hint = f"did you mean {str(alias)!r}?" if alias else spelling_hint(name, map(str, policy_types()))
             raise UnknownPolicy(f"no policy {name!r} ({hint})")
         if unknown := [suffix for suffix in suffixes if suffix not in _SUFFIXES]:
             hint = spelling_hint(unknown[0], _SUFFIXES)
@@ -73,7 +73,7 @@ class PolicySpec:
         if MOVE_SUFFIX in suffixes and name != PolicyName.KV_AWARE:
             raise UnknownPolicy(f"{MOVE_SUFFIX} needs kv_aware, which prices what is copied")
         timed = [suffix for suffix in suffixes if suffix not in (BLIND_SUFFIX, NO_QUEUE_SUFFIX)]
-        if timed and not POLICIES[PolicyName(name)].learns_speeds:
+        if timed and not policy_types()[PolicyName(name)].learns_speeds:
             raise UnknownPolicy(
                 f"{name} does not know how long a prefill takes; {timed[0]} needs kv_aware or least_ttft"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
 
 from kvproxy.lab.replay.results import GoodputLimits
@@ -13,7 +14,8 @@ from kvproxy.lab.simulator.retention import Eviction
 from kvproxy.lab.simulator.timing import EngineTiming
 
 DEFAULT_LOAD = 0.7
-DEFAULT_POLICIES = "dynamo,lmetric,least_ttft,kv_aware"
+_DYNAMO = "dynamo," if find_spec("kvproxy.features.published") else ""
+DEFAULT_POLICIES = f"{_DYNAMO}lmetric,least_ttft,kv_aware"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

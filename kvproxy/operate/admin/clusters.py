@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.settings.addresses import url_fault
+from kvproxy.base.settings.compose import composed
 from kvproxy.base.settings.decode import decode_model
 from kvproxy.base.settings.model import Model
 from kvproxy.base.settings.paths import dotted_path, spelling_hint
@@ -20,7 +21,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.routing.policy import Policy
 from kvproxy.cluster.routing.registry import ranges, tuned
-from kvproxy.cluster.settings import EndpointSettings
+from kvproxy.cluster.settings import EndpointSettings, PolicyParameters
 from kvproxy.cluster.sources.entries import CREDENTIALS
 from kvproxy.operate.admin.operated import AdminTarget
 from kvproxy.operate.admin.replies import Audit, RequestRefused, read_json_object, reply_json
@@ -229,7 +230,7 @@ class RoutingRoutes:
             problems.append(Problem(f"clusters.{name[:128]}", "there is no such cluster", fix))
             return None
         if cluster.policy.settings is None:
-            fix = "kv_aware, dynamo, dynamo_agentic, llm_d, llm_d_sticky and prefix_affinity have some"
+            fix = f"{', '.join(composed(PolicyParameters).model_fields)} have some"
             what = f"the policy {cluster.policy_name} has no parameters"
             problems.append(Problem(f"clusters.{name}.parameters", what, fix))
             return None

@@ -14,10 +14,10 @@ from typing import TextIO
 from kvproxy.base.errors import ConfigError, Problem
 from kvproxy.base.settings.addresses import url_fault
 from kvproxy.cache.clients.engine_metrics import EngineKind
-from kvproxy.lab.advise.advice import Setting, spell_flag
 from kvproxy.operate.commands.serving import run_loop
 from kvproxy.operate.commands.survey import SeenEngine, SeenLmCache, look_at_all, parse_engines, write_config
 from kvproxy.operate.config.load import check_config
+from kvproxy.operate.doctor.flags import Setting, spell_flag
 
 _DEFAULT_ENGINE = "http://127.0.0.1:8000"
 _DEFAULT_LISTEN = "127.0.0.1:8888"

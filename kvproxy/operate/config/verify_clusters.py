@@ -9,13 +9,35 @@ from kvproxy.base.settings.addresses import is_loopback, listener_at, same_origi
 from kvproxy.base.settings.paths import Finding, Path, error_at, warning_at
 from kvproxy.base.tls.files import ClientTls
 from kvproxy.base.tls.verify import verify_client_tls
-from kvproxy.cluster.settings import ClusterSettings, EndpointSettings, EnginePriorityMode, PolicyName
+from kvproxy.cluster.feature import list_policies
+from kvproxy.cluster.settings import (
+    OPTIONAL_POLICIES,
+    ClusterSettings,
+    EndpointSettings,
+    EnginePriorityMode,
+    PolicyName,
+)
 from kvproxy.operate.config.schema import Config
 
 #: Policies the router queue can stand in front of.
 FORECASTING = frozenset({PolicyName.KV_AWARE, PolicyName.LEAST_TTFT})
 #: Where clusters may be written.
 CLUSTERS_ARE_FROM: tuple[Path, ...] = (("clusters",), ("endpoints",), ("discovery",), ("policy",))
+
+
+def _policies(cluster: ClusterSettings, at: Path) -> Iterator[Finding]:
+    named: list[tuple[Path, PolicyName]] = [
+        *(((), name) for name in list_policies(cluster) if name not in (cluster.policy, *cluster.client_policies)),
+        (("policy",), cluster.policy),
+        *((("client_policies", place), name) for place, name in enumerate(cluster.client_policies)),
+    ]
+    if optional := [(path, name) for path, name in named if name in OPTIONAL_POLICIES]:
+        from kvproxy.cluster.routing.registry import policy_types  # few configurations have to load policies
+
+        known = policy_types()
+        for path, name in optional:
+            if name not in known:
+                yield error_at((*at, *path), f"no installed feature has the policy {name}")
 
 
 def find_cluster_faults(config: Config) -> Iterator[Finding]:
@@ -27,6 +49,7 @@ def find_cluster_faults(config: Config) -> Iterator[Finding]:
         at: Path = ("clusters", name)
         if not cluster.endpoints and not cluster.discovery.named:
             yield error_at((*at, "endpoints"), "the cluster has no endpoints and no discovery", absence=True)
+        yield from _policies(cluster, at)
         yield from _endpoints(cluster, (*at, "endpoints"))
         yield from _loops(config, cluster, (*at, "endpoints"))
         if cluster.queue.enabled is True and cluster.policy not in FORECASTING:

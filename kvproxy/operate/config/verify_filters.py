@@ -88,10 +88,11 @@ def _without_facts(config: Config, names: list[str]) -> Iterator[Finding]:
 
 def _policies_by_facts(config: Config) -> list[str]:
     """Policies in use (clusters' own, silent ones, those that clients may ask for) that weigh what endpoints hold."""
-    from kvproxy.cluster.routing.registry import POLICIES  # policies are loaded for a doubtful chain alone
+    from kvproxy.cluster.routing.registry import policy_types  # policies are loaded for a doubtful chain alone
 
     used = [policy for cluster in config.clusters.values() for policy in list_policies(cluster)]
-    return [policy.value for policy in dict.fromkeys(used) if POLICIES[policy].uses_overlap]
+    weighing = {name for name, kind in policy_types().items() if kind.uses_overlap}
+    return [policy.value for policy in dict.fromkeys(used) if policy in weighing]
 
 
 def _without_parsing(config: Config, names: list[str]) -> Iterator[Finding]:

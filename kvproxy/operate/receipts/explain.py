@@ -7,13 +7,16 @@ from typing import Any
 
 from kvproxy.base.installed import installed
 from kvproxy.cluster.routing import selector
-from kvproxy.cluster.routing.registry import POLICIES
+from kvproxy.cluster.routing.registry import policy_types
 from kvproxy.operate.feature import Feature
 from kvproxy.operate.receipts.receipt import Attempt, Receipt, ReceiptCandidate, matched_tokens, prefill_s
 from kvproxy.proxy.filters.access_log import printable
 
 #: What the reasons of the policies and of the cluster mean.
-REASONS = {**selector.REASONS, **{reason: text for kind in POLICIES.values() for reason, text in kind.reasons.items()}}
+REASONS = {
+    **selector.REASONS,
+    **{reason: text for kind in policy_types().values() for reason, text in kind.reasons.items()},
+}
 
 _HEADER = ("", "endpoint", "cost", "wait", "prefill", "cached", "known from", "in flight", "pending")
 

@@ -23,7 +23,7 @@ from kvproxy.cluster.cluster import Cluster
 from kvproxy.cluster.endpoint import Endpoint
 from kvproxy.cluster.feature import list_policies
 from kvproxy.cluster.routes import RouteTarget
-from kvproxy.cluster.routing.registry import POLICIES
+from kvproxy.cluster.routing.registry import policy_types
 from kvproxy.cluster.routing.selector import Decision
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
 from kvproxy.features.transfers.copy_watch import follow_copy
@@ -48,7 +48,7 @@ def prefers(settings: KvCacheSettings, policy: PolicyName) -> bool:
     """Whether the largest match is to be preferred to what the policy would choose."""
     if settings.prefer is not None:
         return settings.prefer
-    return bool(settings.lmcache_endpoint) and not POLICIES[policy].uses_overlap
+    return bool(settings.lmcache_endpoint) and not policy_types()[policy].uses_overlap
 
 
 def needs_facts(settings: KvCacheSettings, cluster: ClusterSettings) -> bool:
@@ -57,7 +57,7 @@ def needs_facts(settings: KvCacheSettings, cluster: ClusterSettings) -> bool:
     do as well.)"""
     policies = list_policies(cluster)
     return (
-        any(POLICIES[policy].uses_overlap for policy in policies)
+        any(policy_types()[policy].uses_overlap for policy in policies)
         or any(prefers(settings, policy) for policy in policies)
         or bool(settings.preference_header or settings.lmcache_endpoint)
         or settings.kv_events is True

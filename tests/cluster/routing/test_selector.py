@@ -11,7 +11,7 @@ from kvproxy.base.types import EndpointId
 from kvproxy.cluster.routing import selector
 from kvproxy.cluster.routing.kv_aware import LARGE
 from kvproxy.cluster.routing.policy import Candidate, Choice, PickRequest, Policy
-from kvproxy.cluster.routing.registry import POLICIES, make_policy
+from kvproxy.cluster.routing.registry import make_policy, policy_types
 from kvproxy.cluster.routing.speeds import SpeedModel
 from kvproxy.cluster.routing.work import features_of
 from kvproxy.cluster.settings import ClusterSettings, PolicyName
@@ -109,7 +109,7 @@ def test_a_due_request_is_no_wait_to_a_decision() -> None:
 @pytest.mark.parametrize("name", PolicyName)
 def test_every_policy_is_declared(name: PolicyName) -> None:
     """What others ask of a policy's name holds for its objects: speeds, parameters, reasons with a meaning."""
-    kind, policy = POLICIES[name], make_policy(name, ClusterSettings(policy=name), rng=Random(1))
+    kind, policy = policy_types()[name], make_policy(name, ClusterSettings(policy=name), rng=Random(1))
     assert (policy.speeds is not None) == kind.learns_speeds
     assert policy.choose(ask(100), fleet(2), 0.0).reason in kind.reasons
 
@@ -117,11 +117,11 @@ def test_every_policy_is_declared(name: PolicyName) -> None:
 def test_a_reason_means_one_thing() -> None:
     """Policies that share a reason share its meaning: receipts explain it by its name alone."""
     meanings: dict[str, str] = dict(selector.REASONS)
-    for kind in POLICIES.values():
+    for kind in policy_types().values():
         for reason, meaning in kind.reasons.items():
             assert meanings.setdefault(reason, meaning) == meaning
 
 
 def test_the_configuration_knows_which_policies_learn_speeds() -> None:
     """It stands below the policies and cannot ask them, so its own list must agree with the classes."""
-    assert {name for name, kind in POLICIES.items() if kind.learns_speeds} == FORECASTING
+    assert {name for name, kind in policy_types().items() if kind.learns_speeds} == FORECASTING

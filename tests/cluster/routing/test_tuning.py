@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 
 from kvproxy.base.errors import ConfigError
+from kvproxy.base.settings.compose import composed
 from kvproxy.cluster.routing.registry import configured, make_policy, merge_config, ranges, runtime_overrides, tuned
-from kvproxy.cluster.settings import ClusterSettings, DynamoSettings, KvAwareSettings, PolicyName, PolicyParameters
+from kvproxy.cluster.settings import (
+    ClusterSettings,
+    KvAwareSettings,
+    PolicyName,
+    PolicyParameters,
+    PrefixAffinitySettings,
+)
 
 
 def test_a_change_keeps_the_rest() -> None:
@@ -33,7 +40,7 @@ def test_every_mistake_is_named_with_what_is_allowed() -> None:
 def test_not_a_number_is_none() -> None:
     """A cost must stay comparable."""
     with pytest.raises(ConfigError):
-        tuned(DynamoSettings(), {"temperature": float("nan")})
+        tuned(KvAwareSettings(), {"stall": float("nan")})
 
 
 @pytest.mark.parametrize("name", PolicyName)
@@ -49,7 +56,7 @@ def test_every_parameter_has_a_range(name: PolicyName) -> None:
 
 def test_a_policy_begins_with_what_the_configuration_gives_it() -> None:
     """Each its own part of `parameters`; those without parameters none."""
-    parameters = PolicyParameters.model_validate({"kv_aware": {"stall": 0.5}, "llm_d": {"kv_weight": 3}})
+    parameters = composed(PolicyParameters).model_validate({"kv_aware": {"stall": 0.5}})
     cluster = ClusterSettings(parameters=parameters)
     for name in PolicyName:
         policy = make_policy(name, cluster, rng=random.Random(1))
@@ -70,6 +77,6 @@ def test_only_what_an_operator_changed_is_an_override() -> None:
 
 def test_settings_of_another_kind_are_left_alone() -> None:
     """A policy of the user's own stands under a built-in name and has parameters of its own."""
-    policy: Any = make_policy(PolicyName.DYNAMO, ClusterSettings(), rng=random.Random(1))
+    policy: Any = make_policy(PolicyName.PREFIX_AFFINITY, ClusterSettings(), rng=random.Random(1))
     merge_config(policy, KvAwareSettings(), KvAwareSettings(stall=0.5))
-    assert policy.settings == DynamoSettings()
+    assert policy.settings == PrefixAffinitySettings()

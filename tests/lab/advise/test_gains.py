@@ -5,17 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvproxy.cache.clients.engine_metrics import EngineKind
-from kvproxy.lab.advise.advice import (
-    Confidence,
-    Figures,
-    Fit,
-    Gain,
-    Ratio,
-    Setting,
-    compute_gain,
-    spell_flag,
-    why_not_given,
-)
+from kvproxy.lab.advise.advice import Confidence, Figures, Fit, Gain, Ratio, compute_gain, why_not_given
+from kvproxy.operate.doctor.flags import Setting, spell_flag
 
 SAME = Ratio(1.0, 0.0)
 FIT = Fit(1.0, 1.05, 0.5, 0.5, 2000, 3600.0)

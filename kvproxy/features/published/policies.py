@@ -44,7 +44,7 @@ from random import Random
 
 from kvproxy.cluster.routing.costs import LOWEST_COST, least
 from kvproxy.cluster.routing.policy import Candidate, Choice, LoadView, Overlap, OverlapFacts, PickRequest, Policy
-from kvproxy.cluster.settings import DynamoAgenticSettings, DynamoSettings, LlmDSettings, LlmDStickySettings
+from kvproxy.features.published.settings import DynamoAgenticSettings, DynamoSettings, LlmDSettings, LlmDStickySettings
 
 _NOTHING_HELD = Overlap(device_tokens=0)
 

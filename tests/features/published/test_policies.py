@@ -13,8 +13,9 @@ from kvproxy.cluster.routing.policy import Overlap, PickRequest, Policy
 from kvproxy.cluster.routing.registry import make_policy
 from kvproxy.cluster.routing.simple import LeastRequest, LeastTtft, LMetric, PrefixAffinity
 from kvproxy.cluster.routing.work import features_of
-from kvproxy.cluster.settings import ClusterSettings, DynamoSettings, LlmDSettings, LlmDStickySettings, PolicyName
-from kvproxy.lab.published import Dynamo, LlmD, LlmDSticky
+from kvproxy.cluster.settings import ClusterSettings, PolicyName
+from kvproxy.features.published.policies import Dynamo, LlmD, LlmDSticky
+from kvproxy.features.published.settings import DynamoSettings, LlmDSettings, LlmDStickySettings
 from tests.cluster.routing.fleet import FakeCandidate, ask, decode, fleet, live, occupy
 
 

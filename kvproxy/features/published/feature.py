@@ -1,0 +1,34 @@
+"""The feature, as the core meets it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from kvproxy.cluster.settings import PolicyName, PolicyParameters
+from kvproxy.features.published.settings import PublishedPlace
+from kvproxy.operate.feature import Feature
+
+if TYPE_CHECKING:
+    from kvproxy.cluster.routing.policy import Policy
+
+
+class Published(Feature):
+    """Adds policies of other schedulers."""
+
+    name = "published"
+    settings = {PolicyParameters: (PublishedPlace,)}
+
+    def policy_types(self) -> Mapping[PolicyName, type[Policy]]:
+        """Return all of them."""
+        from kvproxy.features.published.policies import Dynamo, DynamoAgentic, LlmD, LlmDSticky
+
+        return {
+            PolicyName.DYNAMO: Dynamo,
+            PolicyName.DYNAMO_AGENTIC: DynamoAgentic,
+            PolicyName.LLM_D: LlmD,
+            PolicyName.LLM_D_STICKY: LlmDSticky,
+        }
+
+
+FEATURE = Published()

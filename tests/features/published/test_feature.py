@@ -1,0 +1,34 @@
+"""The feature is there, or it is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvproxy.base.errors import ConfigError
+from kvproxy.cluster.routing import registry
+from kvproxy.cluster.routing.registry import configured
+from kvproxy.cluster.settings import OPTIONAL_POLICIES, PolicyName
+from kvproxy.features.published.feature import FEATURE
+from kvproxy.operate.config.load import load_config
+
+NAMED = {"endpoints": {"a": "http://127.0.0.1:1"}, "policy": "llm_d", "client_policies": ["lmetric", "dynamo"]}
+
+
+def test_it_has_every_policy_that_the_core_leaves_to_features() -> None:
+    """With its settings, as a file gives them."""
+    assert FEATURE.policy_types().keys() == OPTIONAL_POLICIES
+    cluster = load_config({**NAMED, "parameters": {"llm_d": {"kv_weight": 3}}}).clusters["default"]
+    given = configured(cluster, PolicyName.LLM_D)
+    assert given is not None
+    assert given.model_dump()["kv_weight"] == 3
+
+
+def test_without_it_its_policies_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each where it is named."""
+    monkeypatch.setattr(registry, "policy_types", lambda: registry.POLICIES)
+    with pytest.raises(ConfigError) as refused:
+        load_config(NAMED)
+    assert [(one.path, one.message) for one in refused.value.problems] == [
+        ("policy", "no installed feature has the policy llm_d"),
+        ("client_policies[1]", "no installed feature has the policy dynamo"),
+    ]
